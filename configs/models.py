@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from laneformer.config import ModelConfig, RopeScaling
+from laneformer.config import DeltaNetSizes, LatentAttention, ModelConfig, RopeScaling
 
 # The model of `make run`: 6 layers in 8 lanes with the published layout (delay 2).
 STDLIB = ModelConfig(
@@ -26,6 +26,11 @@ TINY_LONG = TINY.replace(
     max_position_embeddings=1024,
     sliding_window=256,
     rope_scaling=RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=256),
+)
+
+# The model of `make run` with a gated DeltaNet in two of three layers.
+DELTA_TINY = STDLIB.replace(
+    delta_net=DeltaNetSizes(key_heads=8, value_heads=8, key_dim=24, value_dim=24), delta_layers=(0, 1, 3, 4)
 )
 
 LANEFORMER_120M = ModelConfig(
@@ -100,6 +105,18 @@ LANEFORMER_70B = LANEFORMER_8B.replace(
 # per token.
 MOE_TINY = STDLIB.replace(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
 
+# MOE_TINY with latent attention and DeepSeek-V3's router: groups, and a shared expert of the columns of one.
+LATENT_TINY = MOE_TINY.replace(
+    latent_attention=LatentAttention(
+        q_lora_rank=96, kv_lora_rank=48, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24
+    ),
+    mlp_only_layers=(0,),
+    scoring_func="sigmoid",
+    n_group=4,
+    topk_group=2,
+    shared_expert_intermediate_size=256,
+)
+
 # 1.03 billion weights, of which a token uses a fifth. The proportions of OLMoE (arXiv 2409.02060), 64 small experts of
 # which a token uses 8, in 8 lanes.
 MOE_1B_A200M = ModelConfig(
@@ -168,6 +185,96 @@ QWEN3_30B_A3B = ModelConfig(
     bos_token_id=151_643,
     eos_token_id=(151_645,),
 )
+QWEN3_NEXT_80B = ModelConfig(  # also Qwen3-Coder-Next, but for its rope_theta
+    vocab_size=151_936,
+    hidden_size=2048,
+    intermediate_size=5120,
+    num_hidden_layers=48,
+    num_attention_heads=16,
+    num_key_value_heads=2,
+    head_dim=256,
+    max_position_embeddings=262_144,
+    layout="tp",
+    rope_theta=1e7,
+    rotary_dim=64,
+    norm_eps=1e-6,
+    norm_plus_one=True,
+    qk_norm=True,
+    attention_gate=True,
+    delta_net=DeltaNetSizes(key_heads=16, value_heads=32, key_dim=128, value_dim=128),
+    delta_layers=tuple(n for n in range(48) if n % 4 < 3),
+    num_experts=512,
+    num_experts_per_tok=10,
+    moe_intermediate_size=512,
+    shared_expert_intermediate_size=512,
+    shared_expert_gate=True,
+    bos_token_id=151_643,
+    eos_token_id=(151_645,),
+)
+# Twelve of its layers: in FP8 21.0 GB, for devices with less memory.
+QWEN3_NEXT_20B = QWEN3_NEXT_80B.replace(num_hidden_layers=12, delta_layers=tuple(n for n in range(12) if n % 4 < 3))
+DEEPSEEK_V3 = ModelConfig(
+    vocab_size=129_280,
+    hidden_size=7168,
+    intermediate_size=18_432,
+    num_hidden_layers=61,
+    num_attention_heads=128,
+    num_key_value_heads=128,
+    latent_attention=LatentAttention(
+        q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
+    ),
+    max_position_embeddings=163_840,
+    layout="tp",
+    rope_scaling=RopeScaling(
+        type="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0, mscale_all_dim=1.0
+    ),
+    norm_eps=1e-6,
+    num_experts=256,
+    num_experts_per_tok=8,
+    moe_intermediate_size=2048,
+    mlp_only_layers=(0, 1, 2),
+    scoring_func="sigmoid",
+    router_correction=True,
+    n_group=8,
+    topk_group=4,
+    routed_scaling_factor=2.5,
+    shared_expert_intermediate_size=2048,
+    bos_token_id=0,
+    eos_token_id=(1,),
+)
+KIMI_K2 = DEEPSEEK_V3.replace(
+    vocab_size=163_840,
+    num_attention_heads=64,
+    num_key_value_heads=64,
+    max_position_embeddings=131_072,
+    rope_theta=50_000.0,
+    rope_scaling=RopeScaling(
+        type="yarn", factor=32.0, original_max_position_embeddings=4096, beta_fast=1.0, mscale=1.0, mscale_all_dim=1.0
+    ),
+    num_experts=384,
+    mlp_only_layers=(0,),
+    n_group=1,
+    topk_group=1,
+    routed_scaling_factor=2.827,
+    bos_token_id=163_584,
+    eos_token_id=(163_585,),
+)
+MOONLIGHT_16B = KIMI_K2.replace(
+    hidden_size=2048,
+    intermediate_size=11_264,
+    num_hidden_layers=27,
+    num_attention_heads=16,
+    num_key_value_heads=16,
+    latent_attention=LatentAttention(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128),
+    max_position_embeddings=8192,
+    rope_scaling=None,
+    norm_eps=1e-5,
+    num_experts=64,
+    num_experts_per_tok=6,
+    moe_intermediate_size=1408,
+    routed_scaling_factor=2.446,
+    shared_expert_intermediate_size=2 * 1408,
+)
 
 
 class PackedModel(NamedTuple):
@@ -182,10 +289,20 @@ class PackedModel(NamedTuple):
 
 EXPERTS = ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2")
 ATTENTION = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
-PACKED: dict[str, PackedModel] = {  # in the precisions in which they are published; all else in bfloat16
+SHARED_EXPERT = tuple(f"feed_forward.shared.{name}" for name in ("w1", "w3", "w2"))
+LATENT = tuple(f"attention.{name}" for name in ("wq_a", "wq_b", "wkv_a", "wkv_b", "wo"))
+BESIDE = ("attention.wg", "attention.win", *SHARED_EXPERT)
+# In the precisions in which they are published, all else in bfloat16; but the experts of moonlight_16b, published in
+# bfloat16, are in fp8 to fit a memory of 24 GiB.
+PACKED: dict[str, PackedModel] = {
     "gpt_oss_20b": PackedModel(GPT_OSS_20B, "mxfp4", EXPERTS),
     "gpt_oss_120b": PackedModel(GPT_OSS_120B, "mxfp4", EXPERTS),
+    "qwen3_next_80b": PackedModel(QWEN3_NEXT_80B, "fp8", EXPERTS + ATTENTION + BESIDE),
+    "qwen3_next_20b": PackedModel(QWEN3_NEXT_20B, "fp8", EXPERTS + ATTENTION + BESIDE),
     "qwen3_30b_a3b": PackedModel(QWEN3_30B_A3B, "fp8", EXPERTS + ATTENTION),
+    "deepseek_v3": PackedModel(DEEPSEEK_V3, "fp8", EXPERTS + SHARED_EXPERT + LATENT),
+    "kimi_k2": PackedModel(KIMI_K2, "fp8", EXPERTS + SHARED_EXPERT + LATENT),
+    "moonlight_16b": PackedModel(MOONLIGHT_16B, "fp8", EXPERTS),
 }
 
 # By the name of the recipe that trains it, as its last phase leaves it.
@@ -193,12 +310,14 @@ MODELS: dict[str, ModelConfig] = {
     "stdlib": STDLIB,
     "tiny": TINY_LONG,
     "stdlib_int4": STDLIB,
+    "delta_tiny": DELTA_TINY,
     "laneformer_120m": LANEFORMER_120M,
     "laneformer_350m": LANEFORMER_350M_LONG,
     "laneformer_2b": LANEFORMER_2B,
     "laneformer_8b": LANEFORMER_8B,
     "laneformer_70b": LANEFORMER_70B,
     "moe_tiny": MOE_TINY,
+    "latent_tiny": LATENT_TINY,
     "moe_1b_a200m": MOE_1B_A200M,
     **{name: model.config for name, model in PACKED.items()},
 }

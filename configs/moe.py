@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from configs.models import MOE_1B_A200M, MOE_TINY
+from configs.models import LATENT_TINY, MOE_1B_A200M, MOE_TINY
 from configs.small import CONTEXT, DATA
 from configs.stdlib import stdlib
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
@@ -14,6 +14,11 @@ def moe_tiny() -> TrainConfig:
     Needs data/stdlib from `make run`.
     """
     return dataclasses.replace(stdlib(), name="moe_tiny", steps=300, model=MOE_TINY)
+
+
+def latent_tiny() -> TrainConfig:
+    """moe_tiny with latent attention, a router of sigmoids with groups, and a shared expert. Not run to its end yet."""
+    return dataclasses.replace(moe_tiny(), name="latent_tiny", model=LATENT_TINY)
 
 
 def moe_1b_a200m() -> TrainConfig:

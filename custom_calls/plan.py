@@ -18,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from custom_calls.words import Reader, Writer
+from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS, KERNEL_FORMATS
-from laneformer.ops import Attend, DecoderOps, Product, Weight
+from laneformer.ops import Attend, DecoderOps, Product, Weight, without_kernel
 
 ALIGNED = 16  # floats: a small weight, or a product's biases, begins at a multiple of 64 bytes
 
@@ -169,10 +170,15 @@ class Plan:
 
     def place(self, small: np.ndarray, path: str, weight: np.ndarray) -> None:
         """Copies a small weight, of the shape `shape_of`, into the array of all of them: float32 [small_size]."""
-        rows = np.asarray(weight, np.float32).reshape(-1, _size(self.weights[path]))
+        rows = np.asarray(self.with_plus(path, weight), np.float32).reshape(-1, _size(self.weights[path]))
         offset, stride = self.places[path]
         for lane, row in enumerate(rows):
             small[offset + lane * stride : offset + lane * stride + len(row)] = row
+
+    def with_plus(self, path: str, weight: np.ndarray) -> np.ndarray:
+        """A weight as kernels have it: float32 with `Weight.plus` added, where that is not 0."""
+        plus = self.weights[path].plus
+        return np.asarray(weight, np.float32) + np.float32(plus) if plus else weight
 
     @cached_property
     def products(self) -> tuple[Product, ...]:
@@ -211,7 +217,11 @@ class Plan:
 def make_plan(
     ops: DecoderOps, schedule, *, weight_dtype: str = "float32", cache_dtype: str = "float32", rounded_activations=False
 ) -> Plan:
-    """schedule: a laneformer.layout.Schedule of two modules for each layer of `ops`. The others are as in Plan."""
+    """schedule: a laneformer.layout.Schedule of two modules for each layer of `ops`. The others are as in Plan. Raises
+    ConfigError for an op that no kernel computes.
+    """
+    if reason := without_kernel(ops):
+        raise ConfigError(f"no decode kernel runs this model ({reason})")
     table = Table.of(schedule, ops.hidden_size)
     return Plan(ops, table, Dtype[weight_dtype], Dtype[cache_dtype], rounded_activations)
 

@@ -14,7 +14,7 @@ from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError, one_line
 from laneformer.files import parse_json, read_file, refuse_link_loops
 from laneformer.formats import KERNEL_FORMATS, Bf12Product
-from laneformer.hf import config_from_hf, find_family, read_hf_config
+from laneformer.hf import config_from_hf, find_family, language_model, read_hf_config
 from laneformer.hf.folder import HfFolder
 from laneformer.hf.quantization import read_schemes
 from laneformer.mesh import sharding
@@ -113,12 +113,18 @@ def packed_bytes(path: Path, values: Mapping[str, Any], config: ModelConfig) -> 
     """Bytes of one weight of each quantized matrix, by its path, as the config.json `values` in the folder `path` says;
     no weights are read. Raises ConfigError, naming file and field.
     """
-    family, schemes = find_family(values), read_schemes(path, values)
+    family, schemes = find_family(values), read_schemes(path, language_model(values))
     if schemes is None or family.sources is None:
         return {}
     table = parameter_table(config)
     sources = family.sources(config, table)
-    return schemes.bytes({path: sources[path].names[0] for path, weight in table.items() if weight.group == "matrix"})
+    return schemes.bytes(
+        {
+            path: sources[path].names[0]
+            for path, weight in table.items()
+            if weight.group == "matrix" and not path.endswith(family.never_packed)
+        }
+    )
 
 
 def _step_folder(path: Path) -> Path | None:
@@ -185,7 +191,9 @@ def restore_params(step: Path, config: ModelConfig, dtype: str, mesh: Mesh | Non
     meta = read_meta(step)
     table = parameter_table(config)
     wanted = {
-        path: jax.ShapeDtypeStruct(p.shape, dtype, sharding=single if mesh is None else sharding(p.spec, p.shape, mesh))
+        path: jax.ShapeDtypeStruct(
+            p.shape, p.dtype or dtype, sharding=single if mesh is None else sharding(p.spec, p.shape, mesh)
+        )
         for path, p in table.items()
     }
     try:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import math
+import operator
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -23,9 +25,13 @@ LARGEST = {
     "num_lanes": 2**10,
     "num_experts": 2**16,
     "moe_intermediate_size": 2**24,
+    "shared_expert_intermediate_size": 2**24,
 }
-OF_EXPERTS = ("num_experts", "moe_intermediate_size")  # None where there are none
+# None where there are none
+OF_EXPERTS = ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
+OF_SIGMOID = ("router_correction", "n_group", "topk_group", "routed_scaling_factor")  # options of a router
 LARGEST_OTHER = 2**40  # of other sizes in a config.json
+LAYER_LISTS = ("unclamped_layers", "swa_layers", "nope_layers", "mlp_only_layers", "delta_layers")
 HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
 HIDDEN_ACTS = tuple(kind.name.lower() for kind in Activation if kind)
 
@@ -60,6 +66,17 @@ class RopeScaling:
     truncate: bool = True
     """yarn: round the ramp's ends to whole dimensions."""
 
+    @property
+    def score_factor(self) -> float:
+        """yarn: factor on the scores of latent attention, the square of the temperature at mscale_all_dim."""
+        if self.type != "yarn" or not self.mscale_all_dim:
+            return 1.0
+        return self.temperature(self.mscale_all_dim) ** 2
+
+    def temperature(self, mscale: float) -> float:
+        """yarn: 0.1 mscale ln(factor) + 1."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
     def __post_init__(self):
         if self.type not in ("linear", "llama3", "yarn"):
             raise ConfigError(
@@ -85,6 +102,63 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeltaNetSizes:
+    """Sizes of gated DeltaNet (Yang et al., arXiv 2412.06464), over all lanes."""
+
+    key_heads: int
+    """Heads of q and k; lanes divide them."""
+    value_heads: int
+    """Heads of v, of the gates and of the state, as many for each key head."""
+    key_dim: int
+    """Channels of a head of q and k."""
+    value_dim: int
+    """Channels of a head of v."""
+    conv_kernel: int = 4
+    """Tokens that the convolution of q, k and v sees, the own one included."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            _require_int(f"delta_net.{field.name}", getattr(self, field.name), at_least=1, at_most=2**16)
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"delta_net.value_heads = {self.value_heads} must be a multiple of delta_net.key_heads ="
+                f" {self.key_heads}"
+            )
+        if self.conv_kernel < 2:
+            raise ConfigError("delta_net.conv_kernel = 1 sees the own token alone: use at least 2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are made of one vector
+    per position, and one rotated key of all heads is beside it.
+    """
+
+    q_lora_rank: int | None = None
+    """Channels between the two matrices that make the queries; none: one matrix makes them."""
+    kv_lora_rank: int
+    """Channels of the vector that keys and values are made of."""
+    qk_nope_head_dim: int
+    """Channels of a head's queries and keys that are not rotated."""
+    qk_rope_head_dim: int
+    """Channels of a head's queries that are rotated, and of the key of all heads."""
+    v_head_dim: int
+    """Channels of a head's values."""
+    latent_norm_eps: float = 1e-6
+    """Added to the mean square in the norms of both vectors between matrices."""
+
+    def __post_init__(self):
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if name != "q_lora_rank" or self.q_lora_rank is not None:
+                _require_int(name, getattr(self, name), at_least=1, at_most=LARGEST["head_dim"])
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(
+                f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even; rotary positions turn pairs of channels"
+            )
+        _require_number("latent_norm_eps", self.latent_norm_eps, above=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class NormOptions:
     """A norm of the stream, laneformer/blocks/norm.py."""
 
@@ -94,6 +168,8 @@ class NormOptions:
     """Added to the mean square."""
     per_lane: bool
     """Each lane has its own scale."""
+    plus_one: bool = False
+    """The factor on each channel is 1 + scale."""
 
 
 class Norms(NamedTuple):
@@ -135,6 +211,42 @@ class AttentionOptions(AttentionVariant):
     """RMSNorm before the rotation over each q and k head, or over all q heads and all k heads of the one lane."""
     norm_eps: float
     """Added to the mean square in the norms of q and k."""
+    norm_plus_one: bool = False
+    """The factors of these norms are 1 + their weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetOptions:
+    """The gated DeltaNet of one layer, laneformer/blocks/delta_net.py."""
+
+    hidden_size: int
+    num_lanes: int
+    sizes: DeltaNetSizes
+    """Of one lane."""
+    norm_eps: float
+    """Added to the mean square in the norm of each head's results."""
+
+    @property
+    def keys(self) -> int:
+        """Channels of q, and of k."""
+        return self.sizes.key_heads * self.sizes.key_dim
+
+    @property
+    def values(self) -> int:
+        """Channels of v, and of its gate."""
+        return self.sizes.value_heads * self.sizes.value_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionOptions(LatentAttention):
+    """The latent attention of one layer, laneformer/blocks/latent_attention.py."""
+
+    hidden_size: int
+    num_lanes: int
+    heads: int
+    """Heads of one lane."""
+    scale: float
+    """Factor on the scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,21 +278,35 @@ class ExpertsOptions:
     activation: Activation
     router_bias: bool = False
     """A bias on the router's logits."""
+    sigmoid: bool = False
+    """Scores are the sigmoids of the logits, instead of their softmax; what follows requires it."""
+    correction: bool = False
+    """A bias on the scores by which experts are chosen; their shares are without it."""
+    groups: int = 1
+    """Groups of experts with neighbouring numbers."""
+    groups_used: int = 1
+    """Groups that a token may choose from: those with the largest sums of their two best scores."""
+    factor: float = 1.0
+    """Factor on the shares."""
     biases: bool = False
     """Biases on all matrices of the experts; each lane has its own of w2."""
     limit: float | None = None
     """Clamped SwiGLU: the gate is at most this, up at most this and at least minus this."""
     alpha: float = QUICK_GELU_FACTOR
     """Clamped SwiGLU: factor on the gate in its sigmoid."""
+    shared: MlpOptions | None = None
+    """An MLP that every token uses beside the chosen experts."""
+    shared_gate: bool = False
+    """The output of `shared` times the sigmoid of one value, a row of a matrix times the stream."""
 
 
-BlockOptions = AttentionOptions | MlpOptions | ExpertsOptions
+BlockOptions = AttentionOptions | DeltaNetOptions | LatentAttentionOptions | MlpOptions | ExpertsOptions
 
 
 class LayerOptions(NamedTuple):
     """The two blocks of a layer, named as in the weights' paths. `laneformer.blocks.BLOCKS` maps each to its class."""
 
-    attention: AttentionOptions
+    attention: AttentionOptions | DeltaNetOptions | LatentAttentionOptions
     feed_forward: MlpOptions | ExpertsOptions
 
 
@@ -272,8 +398,18 @@ class ModelConfig(AttentionVariant):
     """Every query head has one more logit among its scores, without key and value (gpt-oss; arXiv 2309.17453)."""
     qk_norm: bool = False
     """RMSNorm over each q and k head before the rotation (Qwen3)."""
+    norm_plus_one: bool = dataclasses.field(default=False, metadata=LATER)
+    """The factors of RMSNorms, those of q and k included, are 1 + their weights (Gemma, Qwen3-Next)."""
+    rotary_dim: int | None = dataclasses.field(default=None, metadata=LATER)
+    """Channels of each head that rotate, the first ones (GPT-J); by default all."""
+    delta_net: DeltaNetSizes | None = dataclasses.field(default=None, metadata=LATER)
+    """Sizes of the gated DeltaNet in delta_layers."""
+    delta_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=LATER)
+    """Layers that have a gated DeltaNet in place of attention (Qwen3-Next); one layer at least keeps attention."""
     qk_norm_over: Literal["head", "projection"] = dataclasses.field(default="head", metadata=LATER)
     """What the norms of qk_norm are over: each head, or all heads together (projection; OLMo-2), with one lane."""
+    latent_attention: LatentAttention | None = dataclasses.field(default=None, metadata=LATER)
+    """Every layer has multi-head latent attention of num_attention_heads heads, instead of grouped queries."""
 
     hidden_act: str = dataclasses.field(default="silu", metadata=LATER)
     """Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2."""
@@ -302,6 +438,22 @@ class ModelConfig(AttentionVariant):
     """
     swiglu_alpha: float = dataclasses.field(default=QUICK_GELU_FACTOR, metadata=LATER)
     """Clamped SwiGLU: factor on the gate in its sigmoid."""
+    scoring_func: Literal["softmax", "sigmoid"] = dataclasses.field(default="softmax", metadata=LATER)
+    """Scores by which experts are chosen, and their shares: the softmax of the router's logits, or the sigmoid of each
+    (DeepSeek-V3, arXiv 2412.19437). What follows requires sigmoid.
+    """
+    router_correction: bool = dataclasses.field(default=False, metadata=LATER)
+    """A bias on the scores by which experts are chosen, float32; their shares are without it (arXiv 2408.15664)."""
+    n_group: int = dataclasses.field(default=1, metadata=LATER)
+    """Groups of experts with neighbouring numbers."""
+    topk_group: int = dataclasses.field(default=1, metadata=LATER)
+    """Groups that a token may choose from: those with the largest sums of their two best scores."""
+    routed_scaling_factor: float = dataclasses.field(default=1.0, metadata=LATER)
+    """Factor on the shares of a token's experts."""
+    shared_expert_intermediate_size: int | None = dataclasses.field(default=None, metadata=LATER)
+    """Columns over all lanes of an MLP that every token uses beside its experts (DeepSeekMoE, arXiv 2401.06066)."""
+    shared_expert_gate: bool = dataclasses.field(default=False, metadata=LATER)
+    """The output of that MLP times sigmoid(gate . x) of each token (Qwen2-MoE, arXiv 2407.10671)."""
 
     bos_token_id: int | None = None
     """Token that begins a text; prepended to prompts where set."""
@@ -321,7 +473,11 @@ class ModelConfig(AttentionVariant):
             if field.type is float:
                 _require_number(field.name, value, above=0.0)
         # JSON gives lists; tuples keep the config hashable.
-        for name in ("unclamped_layers", "swa_layers", "nope_layers", "mlp_only_layers", "eos_token_id"):
+        if isinstance(self.delta_net, Mapping):
+            object.__setattr__(self, "delta_net", _delta_net_of(self.delta_net))
+        if not isinstance(self.delta_net, DeltaNetSizes | None):
+            raise ConfigError(f"delta_net = {self.delta_net!r} must be an object with key_heads, value_heads, ...")
+        for name in (*LAYER_LISTS, "eos_token_id"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list | tuple):
                 raise ConfigError(f"{name} = {value!r} must be a list of whole numbers")
@@ -333,6 +489,7 @@ class ModelConfig(AttentionVariant):
         self._check_experts()
         self._check_lanes()
         self._check_windows()
+        self._check_delta_net()
         for name, tokens in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", self.eos_token_id)):
             for token in tokens:
                 if token is not None:
@@ -340,6 +497,9 @@ class ModelConfig(AttentionVariant):
         self._check_norms()
 
     def _check_heads(self):
+        if self.latent_attention is not None:
+            self._check_latent_attention()
+            return
         if self.num_attention_heads % self.num_key_value_heads:
             raise ConfigError(
                 f"num_attention_heads = {self.num_attention_heads} must be a multiple of num_key_value_heads ="
@@ -358,20 +518,84 @@ class ModelConfig(AttentionVariant):
                 f"head_dim (by default hidden_size / num_attention_heads) = {self.head_size} must be even; rotary"
                 " positions turn pairs of channels"
             )
+        if self.rotary_dim is not None:
+            _require_int("rotary_dim", self.rotary_dim, at_least=2, at_most=self.head_size)
+            if self.rotary_dim % 2:
+                raise ConfigError(
+                    f"rotary_dim = {self.rotary_dim} must be even; rotary positions turn pairs of channels"
+                )
+
+    def _check_delta_net(self):
+        if self.delta_net is None:
+            if self.delta_layers:
+                raise ConfigError(
+                    f"delta_layers = {list(self.delta_layers)} requires delta_net, the sizes of its heads"
+                )
+            return
+        if len(set(self.delta_layers)) == self.num_hidden_layers:
+            raise ConfigError("delta_layers has all layers: leave at least one of them to attention")
+
+    def _check_latent_attention(self):
+        if not isinstance(self.latent_attention, LatentAttention):
+            raise ConfigError(f"latent_attention = {self.latent_attention!r} must be a LatentAttention")
+        if self.num_key_value_heads != self.num_attention_heads:
+            raise ConfigError(
+                f"num_key_value_heads = {self.num_key_value_heads} with latent_attention must be num_attention_heads ="
+                f" {self.num_attention_heads}"
+            )
+        for name in (
+            *("head_dim", "sliding_window", "nope_layers", "qkv_bias", "out_bias", "attention_sinks", "qk_norm"),
+            *("attention_gate", "rotary_dim", "delta_layers"),
+        ):
+            if (value := getattr(self, name)) != getattr(ModelConfig, name):
+                raise ConfigError(
+                    f"{name} = {value!r} is an option of grouped-query attention: remove it or latent_attention"
+                )
 
     def _check_experts(self):
         if self.num_experts is None:
-            for name in ("moe_intermediate_size", "mlp_only_layers", "router_bias", "expert_bias", "swiglu_limit"):
-                if getattr(self, name):
+            for name in (
+                *("moe_intermediate_size", "mlp_only_layers", "router_bias", "expert_bias", "swiglu_limit"),
+                *("shared_expert_intermediate_size", "shared_expert_gate", "scoring_func", *OF_SIGMOID),
+            ):
+                if getattr(self, name) != getattr(ModelConfig, name):
                     raise ConfigError(f"{name} = {getattr(self, name)!r} requires num_experts, the experts of a layer")
             return
         _require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1, at_most=self.num_experts)
         if not self.gated_mlp:
             raise ConfigError("gated_mlp = false with num_experts: experts have a gate; leave gated_mlp out")
+        self._check_router()
+        if self.shared_expert_gate and self.shared_expert_intermediate_size is None:
+            raise ConfigError(
+                "shared_expert_gate = true requires shared_expert_intermediate_size, the columns it gates"
+            )
         if self.swiglu_limit is not None:
             _require_number("swiglu_limit", self.swiglu_limit, above=0.0)
             if self.hidden_act != "silu":
                 raise ConfigError(f"swiglu_limit requires hidden_act = 'silu', got {self.hidden_act!r}")
+
+    def _check_router(self):
+        if self.scoring_func not in ("softmax", "sigmoid"):
+            raise ConfigError(f"unknown scoring_func {self.scoring_func!r}; choose softmax or sigmoid")
+        if self.scoring_func == "softmax":
+            for name in OF_SIGMOID:
+                if (value := getattr(self, name)) != getattr(ModelConfig, name):
+                    raise ConfigError(f"{name} = {value!r} requires scoring_func = 'sigmoid'")
+        elif self.router_bias:
+            raise ConfigError("router_bias = true requires scoring_func = 'softmax'; is it router_correction?")
+        _require_int("n_group", self.n_group, at_least=1, at_most=self.num_experts)
+        _require_int("topk_group", self.topk_group, at_least=1, at_most=self.n_group)
+        if self.n_group == 1:
+            return
+        if self.num_experts % self.n_group or self.num_experts < 2 * self.n_group:
+            raise ConfigError(
+                f"n_group = {self.n_group} must divide num_experts = {self.num_experts} into groups of at least 2"
+            )
+        if self.num_experts_per_tok > (fits := self.num_experts // self.n_group * self.topk_group):
+            raise ConfigError(
+                f"num_experts_per_tok = {self.num_experts_per_tok}: topk_group = {self.topk_group} groups have {fits}"
+                " experts; choose fewer, or more groups"
+            )
 
     def _check_lanes(self):
         divided = ["num_attention_heads"]
@@ -379,6 +603,8 @@ class ModelConfig(AttentionVariant):
         divided += ["moe_intermediate_size"] if sparse else ["intermediate_size"]
         if sparse and self.mlp_only_layers:
             divided.append("intermediate_size")
+        if self.shared_expert_intermediate_size is not None:
+            divided.append("shared_expert_intermediate_size")
         if self.lm_head_type not in HEAD_TYPES:
             raise ConfigError(f"unknown lm_head_type {self.lm_head_type!r}; choose {', '.join(HEAD_TYPES)}")
         if self.lm_head_type == "vocab_parallel":
@@ -386,13 +612,16 @@ class ModelConfig(AttentionVariant):
 
         def unfit(lanes: int) -> str | None:
             wrong = [name for name in divided if getattr(self, name) % lanes]
+            if self.delta_layers and self.delta_net and self.delta_net.key_heads % lanes:
+                wrong.append("delta_net.key_heads")
             copied = self.num_key_value_heads % lanes and lanes % self.num_key_value_heads
             return "num_key_value_heads" if copied else wrong[0] if wrong else None
 
         if name := unfit(self.num_lanes):
             fitting = [n for n in range(1, self.num_lanes) if not unfit(n)]
             raise ConfigError(
-                f"num_lanes = {self.num_lanes} does not divide {name} = {getattr(self, name)}; smaller lane counts"
+                f"num_lanes = {self.num_lanes} does not divide {name} ="
+                f" {operator.attrgetter(name)(self)}; smaller lane counts"
                 f" that do: {', '.join(map(str, fitting))}"
             )
         if self.lm_head_type != "replicate" and (self.pre_norm_lane_agg or self.tie_word_embeddings):
@@ -423,7 +652,7 @@ class ModelConfig(AttentionVariant):
     def _check_windows(self):
         if self.sliding_window is not None:
             _require_int("sliding_window", self.sliding_window, at_least=1)
-        for name in ("unclamped_layers", "swa_layers", "nope_layers", "mlp_only_layers"):
+        for name in LAYER_LISTS:
             listed = getattr(self, name) or ()
             if len(listed) > LARGEST["num_hidden_layers"]:
                 raise ConfigError(f"{name} has {len(listed):,} entries: list each layer once")
@@ -438,8 +667,17 @@ class ModelConfig(AttentionVariant):
 
     @property
     def head_size(self) -> int:
-        """Channels of one head (e)."""
+        """Channels of one head's queries and keys (e)."""
+        if self.latent_attention is not None:
+            return self.latent_attention.qk_nope_head_dim + self.latent_attention.qk_rope_head_dim
         return self.head_dim or self.hidden_size // self.num_attention_heads
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of one head that are rotated."""
+        if self.latent_attention is not None:
+            return self.latent_attention.qk_rope_head_dim
+        return self.rotary_dim or self.head_size
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
@@ -456,6 +694,14 @@ class ModelConfig(AttentionVariant):
     def layers(self) -> tuple[LayerOptions, ...]:
         """The blocks of each layer."""
         size = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes}
+        if self.latent_attention is not None:
+            latent = LatentAttentionOptions(
+                **size,
+                **dataclasses.asdict(self.latent_attention),
+                heads=self.num_attention_heads // self.num_lanes,
+                scale=self.head_size**-0.5 * (self.rope_scaling.score_factor if self.rope_scaling else 1.0),
+            )
+            return tuple(LayerOptions(latent, self._feed_forward(n)) for n in range(self.num_hidden_layers))
         heads = {
             "heads": self.num_attention_heads // self.num_lanes,
             "kv_heads": max(1, self.num_key_value_heads // self.num_lanes),
@@ -464,13 +710,22 @@ class ModelConfig(AttentionVariant):
         qk_norm = self.qk_norm_over if self.qk_norm else None
         variant = {"qkv_bias": self.qkv_bias, "qk_norm": qk_norm, "norm_eps": self.norm_eps, **self.attention_variant}
         variant |= {"out_bias": self.out_bias, "sinks": self.attention_sinks}
+        variant |= {"norm_plus_one": self.norm_plus_one}
+
+        def mixer(layer: int, window: int | None) -> AttentionOptions | DeltaNetOptions:
+            if layer in self.delta_layers:
+                return DeltaNetOptions(**size, sizes=self._delta_net_of_lane, norm_eps=self.norm_eps)
+            return AttentionOptions(**size, **heads, **variant, window=window, rotary=layer not in self.nope_layers)
+
         return tuple(
-            LayerOptions(
-                AttentionOptions(**size, **heads, **variant, window=window, rotary=layer not in self.nope_layers),
-                self._feed_forward(layer),
-            )
+            LayerOptions(mixer(layer, window), self._feed_forward(layer))
             for layer, window in enumerate(self.layer_windows)
         )
+
+    @property
+    def _delta_net_of_lane(self) -> DeltaNetSizes:
+        own = {name: getattr(self.delta_net, name) // self.num_lanes for name in ("key_heads", "value_heads")}
+        return dataclasses.replace(self.delta_net, **own)
 
     def _feed_forward(self, layer: int) -> MlpOptions | ExpertsOptions:
         shared = {
@@ -478,8 +733,13 @@ class ModelConfig(AttentionVariant):
             "num_lanes": self.num_lanes,
             "activation": Activation[self.hidden_act.upper()],
         }
+
+        def mlp(columns: int) -> MlpOptions:
+            return MlpOptions(**shared, columns=columns // self.num_lanes, gated=self.gated_mlp)
+
         if self.num_experts is None or layer in self.mlp_only_layers:
-            return MlpOptions(**shared, columns=self.intermediate_size // self.num_lanes, gated=self.gated_mlp)
+            return mlp(self.intermediate_size)
+        beside = self.shared_expert_intermediate_size
         return ExpertsOptions(
             **shared,
             columns=(self.moe_intermediate_size or self.intermediate_size) // self.num_lanes,
@@ -487,17 +747,24 @@ class ModelConfig(AttentionVariant):
             used=self.num_experts_per_tok,
             normalized=self.norm_topk_prob,
             router_bias=self.router_bias,
+            sigmoid=self.scoring_func == "sigmoid",
+            correction=self.router_correction,
+            groups=self.n_group,
+            groups_used=self.topk_group,
+            factor=self.routed_scaling_factor,
             biases=self.expert_bias,
             limit=self.swiglu_limit,
             alpha=self.swiglu_alpha,
+            shared=mlp(beside) if beside else None,
+            shared_gate=self.shared_expert_gate,
         )
 
     @property
     def norms(self) -> Norms:
         """The norms in the layers, and the final one."""
+        shared = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes, "eps": self.norm_eps}
         in_layers, final = (
-            NormOptions(hidden_size=self.hidden_size, num_lanes=self.num_lanes, eps=self.norm_eps, per_lane=own)
-            for own in self.lane_norm_scales
+            NormOptions(**shared, per_lane=own, plus_one=self.norm_plus_one) for own in self.lane_norm_scales
         )
         after_sum = self.norm_after == "sum" and self.num_lanes > 1
         after = dataclasses.replace(in_layers, per_lane=in_layers.per_lane and not after_sum)
@@ -517,6 +784,15 @@ class ModelConfig(AttentionVariant):
     def replace(self, **changes) -> "ModelConfig":
         """A validated copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+def _delta_net_of(values: Mapping[str, object]) -> DeltaNetSizes:
+    """Of a JSON object."""
+    try:
+        return DeltaNetSizes(**values)
+    except TypeError as error:
+        names = ", ".join(field.name for field in dataclasses.fields(DeltaNetSizes))
+        raise ConfigError(f"delta_net = {dict(values)!r}: give {names} ({error})") from None
 
 
 def _require_int(name: str, value, *, at_least: int | None = None, at_most: int | None = None):

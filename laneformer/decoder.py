@@ -10,7 +10,8 @@ def decoder_ops(config: ModelConfig) -> DecoderOps:
     """The ops of a model: the embedding, those of every layer's blocks, and the head."""
     vocab, hidden, lanes = config.vocab_size, config.hidden_size, config.num_lanes
     frequencies, factor = rotary_frequencies(config)
-    rotary = Rotary(tuple(frequencies.tolist()), factor)
+    still = (0.0,) * (config.head_size // 2 - len(frequencies))  # pairs that do not rotate
+    rotary = Rotary((*frequencies.tolist(), *still), factor)
     layers = tuple(Layer.ops(layer, config.norms, f"layers.{n}", rotary) for n, layer in enumerate(config.layers))
     embedding = Weight("tok_embeddings", (vocab, hidden), lane_sharded=False)
     kind = HeadKind[config.lm_head_type.upper()]

@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import hold
+from laneformer.blocks.block import Memory, hold
 from laneformer.blocks.layer import Layer, within
 from laneformer.blocks.norm import RMSNorm
 from laneformer.blocks.rotary import rotary_tables
@@ -109,17 +109,20 @@ class Laneformer(nnx.Module):
         check_ids(self.config, ids_bs)
         return self._forward(jnp.asarray(ids_bs), None, segments_bs, last_only=False, remat=remat)[0]
 
-    def extend(self, ids_bs: jax.Array, cache: Cache, *, last_only: bool = False) -> tuple[jax.Array, Cache]:
+    def extend(
+        self, ids_bs: jax.Array, cache: Cache, *, last_only: bool = False, count: jax.Array | None = None
+    ) -> tuple[jax.Array, Cache]:
         """Runs ids [b, s] at positions cache.length.. and returns logits [b, s, v] ([b, 1, v] if last_only) and the
         longer cache.
 
-        s = 1 is a decoding step, more is a prefill. Raises InputError for more ids than the cache has room for; where
-        cache.length is traced, the caller must check that.
+        s = 1 is a decoding step, more is a prefill. count: how many of the ids are text, int32 scalar, if the rest is
+        padding: the cache gets longer by so many, and the logits behind them mean nothing. Raises InputError for more
+        ids than the cache has room for; where cache.length is traced, the caller must check that.
         """
         check_ids(self.config, ids_bs)
-        if ids_bs.shape[0] != cache.keys[0].shape[1]:
+        if ids_bs.shape[0] != cache.batch:
             raise InputError(
-                f"the cache is for {cache.keys[0].shape[1]} sequences, got token ids of {ids_bs.shape[0]}; make one"
+                f"the cache is for {cache.batch} sequences, got token ids of {ids_bs.shape[0]}; make one"
                 f" with make_cache(batch={ids_bs.shape[0]})"
             )
         if not isinstance(cache.length, jax.core.Tracer) and int(cache.length) + ids_bs.shape[1] > cache.capacity:
@@ -127,7 +130,7 @@ class Laneformer(nnx.Module):
                 f"{int(cache.length)} cached + {ids_bs.shape[1]} new tokens exceed the cache of {cache.capacity}"
                 " positions; make it larger"
             )
-        return self._forward(jnp.asarray(ids_bs), cache, last_only=last_only)
+        return self._forward(jnp.asarray(ids_bs), cache, count=count, last_only=last_only)
 
     def make_cache(self, batch: int = 1, capacity: int | None = None) -> Cache:
         """An empty cache for `extend`, in the compute dtype. capacity: positions, by default the whole context."""
@@ -238,16 +241,17 @@ class Laneformer(nnx.Module):
 
     # Without jit, shard_map would compile every operation separately.
     @partial(jax.jit, static_argnames=("last_only", "remat"))
-    def _forward(self, ids_bs, cache, segments_bs=None, *, last_only=False, remat="none"):
-        def local(model, ids_bs, cache, segments_bs):
-            x_lbsd, kept = model._streams(ids_bs, cache, segments_bs, remat)
+    def _forward(self, ids_bs, cache, segments_bs=None, count=None, *, last_only=False, remat="none"):
+        def local(model, ids_bs, cache, segments_bs, count):
+            x_lbsd, kept = model._streams(ids_bs, cache, segments_bs, remat, count=count)
             with jax.named_scope("head"):
                 return model._head(x_lbsd[:, :, -1:] if last_only else x_lbsd), kept
 
-        cache_spec = None if cache is None else Cache(*([P(LANE)] * len(self.layers) for _ in "kv"), P())
+        cache_spec = None if cache is None else Cache(P(LANE), P())
         sliced = self._head_is_split() and self.config.lm_head_type != "lane"  # a lane head's logits are summed
         logits_spec = P(None, None, LANE) if sliced else P()
-        return self._on_lanes(local, (ids_bs, cache, segments_bs), (P(), cache_spec, P()), (logits_spec, cache_spec))
+        in_specs = (P(), cache_spec, P(), P())
+        return self._on_lanes(local, (ids_bs, cache, segments_bs, count), in_specs, (logits_spec, cache_spec))
 
     def _on_lanes(self, local, args, in_specs=None, out_specs=None):
         """local(model, *args) on every device of the lane axis, each with its own lanes; by default all devices have
@@ -271,11 +275,11 @@ class Laneformer(nnx.Module):
         }
         return jax.shard_map(local, mesh=self.mesh, axis_names={LANE}, **specs)(self, *args)
 
-    def _streams(self, ids_bs, cache, segments_bs, remat, observe=None, routings=None):
+    def _streams(self, ids_bs, cache, segments_bs, remat, observe=None, routings=None, count=None):
         """The streams of this device's lanes before the final norm, [l, b, s, d], and the longer cache.
 
         All exchange between lanes goes through `_sum_lanes` and `_exchange`. observe: see `run_schedule`. routings:
-        list that gets what each router decides.
+        list that gets what each router decides. count: see `extend`.
         """
         config, start = self.config, jnp.zeros((), jnp.int32) if cache is None else cache.length
         with jax.named_scope("embed"):
@@ -305,7 +309,7 @@ class Laneformer(nnx.Module):
                     if routing is not None and routings is not None:
                         routings.append(routing)
                 else:
-                    memory = None if cache is None else (cache.keys[n], cache.values[n], start)
+                    memory = None if cache is None else Memory(cache.layers[n], start, count)
                     o, kept[n] = attention(layer, x, memory)
                 return self._by_batch(o.astype(x.dtype))
 
@@ -314,7 +318,8 @@ class Laneformer(nnx.Module):
 
         x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._exchange, config.num_lanes, observe, receive)
         if cache is not None:
-            cache = Cache(*([kept[n][i] for n in range(len(self.layers))] for i in (0, 1)), start + ids_bs.shape[1])
+            more = ids_bs.shape[1] if count is None else count
+            cache = Cache([kept[n] for n in range(len(self.layers))], start + more)
         return x_lbsd, cache
 
     def _head(self, x_lbsd: jax.Array) -> jax.Array:

@@ -36,6 +36,8 @@ class Weight:
     """Whether each lane has its own: the array then has a leading lane axis. Otherwise all lanes read the same."""
     experts: int | None = None
     """How many experts have one each, along an axis behind that of the lanes; None: no such axis."""
+    plus: float = dataclasses.field(default=0.0, compare=False)
+    """Added to a vector where it is packed: kernels have the sum alone, and a plan's words do not have this."""
 
     @property
     def is_matrix(self) -> bool:
@@ -194,6 +196,30 @@ class Route:
     writes: ClassVar = Value.ROUTES
 
 
+@dataclass(frozen=True)
+class SigmoidRoute:
+    """Route with the sigmoids of the logits as scores; ROUTES gets the largest sums of score and correction."""
+
+    matrix: Matrix
+    """[experts, hidden_size]."""
+    used: int
+    """Experts that it chooses."""
+    normalized: bool
+    """Shares are the chosen scores over their sum; otherwise the scores."""
+    norm: Norm | None
+    correction: Weight | None
+    """[experts], not in the shares."""
+    groups: int
+    """Groups of experts with neighbouring numbers."""
+    groups_used: int
+    """Groups chosen from: those with the largest sums of their two best; of equal ones the lowest number first."""
+    factor: float
+    """On the shares."""
+
+    reads: ClassVar = Value.STREAM
+    writes: ClassVar = Value.ROUTES
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionVariant:
     """Options of attention that a kernel takes as they are: fields of ModelConfig, of each layer's AttentionOptions and
@@ -241,6 +267,56 @@ class Attend(AttentionVariant):
 
 
 @dataclass(frozen=True)
+class LatentProject:
+    """The vectors that latent attention is made of: `latents` times STREAM, after `norm`, gives [kv_rank + rotary
+    channels], of which the first kv_rank through `latent_norm` and the rest rotated join the layer's cache; `queries`
+    times STREAM goes through `query_norm`.
+    """
+
+    latents: Matrix
+    latent_norm: Norm
+    queries: Matrix | None
+    """None: LatentQueries reads STREAM."""
+    query_norm: Norm | None
+    norm: Norm | None
+    rotary: Rotary
+
+    reads: ClassVar = Value.STREAM
+    writes: ClassVar = Value.PROJECTED
+
+
+@dataclass(frozen=True)
+class LatentQueries:
+    """Queries [heads, nope + rotary channels] of latent attention, the last of each head rotated, the others times the
+    rows of `keys` that are the head's keys: then they have the size of the cache's entries.
+    """
+
+    matrix: Matrix
+    keys: Matrix
+    """[heads * (nope + values), kv_rank]: of each head the rows of its keys, then of its values."""
+    heads: int
+    rotary: Rotary
+
+    reads: ClassVar = Value.PROJECTED
+    writes: ClassVar = Value.PROJECTED
+
+
+@dataclass(frozen=True)
+class LatentAttend:
+    """softmax(scale q k^T) k of every head, causal, where k are the cache's entries; of the result the first kv_rank
+    channels, times the rows of `values` that are the head's values, are ATTENDED [heads, value channels].
+    """
+
+    values: Matrix
+    """That of LatentQueries.keys."""
+    heads: int
+    scale: float
+
+    reads: ClassVar = Value.PROJECTED
+    writes: ClassVar = Value.ATTENDED
+
+
+@dataclass(frozen=True)
 class OutputNorm:
     """RMSNorm of OUTPUT, in place."""
 
@@ -250,7 +326,55 @@ class OutputNorm:
     writes: ClassVar = Value.OUTPUT
 
 
-Op = Product | Attend | OutputNorm | Route  # to come: ops with another state than keys and values
+@dataclass(frozen=True)
+class SharedExpert:
+    """An MLP that every token uses: what `products` make of STREAM is added to OUTPUT, times sigmoid(gate STREAM)."""
+
+    products: tuple[Product, ...]
+    gate: Matrix | None = None
+    """One row, of the stream after the norm of the first product."""
+
+    reads: ClassVar = Value.STREAM
+    writes: ClassVar = Value.OUTPUT
+
+
+@dataclass(frozen=True)
+class DeltaNet:
+    """Gated delta rule (Yang et al., arXiv 2412.06464): PROJECTED holds, for each key head, q and k [key_dim] and, for
+    each of its value heads, v and then z [value_dim]; then, for each key head, b and then a of its value heads. The
+    result is ATTENDED [value_heads, value_dim]. laneformer/blocks/delta_net.py has the equations.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    convolution: Weight
+    """[channels of q, then k, then v; tokens], the oldest token first."""
+    decay: Weight
+    """[value_heads]: the logarithm of a rate."""
+    step: Weight
+    """[value_heads]: added to a."""
+    norm: Norm
+    """Of each head's result, before its gate."""
+
+    reads: ClassVar = Value.PROJECTED
+    writes: ClassVar = Value.ATTENDED
+
+
+Op = Product | Attend | OutputNorm | Route
+"""What decode kernels compute. A dataclass of this file that is not among them is for backend xla alone."""
+
+
+def without_kernel(ops: "DecoderOps") -> str | None:
+    """What of a model no decode kernel computes, with the remedy; None if they compute all of it."""
+    for n, layer in enumerate(ops.layers):
+        for op in layer.ops:
+            if not isinstance(op, get_args(Op)):
+                return f"it has no {trace_name(op)}, the block of layer {n}: use backend xla"
+            if isinstance(op, Attend) and op.rotary and op.rotary.factor != 1 and 0.0 in op.rotary.frequencies:
+                return f"it does not scale some channels of a head by {op.rotary.factor:g}: use backend xla"
+    return None
 
 
 def trace_name(op: Op | type[Op]) -> str:

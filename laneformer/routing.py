@@ -2,7 +2,7 @@
 laneformer/blocks/experts.py, and: n layers with experts.
 
 Every lane routes from its own stream, so each lane of each layer counts apart. With p a router's softmax over the E
-experts, token weights w that sum to T, and k experts that a token uses:
+experts, or its sigmoids over their sum, token weights w that sum to T, and k experts that a token uses:
 
     load f[e] = sum of w over the tokens that use e, over T     (their sum is k)
     share P[e] = sum of w p[e], over T                          (their sum is 1)
@@ -11,7 +11,8 @@ experts, token weights w that sum to T, and k experts that a token uses:
 
 both as means over layers and lanes. The first is that of the Switch Transformer (Fedus et al., arXiv 2101.03961) as
 transformers computes it for one layer of Mixtral or Qwen3-MoE, the second that of ST-MoE (Zoph et al., arXiv
-2202.08906).
+2202.08906). Over sigmoids the first is k times the loss of DeepSeek-V3 (arXiv 2412.19437, equation 17), over the batch
+instead of each sequence.
 """
 
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ class Routing(NamedTuple):
     """float32."""
     chosen_lbsj: jax.Array
     """Numbers of the experts that the token uses, int32."""
+    share_lbse: jax.Array | None = None
+    """What sums to 1 over the experts, float32; None: the softmax of the logits."""
 
 
 class RouterSums(NamedTuple):
@@ -36,11 +39,11 @@ class RouterSums(NamedTuple):
     chosen_nle: jax.Array
     """Tokens that use the expert."""
     share_nle: jax.Array
-    """The router's softmax."""
+    """The router's softmax, or sigmoids over their sum."""
     lse_squared_nl: jax.Array
     """Square of the log sum exp of the logits."""
     entropy_nl: jax.Array
-    """Entropy of the softmax in nats."""
+    """Entropy of that in nats."""
 
 
 def router_sums(routings: Sequence[Routing], weights_bs: jax.Array) -> RouterSums | None:
@@ -54,9 +57,13 @@ def router_sums(routings: Sequence[Routing], weights_bs: jax.Array) -> RouterSum
     def of_layer(routing: Routing) -> RouterSums:
         logits_lbse = routing.logits_lbse
         lse_lbs = jax.nn.logsumexp(logits_lbse, -1)
-        share_lbse = jnp.exp(logits_lbse - lse_lbs[..., None])
+        if routing.share_lbse is None:
+            share_lbse = jnp.exp(logits_lbse - lse_lbs[..., None])
+            entropy_lbs = lse_lbs - (share_lbse * logits_lbse).sum(-1)
+        else:
+            share_lbse = routing.share_lbse
+            entropy_lbs = -(share_lbse * jnp.log(share_lbse + 1e-30)).sum(-1)
         used_lbse = jax.nn.one_hot(routing.chosen_lbsj, logits_lbse.shape[-1]).sum(-2)
-        entropy_lbs = lse_lbs - (share_lbse * logits_lbse).sum(-1)
         return RouterSums(*map(total, (used_lbse, share_lbse, jnp.square(lse_lbs), entropy_lbs)))
 
     return jax.tree.map(lambda *layers: jnp.stack(layers), *map(of_layer, routings))

@@ -13,10 +13,11 @@ from jax.sharding import Sharding
 
 from laneformer.blocks import BLOCKS
 from laneformer.blocks.block import Weight
+from laneformer.blocks.delta_net import DRAWS
 from laneformer.blocks.layer import Layer
 from laneformer.blocks.norm import RMSNorm
 from laneformer.config import ModelConfig
-from laneformer.state import values_per_token
+from laneformer.state import state_bytes_per_token
 
 
 def parameter_table(config: ModelConfig) -> dict[str, Weight]:
@@ -86,9 +87,14 @@ def initial_weights(
 
     def make(path: str, weight: Weight) -> jax.Array:
         where = shardings and shardings[path]
+        own = weight.dtype or dtype
         if weight.initial in ("ones", "zeros"):
-            return getattr(jnp, weight.initial)(weight.shape, dtype, device=where)
-        draw = _draw(seed, weight.shape, deviation[weight.initial], jnp.dtype(dtype).name, where)
+            return getattr(jnp, weight.initial)(weight.shape, own, device=where)
+        scale = deviation.get(weight.initial)
+        if scale is None:
+            draw = _draw_other(seed, weight.shape, weight.initial, jnp.dtype(own).name, where)
+        else:
+            draw = _draw(seed, weight.shape, scale, jnp.dtype(own).name, where)
         return draw(np.uint32(zlib.crc32(path.encode()) & 0x7FFFFFFF))
 
     return {path: make(path, weight) for path, weight in parameter_table(config).items()}
@@ -101,6 +107,17 @@ def _draw(seed: int, shape: tuple[int, ...], deviation: float, dtype: str, where
     def draw(number: np.uint32) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), number)
         return (deviation * jax.random.truncated_normal(key, -3, 3, shape, jnp.float32)).astype(dtype)
+
+    return jax.jit(draw, out_shardings=where)
+
+
+@lru_cache(128)
+def _draw_other(seed: int, shape: tuple[int, ...], initial: str, dtype: str, where: Sharding | None):
+    """draw(number), as `_draw`, of the weights that a block draws by its own rule."""
+
+    def draw(number: np.uint32) -> jax.Array:
+        key = jax.random.fold_in(jax.random.key(seed), number)
+        return DRAWS[initial](key, shape).astype(dtype)
 
     return jax.jit(draw, out_shardings=where)
 
@@ -121,10 +138,10 @@ def weight_bytes_per_token(config: ModelConfig, bytes_per_weight: float = 2) -> 
 
 
 def kv_bytes_per_token(config: ModelConfig, context: int = 0, bytes_per_value: float = 2) -> float:
-    """Bytes of keys and values that one token writes and, with `context` earlier positions, reads; sliding layers read
-    their window.
+    """Bytes of keys and values, or other state, that one token writes and, with `context` earlier positions, reads;
+    sliding layers read their window.
     """
-    return sum(values_per_token(options, context) for layer in config.layers for options in layer) * bytes_per_value
+    return sum(state_bytes_per_token(own, context, bytes_per_value) for layer in config.layers for own in layer)
 
 
 def matmul_parameters(config: ModelConfig) -> int:

@@ -126,7 +126,7 @@ def lane_config(dense: lf.ModelConfig, options: Options) -> lf.ModelConfig:
             f"{options.source} has norms after its modules (norm_after = {dense.norm_after!r}); only models with norms"
             " before them are converted: load it with its lanes and layout tp instead"
         )
-    for name in ("num_experts", "attention_sinks", "out_bias"):
+    for name in ("num_experts", "attention_sinks", "out_bias", "delta_layers"):
         if value := getattr(dense, name):
             raise ConfigError(
                 f"{options.source} has {name} = {value}, but only the heads and neurons of dense models are assigned to"

@@ -3,7 +3,7 @@
 import importlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import TypeVar
 
@@ -11,7 +11,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from laneformer import errors
-from laneformer.config import RopeScaling
+from laneformer.config import DeltaNetSizes, RopeScaling
 from laneformer.errors import ConfigError
 from laneformer.recipe import call_recipe
 from train.config import TrainConfig
@@ -92,27 +92,54 @@ def _rope_scaling(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
             return None
         kind, _, rest = words[0].partition(":")
         try:
-            values = {
-                name: json.loads(value) for name, value in (field.split("=") for field in rest.split(",") if field)
-            }
-            return RopeScaling(type=kind, **values)
+            return RopeScaling(type=kind, **_read_fields(rest))
         except (ValueError, TypeError) as error:
             raise ValueError(f"write it as {_ROPE_FORMS.get(kind, _ROPE_FORMS['linear'])} ({error})") from None
 
     def write(value: RopeScaling | None) -> list[str]:
         if value is None:
             return ["None"]
-        changed = {
-            f.name: getattr(value, f.name)
-            for f in fields(value)
-            if f.name != "type" and getattr(value, f.name) != f.default
-        }
-        return [f"{value.type}:{','.join(f'{name}={json.dumps(field)}' for name, field in changed.items())}"]
+        return [f"{value.type}:{_write_fields(value)}"]
 
+    return _spelled(RopeScaling, "TYPE:FIELD=VALUE,...", read, write)
+
+
+@_SPELLINGS.primitive_rule
+def _delta_net(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """Reads `--model.delta-net key_heads=8,value_heads=8,key_dim=32,value_dim=32`."""
+    if info.type not in (DeltaNetSizes, DeltaNetSizes | None):
+        return None
+
+    def read(words: list[str]) -> DeltaNetSizes | None:
+        try:
+            return None if words[0] == "None" else DeltaNetSizes(**_read_fields(words[0]))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"write it as key_heads=8,value_heads=8,key_dim=32,value_dim=32 ({error})") from None
+
+    def write(value: DeltaNetSizes | None) -> list[str]:
+        return ["None" if value is None else _write_fields(value)]
+
+    return _spelled(DeltaNetSizes, "FIELD=VALUE,...", read, write)
+
+
+def _spelled(kind: type, metavar: str, read: Callable, write: Callable) -> PrimitiveConstructorSpec:
+    """An option that is one of a kind, or None, in one word."""
     return PrimitiveConstructorSpec(
         nargs=1,
-        metavar="TYPE:FIELD=VALUE,...",
+        metavar=metavar,
         instance_from_str=read,
         str_from_instance=write,
-        is_instance=lambda value: value is None or isinstance(value, RopeScaling),
+        is_instance=lambda value: value is None or isinstance(value, kind),
     )
+
+
+def _read_fields(text: str) -> dict[str, object]:
+    """Of FIELD=VALUE,... Raises ValueError."""
+    return {name: json.loads(value) for name, value in (field.split("=") for field in text.split(",") if field)}
+
+
+def _write_fields(value) -> str:
+    """Those of a dataclass that differ from their defaults, but for its type."""
+    changed = {f.name: getattr(value, f.name) for f in fields(value) if f.name != "type"}
+    usual = {f.name: f.default for f in fields(value)}
+    return ",".join(f"{name}={json.dumps(field)}" for name, field in changed.items() if field != usual[name])

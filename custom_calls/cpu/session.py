@@ -173,7 +173,7 @@ class Session(DecodeSession):
             self._map_quantized(*self._product_of[path])
 
     def _pack_plain(self, path: str, weight: np.ndarray) -> None:
-        weight = np.ascontiguousarray(weight)
+        weight = np.ascontiguousarray(self.plan.with_plus(path, weight))
         name = weight.dtype.name
         if name not in Dtype.__members__:
             raise NativeError(f"weight {path} is {name}: the kernel packs {', '.join(Dtype.__members__)}")

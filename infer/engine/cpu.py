@@ -23,8 +23,10 @@ from infer.engine.native import (
     report_left,
 )
 from infer.engine.options import MOST_DRAFTS
+from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import Bf12Product
+from laneformer.ops import without_kernel
 from laneformer.quantized.rounding import USUAL
 from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
 
@@ -50,7 +52,7 @@ class CpuBackend(NativeBackend):
             return "it runs in one process: use backend xla"
         if (precision.stream, precision.accumulate) != ("float32", "float32"):
             return f"it adds in float32, the model in {precision.accumulate} and {precision.stream}: use backend xla"
-        return custom_calls.unavailable()
+        return without_kernel(decoder_ops(source.config)) or custom_calls.unavailable()
 
     def __init__(
         self,

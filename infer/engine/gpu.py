@@ -26,7 +26,9 @@ from infer.engine.native import (
     report_left,
 )
 from infer.engine.prefix import Caches
+from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
+from laneformer.ops import without_kernel
 from laneformer.processes import Group
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import USUAL
@@ -81,7 +83,7 @@ class GpuBackend(NativeBackend):
             compiler(ARCHITECTURES[cls.platform])
         except BuildError as error:
             return str(error)
-        return custom_calls.unavailable()
+        return without_kernel(decoder_ops(source.config)) or custom_calls.unavailable()
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ class GpuBackend(NativeBackend):
             report_left(session.bf12_weights)
         except (custom_calls.NativeError, BuildError) as error:
             raise ConfigError(str(error)) from None
-        self._extend = jax.jit(_extend, donate_argnums=(1, 2))
+        self._extend = jax.jit(_extend, donate_argnums=1)
         self._use(session)
 
     @property
@@ -155,17 +157,16 @@ class GpuBackend(NativeBackend):
 
     def _absorb(self, prompt: np.ndarray, start: int, caches: Caches) -> tuple[int, Caches]:
         """Reads blocks of the prompt through XLA; their sizes are powers of two, so that few programs are compiled."""
-        done, keys, values = start, caches.keys, caches.values
+        done, layers = start, caches.layers
         while self._model is not None and (left := len(prompt) - 1 - done) >= SMALLEST_BLOCK:
             count = min(BLOCK, power_of_two(left + 1) // 2)
-            keys, values = self._extend(self._model, keys, values, jnp.int32(done), prompt[None, done : done + count])
+            layers = self._extend(self._model, layers, jnp.int32(done), prompt[None, done : done + count])
             done += count
-        return done, Caches(keys, values)
+        return done, Caches(layers)
 
 
-def _extend(model, keys: list, values: list, length: jax.Array, ids_bs: jax.Array) -> tuple[list, list]:
-    cache = model.extend(ids_bs, Cache(keys, values, length), last_only=True)[1]
-    return cache.keys, cache.values
+def _extend(model, layers: list[dict[str, jax.Array]], length: jax.Array, ids_bs: jax.Array):
+    return model.extend(ids_bs, Cache(layers, length), last_only=True)[1].layers
 
 
 class CudaBackend(GpuBackend):

@@ -117,7 +117,7 @@ class NativeBackend:
             stops,
         )
         room = min(power_of_two(max(SMALLEST_ROOM, request.limit)), config.max_position_embeddings)
-        state = State(seen, caches.keys, caches.values)
+        state = State(seen, *([layer[name] for layer in caches.layers] for name in ("keys", "values")))
         self._give_texts(request, slot, start)
         outputs, state = jax.block_until_ready(
             self._runs[slot](inputs, state, self.session.operands, room=room, top=request.top_logprobs)
@@ -127,14 +127,15 @@ class NativeBackend:
         drawn, _, position = np.asarray(outputs.status).tolist()
         filled = position - (drawn > 0)  # the last token that was drawn has no keys and values yet
         text = np.concatenate([prompt, np.asarray(outputs.tokens)[:drawn]])
-        return text[:filled], Caches(state.keys, state.values)
+        layers = [{"keys": k, "values": v} for k, v in zip(state.keys, state.values, strict=True)]
+        return text[:filled], Caches(layers)
 
     def _new_caches(self, capacity: int) -> Caches:
         cache = make_cache(self.source.config, 1, capacity, self.session.plan.cache_dtype.name, self.source.mesh)
-        keys, values = cache.keys, cache.values
+        layers = cache.layers
         if self.source.mesh is not None:  # as the call gives them back, for which it is compiled
-            keys, values = jax.device_put((keys, values), NamedSharding(self.source.mesh, P(LANE)))
-        return Caches(keys, values)
+            layers = jax.device_put(layers, NamedSharding(self.source.mesh, P(LANE)))
+        return Caches(layers)
 
 
 class _Answer(Iterator[Chunk]):

@@ -14,21 +14,21 @@ import jax
 import numpy as np
 
 from infer.engine.backend import Request, power_of_two
+from laneformer.state import capacity_of
 
 LEAST = 32  # tokens of a prefix that is worth taking; below, texts agree by chance
 
 
 @dataclass(frozen=True, eq=False)
 class Caches:
-    """Of each layer keys and values [lanes, 1, positions, kv heads, head size]."""
+    """Of each layer what it keeps, as in laneformer/state.py, for one sequence."""
 
-    keys: list[jax.Array]
-    values: list[jax.Array]
+    layers: list[dict[str, jax.Array]]
 
     @property
     def capacity(self) -> int:
         """Positions that fit."""
-        return self.keys[0].shape[2]
+        return capacity_of(self.layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,8 +121,7 @@ class PrefixCache:
 def _copied(into: Caches, source: Caches, count: int) -> Caches:
     """`into`, which is used up, with at least the first `count` positions of `source`."""
     count = min(power_of_two(count), source.capacity, into.capacity)  # so that few programs are compiled
-    copy = partial(_copy, count=count)
-    return Caches(list(map(copy, into.keys, source.keys)), list(map(copy, into.values, source.values)))
+    return Caches(jax.tree.map(partial(_copy, count=count), into.layers, source.layers))
 
 
 @partial(jax.jit, static_argnames="count", donate_argnums=0)

@@ -18,7 +18,7 @@ from infer.engine.constraint import as_flags
 from infer.sampling import Adjustments, sample, top_logprobs
 from laneformer.model import Laneformer
 from laneformer.quantized import Quantized
-from laneformer.state import Cache
+from laneformer.state import Cache, capacity_of, emptied
 from laneformer.weights import parameter_table
 
 log = logging.getLogger("infer")
@@ -68,7 +68,7 @@ class XlaBackend:
             "device": device_name(next(iter(embedding.devices()))),
             "devices": len(embedding.devices()),
         }
-        self._cache: tuple[list, list] | None = None  # keys and values, unless a dispatch owns them
+        self._cache: list[dict[str, jax.Array]] | None = None  # of each layer, unless a dispatch owns them
         weight = embedding.sharding
         everywhere = weight if model.mesh is None else NamedSharding(model.mesh, P())
 
@@ -91,12 +91,8 @@ class XlaBackend:
             return model.extend(ids_bs, cache, last_only=True)[1]
 
         def begin(model, cache, ids_bs, real, seen, params, adjust, allowed, top) -> tuple[State, tuple]:
-            """Reads the end of the prompt and draws the first token. ids_bs [1, s]: `real` tokens and padding; later
-            tokens overwrite the padding in the cache before attention reads it.
-            """
-            start = cache.length
-            logits, cache = model.extend(ids_bs, cache)
-            cache = dataclasses.replace(cache, length=start + real)
+            """Reads the end of the prompt and draws the first token. ids_bs [1, s]: `real` tokens and padding."""
+            logits, cache = model.extend(ids_bs, cache, count=real)
             drawn = None if adjust is None else jnp.zeros(seen.shape, jnp.int32)
             return draw(State(cache, jnp.int32(0), seen, drawn), logits[0, real - 1], params, adjust, allowed, top)
 
@@ -122,9 +118,9 @@ class XlaBackend:
             return jax.lax.while_loop(unfinished, step, (state, lists, jnp.int32(0), jnp.bool_(False)))[:3]
 
         # Outputs have the shardings of the inputs, so that the cache stays in place and one program serves all calls.
-        place = weight if model.mesh is None else self.model.make_cache(1, SMALLEST_CACHE).keys[0].sharding
-        layers = [place] * self.model.config.num_hidden_layers
-        self._place = Cache(layers, layers, everywhere)
+        smallest = self.model.make_cache(1, SMALLEST_CACHE).layers
+        layers = jax.tree.map(lambda array: weight if model.mesh is None else array.sharding, smallest)
+        self._place = Cache(layers, everywhere)
         state = State(self._place, everywhere, everywhere, everywhere)
         self._absorb = jax.jit(absorb, donate_argnums=1, out_shardings=self._place)
         self._begin = jax.jit(begin, donate_argnums=1, static_argnums=8, out_shardings=(state, everywhere))
@@ -165,7 +161,7 @@ class XlaBackend:
                 self.model, state, *settings, mask, stop_tokens, self._of_all(count), request.top_logprobs
             )
             lists, n = jax.device_get((lists, n))
-            self._cache = (state.cache.keys, state.cache.values)
+            self._cache = state.cache.layers
             return lists, int(n)
 
         def ended() -> bool:
@@ -174,7 +170,7 @@ class XlaBackend:
         try:
             yield  # to `start`: closing a generator before its first yield would skip the handler below
             chunk, drawn = _chunk(*(one[None] for one in jax.device_get(first))), 1
-            self._cache = (state.cache.keys, state.cache.values)
+            self._cache = state.cache.layers
             while True:
                 yield chunk
                 if ended():
@@ -213,8 +209,8 @@ class XlaBackend:
         """An empty cache with room for that many positions, rounded up to a power of two or the whole context."""
         capacity = min(max(SMALLEST_CACHE, power_of_two(positions)), self.model.config.max_position_embeddings)
         kept, self._cache = self._cache, None
-        if kept is not None and kept[0][0].shape[2] == capacity:  # old entries are beyond what attention reads
-            cache = Cache(*kept, jnp.zeros((), jnp.int32))
+        if kept is not None and capacity_of(kept) == capacity:
+            cache = emptied(self.model.config, kept)
         else:
             cache = self.model.make_cache(1, capacity)
         return jax.device_put(cache, self._place)

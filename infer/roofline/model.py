@@ -19,7 +19,7 @@ from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
 from laneformer.layout import Schedule
-from laneformer.state import values_per_token
+from laneformer.state import state_bytes_per_token
 from laneformer.weights import kv_bytes_per_token, module_weights, parameter_table
 
 EDGES = "dependent operations"
@@ -122,7 +122,7 @@ def module_bytes(config: ModelConfig, work: Work) -> list[float]:
     return [
         sum(work.bytes_of(weights).values())
         + _looked_up(weights, work)
-        + values_per_token(options, work.context) * FORMATS[work.kv].bytes
+        + state_bytes_per_token(options, work.context, FORMATS[work.kv].bytes)
         for options, weights in zip(blocks, module_weights(config), strict=True)
     ]
 

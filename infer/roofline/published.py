@@ -46,14 +46,13 @@ class MoeModel:
         return sum(part.bytes for part in self.parts)
 
     def kv_bytes(self, context: int, precision: str) -> float | None:
-        """Bytes of cache read and of state read and written for one token; None where this is not known."""
+        """Bytes of cache read and of state, float32, read and written for one token; None where this is not known."""
         found = self.dimensions
         if found.kv_full is None:
             return None if context else 0.0
         per_position, window = found.kv_window
-        return FORMATS[precision].bytes * (
-            found.kv_full * context + per_position * min(context, window) + 2 * found.state * (context > 0)
-        )
+        cached = FORMATS[precision].bytes * (found.kv_full * context + per_position * min(context, window))
+        return cached + 2 * FORMATS["float32"].bytes * found.state * (context > 0)
 
 
 QWEN3_CODER_NEXT: dict[str, Any] = {

@@ -2,8 +2,16 @@
 
 from laneformer.blocks.attention import Attention
 from laneformer.blocks.block import Block
+from laneformer.blocks.delta_net import DeltaNet
 from laneformer.blocks.experts import Experts
+from laneformer.blocks.latent_attention import LatentAttention
 from laneformer.blocks.mlp import Mlp
-from laneformer.config import AttentionOptions, ExpertsOptions, MlpOptions
+from laneformer.config import AttentionOptions, DeltaNetOptions, ExpertsOptions, LatentAttentionOptions, MlpOptions
 
-BLOCKS: dict[type, type[Block]] = {AttentionOptions: Attention, MlpOptions: Mlp, ExpertsOptions: Experts}
+BLOCKS: dict[type, type[Block]] = {
+    AttentionOptions: Attention,
+    DeltaNetOptions: DeltaNet,
+    LatentAttentionOptions: LatentAttention,
+    MlpOptions: Mlp,
+    ExpertsOptions: Experts,
+}

@@ -7,7 +7,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Block, KeptArray, Weight, hold, weight_of_op
+from laneformer.blocks.block import Block, KeptArray, Memory, Weight, hold, weight_of_op
 from laneformer.blocks.norm import rms_norm
 from laneformer.blocks.rotary import rotate
 from laneformer.blocks.tiled_attention import attend
@@ -37,13 +37,13 @@ class Attention(Block):
         if self.options.qk_norm is None or name not in "qk":
             return y.reshape(heads)
         y = y.reshape(heads) if self.options.qk_norm == "head" else y
-        return rms_norm(y, getattr(self, f"{name}_norm")[...], self.options.norm_eps).reshape(heads)
+        gain, plus_one = getattr(self, f"{name}_norm")[...], self.options.norm_plus_one
+        return rms_norm(y, gain, self.options.norm_eps, plus_one=plus_one).reshape(heads)
 
-    def __call__(self, h_lbsd, rotary, memory=None, segments_bs=None):
+    def __call__(self, h_lbsd, rotary, memory: Memory | None = None, segments_bs=None):
         """h [l, b, s, d] -> o [l, b, s, d] and the keys and values to keep; segments: see `Laneformer.__call__`.
 
-        memory: (keys, values, start), the cache [l, b, t, n, k] filled before position `start`, which is that of the
-        first query.
+        memory: the cache, keys and values [l, b, t, n, k], which are filled before position `start`.
         """
         dtype, window = self.precision.compute, self.options.window
         q, k, v = (self.project(name, h_lbsd) for name in "qkv")
@@ -52,15 +52,16 @@ class Attention(Block):
         q = q.astype(dtype)
         sinks = self.sinks[...] if self.options.sinks else None
         if memory is None:
-            kept = k.astype(dtype), v.astype(dtype)
-            a = attend(q, *kept, window=window, segments=segments_bs, sinks=sinks)
+            kept = {}
+            a = attend(q, k.astype(dtype), v.astype(dtype), window=window, segments=segments_bs, sinks=sinks)
         else:
-            keys, values, start = memory
-            kept = tuple(
-                jax.lax.dynamic_update_slice_in_dim(c, new.astype(c.dtype), start, 2)
-                for c, new in ((keys, k), (values, v))
-            )
-            a = attend(q, *(c.astype(dtype) for c in kept), window=window, start=start, sinks=sinks)
+            caches, start = memory.arrays, memory.start
+            kept = {
+                name: jax.lax.dynamic_update_slice_in_dim(caches[name], new.astype(caches[name].dtype), start, 2)
+                for name, new in (("keys", k), ("values", v))
+            }
+            keys, values = (kept[name].astype(dtype) for name in ("keys", "values"))
+            a = attend(q, keys, values, window=window, start=start, sinks=sinks)
         if self.options.attention_gate:
             a = a * jax.nn.sigmoid(self.project("g", h_lbsd))
         o_lbsd = self.precision.block_einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...])
@@ -74,7 +75,7 @@ class Attention(Block):
 
         def add(name: str, file_name: str, shape: tuple[int, ...], spec: P, initial: str, group: str = "vector"):
             file_name = f"model.{path}.{file_name}"
-            part = "norms" if initial == "ones" else "attention"
+            part = "norms" if name in ("q_norm", "k_norm") else "attention"
             found[f"{path}.{name}"] = Weight(
                 file_name=file_name, shape=shape, spec=spec, initial=initial, group=group, part=part
             )
@@ -87,7 +88,7 @@ class Attention(Block):
         if options.qk_norm:
             for name, channels in (("q_norm", queries), ("k_norm", keys)):
                 size = e if options.qk_norm == "head" else channels
-                add(name, f"{name}.weight", (size,), P(None), "ones")
+                add(name, f"{name}.weight", (size,), P(None), "zeros" if options.norm_plus_one else "ones")
         if options.sinks:
             add("sinks", "sinks", (l, options.heads), P("lane", None), "zeros")
         add("wo", "wo.weight", (l, d, queries), P("lane", "data", None), "output", "matrix")
@@ -103,7 +104,8 @@ class Attention(Block):
             return Matrix(weight(f"{path}.{name}"), weight(f"{path}.{name}_bias") if biased else None)
 
         def head_norm(name: str) -> Norm | None:
-            return Norm(weight(f"{path}.{name}"), options.norm_eps) if options.qk_norm else None
+            plus = float(options.norm_plus_one)
+            return Norm(weight(f"{path}.{name}", plus=plus), options.norm_eps) if options.qk_norm else None
 
         qkv = Product(
             ProductName.QKV,

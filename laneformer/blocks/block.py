@@ -3,13 +3,14 @@
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from laneformer import ops
+from laneformer.formats import FORMATS
 from laneformer.ops import Norm, Op, Rotary
 from laneformer.quantized import Quantized
 from laneformer.routing import Routing
@@ -28,8 +29,10 @@ class Weight:
     """Lane-first where every lane has its own share."""
     spec: P
     """Mesh axis (lane, data) of each dimension."""
-    initial: Literal["normal", "output", "embedding", "ones", "zeros"]
-    """Fresh values: normal for a matrix that reads the stream, output for one that writes to it."""
+    initial: Literal["normal", "output", "embedding", "ones", "zeros", "convolution", "decay", "step"]
+    """Fresh values: normal for a matrix that reads the stream, output for one that writes to it; the last three are
+    those of laneformer/blocks/delta_net.py.
+    """
     group: Literal["matrix", "embedding", "vector"]
     """Kind of update: matrix of a layer; embedding table or head; vector (norm or bias), which does not decay."""
     part: str
@@ -38,6 +41,8 @@ class Weight:
     """Share of it that one token multiplies: experts used / experts, 0 for a table of rows to look up."""
     looked_up: int = 0
     """Values that one token looks up in it, beside `share`."""
+    dtype: str | None = None
+    """Its dtype whatever that of the others is; None: theirs."""
 
     @property
     def size(self) -> int:
@@ -50,31 +55,54 @@ class Weight:
         return round(self.size * self.share)
 
 
-def weight_of_op(table: dict[str, Weight], path: str, of_experts: bool = False) -> ops.Weight:
+def weight_of_op(table: dict[str, Weight], path: str, of_experts: bool = False, plus: float = 0.0) -> ops.Weight:
     """A block's weight as its ops name it: the share of one lane, where each lane has its own. of_experts: each expert
-    has one.
+    has one. plus: as in ops.Weight.
     """
     weight = table[path]
     lane_sharded = weight.spec[0] == "lane"
     shape = weight.shape[lane_sharded:]
-    return ops.Weight(path, shape[of_experts:], lane_sharded, shape[0] if of_experts else None)
+    return ops.Weight(path, shape[of_experts:], lane_sharded, shape[0] if of_experts else None, plus)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptArray:
-    """An array that a block keeps between tokens: an entry per position, [l, b, t, *shape]."""
+    """An array that a block keeps between tokens: an entry per position, or one that every token changes,
+    [l, b, t, *shape]. Where all lanes keep the same, each has a copy.
+    """
 
     name: str
     num_lanes: int
     shape: tuple[int, ...]
     """Shape of one position's entry in one lane."""
-    window: int | None
+    window: int | None = None
     """Positions that a token reads, its own included; None for all."""
+    fixed: bool = False
+    """One entry, t = 1, which every token reads and writes again: a recurrent state, zero before the first token."""
+    dtype: str | None = None
+    """Its dtype; by default that of the cache."""
 
     def values_per_token(self, context: int) -> int:
         """Values that one token writes and, with `context` earlier positions, reads."""
-        positions = min(context, self.window - 1) if self.window else context
+        positions = 1 if self.fixed else min(context, self.window - 1) if self.window else context
         return self.num_lanes * math.prod(self.shape) * (1 + positions)
+
+    def bytes_per_token(self, context: int, bytes_per_value: float) -> float:
+        """Bytes of `values_per_token`. bytes_per_value: of the cache's dtype."""
+        return self.values_per_token(context) * (FORMATS[self.dtype].bytes if self.dtype else bytes_per_value)
+
+
+class Memory(NamedTuple):
+    """What a layer kept, as a block reads it before new tokens."""
+
+    arrays: dict[str, jax.Array]
+    """By the names of its `KeptArray`s."""
+    start: jax.Array
+    """Position of the first new token, int32 scalar."""
+    count: jax.Array | None = None
+    """How many of the new tokens are text, int32 scalar: a fixed array is that after them. The rest is padding, whose
+    entries later tokens overwrite. None for all.
+    """
 
 
 class QuantizedParam(nnx.Module):

@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from laneformer.blocks.block import Block, QuantizedParam, Weight, hold, weight_of_op
-from laneformer.blocks.mlp import FUNCTIONS
+from laneformer.blocks.mlp import FUNCTIONS, Mlp
 from laneformer.config import ExpertsOptions
 from laneformer.errors import ConfigError
 from laneformer.mesh import DATA
@@ -31,6 +31,8 @@ from laneformer.ops import (
     ProductName,
     Rotary,
     Route,
+    SharedExpert,
+    SigmoidRoute,
     Value,
 )
 from laneformer.precision import Precision
@@ -38,19 +40,25 @@ from laneformer.quantized import Quantized
 from laneformer.routing import Routing
 
 MATRICES = ("w1", "w3", "w2")
+SHARED = "shared"
 BIASES = tuple(f"{name}_bias" for name in MATRICES)
 PARTS, LEAST = 8, 256  # blocks for the mean load of an expert, which pad each by less, and tokens of such a block
 
 
 class Experts(Block):
     """o[l] = sum over the chosen experts of share * w2[l] (activation(w1[l] h) * w3[l] h), with biases on the router
-    and on each matrix where the options have them, and clamped where they have a limit (gpt-oss).
+    and on each matrix where the options have them, and clamped where they have a limit (gpt-oss). A shared expert is an
+    MLP whose output is added, times sigmoid(shared_gate h) where it is gated.
     """
 
     def __init__(self, weights: dict[str, jax.Array], options: ExpertsOptions, precision: Precision):
-        for name, weight in weights.items():
-            setattr(self, name, hold(weight))
+        shared = {name: weight for name, weight in weights.items() if name.startswith(f"{SHARED}.")}
+        for name in weights.keys() - shared:
+            setattr(self, name, hold(weights[name]))
         self.options, self.precision = options, precision
+        if options.shared:
+            own = {name.removeprefix(f"{SHARED}."): weight for name, weight in shared.items()}
+            self.shared = Mlp(own, options.shared, precision)
 
     def __call__(self, h_lbsd: jax.Array) -> jax.Array:
         return self.routed(h_lbsd)[0]
@@ -58,7 +66,14 @@ class Experts(Block):
     def routed(self, h_lbsd: jax.Array) -> tuple[jax.Array, Routing]:
         shares_lbsj, routing = self.route(h_lbsd)
         weights = {name: _leaves(getattr(self, name)[...]) for name in self._names}
-        return _by_rows(self._of_lanes, h_lbsd, shares_lbsj, routing.chosen_lbsj, weights), routing
+        o_lbsd = _by_rows(self._of_lanes, h_lbsd, shares_lbsj, routing.chosen_lbsj, weights)
+        return (o_lbsd + self._of_shared(h_lbsd) if self.options.shared else o_lbsd), routing
+
+    def _of_shared(self, h_lbsd: jax.Array) -> jax.Array:
+        o_lbsd = self.precision.widened(self.shared(h_lbsd))
+        if not self.options.shared_gate:
+            return o_lbsd
+        return o_lbsd * jax.nn.sigmoid(_float32_product("lbsd,od->lbso", h_lbsd, self.shared_gate[...]))
 
     def _of_lanes(self, h_lbsd, shares_lbsj, chosen_lbsj, weights) -> jax.Array:
         lanes, used = len(h_lbsd), self.options.used
@@ -74,16 +89,36 @@ class Experts(Block):
         """For each token of each lane the shares of its experts in the sum, float32 [l, b, s, j], with their numbers
         and the logits; of equal logits the lower number is chosen. A lane routes from its own stream.
         """
-        router_ed = self.router[...].astype(jnp.float32)
-        h_lbsd = h_lbsd.astype(jnp.float32)
-        logits_lbse = jnp.einsum("lbsd,ed->lbse", h_lbsd, router_ed, precision=jax.lax.Precision.HIGHEST)
+        logits_lbse = _float32_product("lbsd,ed->lbse", h_lbsd, self.router[...])
         if self.options.router_bias:
             logits_lbse = logits_lbse + self.router_bias[...].astype(jnp.float32)
+        if self.options.sigmoid:
+            return self._by_sigmoids(logits_lbse)
         best_lbsj, chosen_lbsj = jax.lax.top_k(logits_lbse, self.options.used)
         if self.options.normalized:
             return jax.nn.softmax(best_lbsj), Routing(logits_lbse, chosen_lbsj)
         shares_lbsj = jnp.exp(best_lbsj - jax.nn.logsumexp(logits_lbse, -1, keepdims=True))
         return shares_lbsj, Routing(logits_lbse, chosen_lbsj)
+
+    def _by_sigmoids(self, logits_lbse: jax.Array) -> tuple[jax.Array, Routing]:
+        """The same where scores are sigmoids (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+        options = self.options
+        scores_lbse = jax.nn.sigmoid(logits_lbse)
+        choice_lbse = jax.lax.stop_gradient(scores_lbse)
+        if options.correction:
+            choice_lbse = choice_lbse + jax.lax.stop_gradient(self.correction[...].astype(jnp.float32))
+        if options.groups > 1:
+            groups_lbsge = choice_lbse.reshape(*choice_lbse.shape[:-1], options.groups, -1)
+            sums_lbsg = jax.lax.top_k(groups_lbsge, 2)[0].sum(-1)
+            kept_lbsi = jax.lax.top_k(sums_lbsg, options.groups_used)[1]
+            kept_lbsg = jax.nn.one_hot(kept_lbsi, options.groups, dtype=bool).any(-2)
+            choice_lbse = jnp.where(kept_lbsg[..., None], groups_lbsge, -jnp.inf).reshape(choice_lbse.shape)
+        chosen_lbsj = jax.lax.top_k(choice_lbse, options.used)[1]
+        shares_lbsj = jnp.take_along_axis(scores_lbse, chosen_lbsj, -1)
+        if options.normalized:
+            shares_lbsj = shares_lbsj / (shares_lbsj.sum(-1, keepdims=True) + 1e-20)
+        share_lbse = scores_lbse / (scores_lbse.sum(-1, keepdims=True) + 1e-20)
+        return options.factor * shares_lbsj, Routing(logits_lbse, chosen_lbsj, share_lbse)
 
     @property
     def _names(self) -> tuple[str, ...]:
@@ -138,9 +173,23 @@ class Experts(Block):
         read, written = P("lane", None, None, "data"), P("lane", None, "data", None)
         share = options.used / e
         add("router", (e, d), P(None, "data"), "normal", 1.0, options.router_bias)
+        if options.correction:
+            found[f"{path}.correction"] = Weight(
+                file_name=f"model.{path}.correction",
+                shape=(e,),
+                spec=P(None),
+                initial="zeros",
+                group="vector",
+                part="MLP",
+                dtype="float32",
+            )
         add("w1", (l, e, f, d), read, "normal", share, options.biases)
         add("w3", (l, e, f, d), read, "normal", share, options.biases)
         add("w2", (l, e, d, f), written, "output", share, options.biases)
+        if options.shared:
+            found |= Mlp.table(options.shared, f"{path}.{SHARED}")
+        if options.shared_gate:
+            add("shared_gate", (1, d), P(None, "data"), "normal", 1.0, False)
         return found
 
     @staticmethod
@@ -173,7 +222,21 @@ class Experts(Block):
         )
         chosen = Chosen(options.used, summed=True)
         down = Product(ProductName.DOWN, (w2,), reads=Value.HIDDEN, writes=Value.OUTPUT, chosen=chosen)
-        return Route(matrix("router", of_experts=False), options.used, options.normalized, norm), hidden, down
+        router = matrix("router", of_experts=False), options.used, options.normalized, norm
+        if options.sigmoid:
+            correction = weight_of_op(table, f"{path}.correction") if options.correction else None
+            route = SigmoidRoute(*router, correction, options.groups, options.groups_used, options.factor)
+        else:
+            route = Route(*router)
+        if not options.shared:
+            return route, hidden, down
+        beside = Mlp.ops(options.shared, f"{path}.{SHARED}", norm, rotary)
+        gate = matrix("shared_gate", of_experts=False) if options.shared_gate else None
+        return route, hidden, down, SharedExpert(beside, gate)
+
+
+def _float32_product(formula: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.einsum(formula, *(a.astype(jnp.float32) for a in (x, w)), precision=jax.lax.Precision.HIGHEST)
 
 
 def _leaves(weight: jax.Array | Quantized) -> jax.Array | dict[str, jax.Array]:

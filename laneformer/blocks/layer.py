@@ -92,7 +92,7 @@ class Layer(nnx.Module):
 
 def norm_op(options: NormOptions, path: str) -> Norm:
     """The norm at `path` as ops name it."""
-    return Norm(weight_of_op(RMSNorm.table(options, path), path), options.eps)
+    return Norm(weight_of_op(RMSNorm.table(options, path), path, plus=float(options.plus_one)), options.eps)
 
 
 def within(weights: dict[str, jax.Array], prefix: str) -> dict[str, jax.Array]:

@@ -9,23 +9,27 @@ from laneformer.blocks.block import Weight
 from laneformer.config import NormOptions
 
 
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float, of: jax.Array | None = None) -> jax.Array:
-    """x / sqrt(mean(of^2) + eps) * scale over the last axis, in float32; of: by default x."""
+def rms_norm(
+    x: jax.Array, scale: jax.Array, eps: float, of: jax.Array | None = None, plus_one: bool = False
+) -> jax.Array:
+    """x / sqrt(mean(of^2) + eps) * scale over the last axis, in float32; of: by default x. plus_one: 1 + scale in
+    place of scale.
+    """
     x = x.astype(jnp.float32)
     of = x if of is None else of.astype(jnp.float32)
-    return x * jax.lax.rsqrt(jnp.mean(of * of, -1, keepdims=True) + eps) * scale.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.mean(of * of, -1, keepdims=True) + eps) * (scale.astype(jnp.float32) + plus_one)
 
 
 class RMSNorm(nnx.Module):
     """Norm of every lane's stream; scale [d] shared by the lanes, or [l, d]."""
 
     def __init__(self, scale: jax.Array, options: NormOptions):
-        self.scale, self.eps = nnx.Param(scale), options.eps
+        self.scale, self.eps, self.plus_one = nnx.Param(scale), options.eps, options.plus_one
 
     def __call__(self, x_lbsd: jax.Array, of: jax.Array | None = None) -> jax.Array:
         """Float32, like x; `of` as in rms_norm."""
         scale = self.scale[...]
-        return rms_norm(x_lbsd, scale if scale.ndim == 1 else scale[:, None, None, :], self.eps, of)
+        return rms_norm(x_lbsd, scale if scale.ndim == 1 else scale[:, None, None, :], self.eps, of, self.plus_one)
 
     @staticmethod
     def table(options: NormOptions, path: str) -> dict[str, Weight]:
@@ -34,4 +38,6 @@ class RMSNorm(nnx.Module):
         if options.per_lane:
             name, shape, spec = "scale", (options.num_lanes, *shape), P("lane", None)
         file_name = f"model.{path}.{name}"
-        return {path: Weight(file_name=file_name, shape=shape, spec=spec, initial="ones", group="vector", part="norms")}
+        initial = "zeros" if options.plus_one else "ones"
+        kind = {"initial": initial, "group": "vector", "part": "norms"}
+        return {path: Weight(file_name=file_name, shape=shape, spec=spec, **kind)}

@@ -10,8 +10,10 @@ from laneformer.config import ModelConfig, RopeScaling
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Radians per position for each pair of channels, float32 [head_dim / 2], and the factor on cos and sin."""
-    half = config.head_size // 2
+    """Radians per position for each pair of channels that rotate, float32 [rotary_size / 2], and the factor on cos and
+    sin.
+    """
+    half = config.rotary_size // 2
     frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
     factor, scaling = 1.0, config.rope_scaling
     if scaling is not None:
@@ -41,35 +43,36 @@ def _yarn(frequencies: np.ndarray, scaling: RopeScaling, config: ModelConfig) ->
     low, high = pair_with_turns(scaling.beta_fast), pair_with_turns(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.head_size - 1)
+    low, high = max(low, 0), min(high, config.rotary_size - 1)
     stretched = np.clip((np.arange(len(frequencies)) - low) / ((high - low) or 1e-3), 0.0, 1.0)
     return (1 - stretched) * frequencies + stretched * frequencies / scaling.factor
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:
-    def temperature(mscale: float) -> float:
-        return 0.1 * mscale * math.log(scaling.factor) + 1.0 if scaling.factor > 1 else 1.0
-
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale and scaling.mscale_all_dim:
-        return temperature(scaling.mscale) / temperature(scaling.mscale_all_dim)
-    return temperature(1.0)
+        return scaling.temperature(scaling.mscale) / scaling.temperature(scaling.mscale_all_dim)
+    return scaling.temperature(1.0)
 
 
 _STRETCH = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
 def rotary_tables(config: ModelConfig, positions_s: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of each position's angles, float32 [s, head_dim / 2]."""
+    """cos and sin of each position's angles, float32 [s, rotary_size / 2]."""
     frequencies, factor = rotary_frequencies(config)
     angles = positions_s.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns the pairs (x[2i], x[2i+1]) of x [..., s, heads, head_dim] by their position's angle, in float32."""
+    """Turns the pairs (x[2i], x[2i+1]) of x [..., s, heads, head_dim] by their position's angle, in float32; channels
+    behind those of the tables stay as they are.
+    """
     cos, sin = (table[:, None, :] for table in tables)
+    if (rotated := 2 * cos.shape[-1]) < x.shape[-1]:
+        return jnp.concatenate([rotate(x[..., :rotated], tables), x[..., rotated:]], -1)
     even, odd = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
     turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
     return turned.reshape(x.shape).astype(x.dtype)

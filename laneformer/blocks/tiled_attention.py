@@ -27,25 +27,29 @@ def attend(
     segments: jax.Array | None = None,
     start: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    scale: float | None = None,
 ) -> jax.Array:
-    """softmax(q k^T / sqrt(head_dim)) v over the visible keys of each query, softmax in float32, for each lane.
+    """softmax(scale q k^T) v over the visible keys of each query, softmax in float32, for each lane.
 
-    q [l, b, s, h, k], k and v [l, b, t, n, k] -> [l, b, s, h, k]; query head m reads key head m // (h / n). Key j is at
-    position j, query i at start + i. Visible are the newest `window` keys up to the query's own position, within its
-    segment. start: int32 scalar, for queries that continue a cache of t positions; None: q, k and v have the same
-    positions (t = s). segments: int32 [b, s], for q, k and v at the same positions. sinks: [l, h], a logit beside each
-    head's scores that has a share of the softmax and no value (gpt-oss).
+    q [l, b, s, h, k], k [l, b, t, n, k], v [l, b, t, n, e] -> [l, b, s, h, e]; query head m reads key head m // (h /
+    n). Key j is at position j, query i at start + i. scale: by default 1 / sqrt(size of k). Visible are the newest
+    `window` keys up to the query's own position, within its segment. start: int32 scalar, for queries that continue a
+    cache of t positions; None: q, k and v have the same positions (t = s). segments: int32 [b, s], for q, k and v at
+    the same positions. sinks: [l, h], a logit beside each head's scores that has a share of the softmax and no value
+    (gpt-oss).
 
     Memory is linear in s + t, also for gradients: these recompute the probabilities, tile by tile, from the
     log-sum-exp of each query's scores (FlashAttention-2: Dao, arXiv 2307.08691). Tiles outside the window or after the
     query are skipped.
     """
-    if start is None and segments is None and sinks is None and _has_cudnn_kernel(q):
+    usual = scale is None and q.shape[-1] == v.shape[-1]
+    if usual and start is None and segments is None and sinks is None and _has_cudnn_kernel(q):
         if jax.sharding.get_abstract_mesh().size > 1:
             return _attend_on_mesh(window, q, k, v)
         return jax.vmap(_cudnn_kernel(window))(q, k, v)
     start = jnp.int32(0) if start is None else start
-    return _attend_in_tiles(_block_sizes(q.shape[2], k.shape[2]), window, q, k, v, segments, start, sinks)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return _attend_in_tiles(_block_sizes(q.shape[2], k.shape[2]), window, scale, q, k, v, segments, start, sinks)
 
 
 def _device():
@@ -106,14 +110,14 @@ def _block_sizes(s: int, t: int) -> tuple[int, int]:
     return s, t
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attend_in_tiles(sizes, window, q, k, v, segments, start, sinks):
-    return _forward(sizes, window, q, k, v, segments, start, sinks)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _attend_in_tiles(sizes, window, scale, q, k, v, segments, start, sinks):
+    return _forward(sizes, window, scale, q, k, v, segments, start, sinks)[0]
 
 
-def _forward(sizes, window, q, k, v, segments, start, sinks):
+def _forward(sizes, window, scale, q, k, v, segments, start, sinks):
     """The output and the residuals, with the log-sum-exp of every query's scores [i, l, b, n, r, 1]."""
-    tiles = _Tiles(sizes, window, q, k, segments, start)
+    tiles = _Tiles(sizes, window, scale, q, k, segments, start)
     keys, values = tiles.key_blocks(k), tiles.key_blocks(v)
 
     def block(_, inputs):
@@ -128,7 +132,7 @@ def _forward(sizes, window, q, k, v, segments, start, sinks):
             o = o * shrink + _product("lbnrt,lbntk->lbnrk", p.astype(v.dtype), values[j])
             return new_top, total * shrink + p.sum(-1, keepdims=True), o
 
-        o = jnp.zeros_like(q_i, jnp.float32)
+        o = jnp.zeros_like(q_i, jnp.float32, shape=(*q_i.shape[:-1], v.shape[-1]))
         first = o[..., :1] + _UNSEEN, o[..., :1]
         if sinks is not None:  # the sum begins with its exponential
             first = o[..., :1] + tiles.of_rows(sinks), o[..., :1] + 1.0
@@ -140,14 +144,14 @@ def _forward(sizes, window, q, k, v, segments, start, sinks):
     return o, (q, k, v, segments, start, sinks, o, checkpoint_name(lse, "product"))
 
 
-def _backward(sizes, window, kept, do):
-    """With p = exp(q k^T - lse): dv = p^T do, ds = p (do v^T - sum(do o)), dq = ds k, dk = ds^T q.
+def _backward(sizes, window, scale, kept, do):
+    """With p = exp(scale q k^T - lse): dv = p^T do, ds = p (do v^T - sum(do o)), dq = ds k, dk = ds^T q.
 
     dk and dv are summed as [k, t], because XLA:CPU multiplies several times slower when it transposes a tile of p or
     ds. A sink's score has ds = -exp(sink - lse) sum(do o), as its value is 0.
     """
     q, k, v, segments, start, sinks, o, lse = kept
-    tiles = _Tiles(sizes, window, q, k, segments, start)
+    tiles = _Tiles(sizes, window, scale, q, k, segments, start)
     keys, values = tiles.key_blocks(k), tiles.key_blocks(v)
     do_o = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1, keepdims=True)
 
@@ -167,9 +171,9 @@ def _backward(sizes, window, kept, do):
         dq, dk, dv = jax.lax.fori_loop(*tiles.range_of(i), tile, (jnp.zeros_like(q_i, jnp.float32), *carry))
         return (dk, dv), dq
 
-    zeros = jnp.zeros_like(keys.swapaxes(-1, -2), jnp.float32)
+    zeros = (jnp.zeros_like(blocks.swapaxes(-1, -2), jnp.float32) for blocks in (keys, values))
     inputs = (jnp.arange(tiles.rows), tiles.query_blocks(q), tiles.query_blocks(do), tiles.query_blocks(do_o), lse)
-    (dk, dv), dq = jax.lax.scan(block, (zeros, zeros), inputs)
+    (dk, dv), dq = jax.lax.scan(block, (*zeros,), inputs)
     dq, dk, dv = (
         tiles.queries(dq) * tiles.scale,
         tiles.keys(dk.swapaxes(-1, -2)) * tiles.scale,
@@ -188,11 +192,11 @@ _attend_in_tiles.defvjp(_forward, _backward)
 class _Tiles:
     """Positions cut into blocks of `sizes` (queries, keys), and which keys each query sees."""
 
-    def __init__(self, sizes, window, q, k, segments, start):
+    def __init__(self, sizes, window, scale, q, k, segments, start):
         self.size, self.key_size = sizes
         self.s, self.t, self.n, self.group = q.shape[2], k.shape[2], k.shape[3], q.shape[3] // k.shape[3]
         self.rows, self.columns = math.ceil(self.s / self.size), math.ceil(self.t / self.key_size)
-        self.window, self.start, self.scale = window, start, q.shape[-1] ** -0.5
+        self.window, self.start, self.scale = window, start, scale
         length = max(self.rows * self.size, self.columns * self.key_size)
         self.segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, length - self.s)))
 
@@ -224,7 +228,7 @@ class _Tiles:
         return lowest, jnp.minimum(last // self.key_size + 1, self.columns)
 
     def scores(self, i: jax.Array, j: jax.Array, q_i: jax.Array, k_j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """q k^T / sqrt(head_dim) of a tile, float32 [l, b, n, r, t], and whether the query sees the key, of a shape
+        """scale q k^T of a tile, float32 [l, b, n, r, t], and whether the query sees the key, of a shape
         that broadcasts to it.
         """
         distance = (

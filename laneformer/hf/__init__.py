@@ -5,7 +5,7 @@ FAMILIES. Does not import JAX; laneformer/hf/folder.py, which reads and writes f
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError
@@ -23,11 +23,25 @@ __all__ = [
     "config_to_hf",
     "dimensions_from_hf",
     "find_family",
+    "language_model",
     "read_hf_config",
     "read_values",
+    "tensor_prefixes",
 ]
 
 log = logging.getLogger("laneformer")
+
+
+class Vision(NamedTuple):
+    """A kind of model that also sees, of which the language model can be used alone."""
+
+    prefix: str
+    """What the names of the language model's tensors begin with."""
+    ignored: tuple[str, ...]
+    """What those of the others begin with."""
+
+
+MULTIMODAL = {"kimi_k25": Vision("language_model.", ("vision_tower.", "mm_projector."))}  # by model_type
 
 FAMILIES: dict[str, Family] = {  # by model_type
     "laneformer_tp": own.FAMILY,
@@ -68,6 +82,13 @@ def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return shared | dict(text)
 
 
+def tensor_prefixes(values: Mapping[str, Any]) -> Vision:
+    """What the names of the tensors of the language model begin with, and of those that it does not use."""
+    vision = MULTIMODAL.get(str(values.get("model_type")), Vision("", ()))
+    drafts = find_family(values).ignored(Fields(language_model(values)))
+    return Vision(vision.prefix, (*vision.ignored, *(f"{vision.prefix}{name}" for name in drafts)))
+
+
 def config_from_hf(values: Mapping[str, Any], num_lanes: int | None = None) -> ModelConfig:
     """ModelConfig for the parsed config.json `values`. `num_lanes` cuts a dense model into lanes; a Laneformer's own
     number cannot be changed. Raises ConfigError.
@@ -78,9 +99,9 @@ def config_from_hf(values: Mapping[str, Any], num_lanes: int | None = None) -> M
             f"model_type = {language_model(values)['model_type']!r}: {family.name} cannot be run yet;"
             " `python -m infer roofline CONFIG.json` projects its speed"
         )
-    if language_model(values) is not values:
+    if language_model(values) is not values and values.get("model_type") not in MULTIMODAL:
         raise ConfigError("text_config: models that also take images cannot be run; use a language model's folder")
-    fields = Fields(values)
+    fields = Fields(language_model(values))
     config = family.config_from(fields, num_lanes)
     if unread := fields.unread():
         log.warning("config.json: ignored unknown fields %s", ", ".join(unread))

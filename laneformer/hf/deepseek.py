@@ -1,21 +1,48 @@
-"""DeepSeek V3 (with Kimi K2, of the same architecture): latent attention. DeepSeek V4: one wide key-value head, joined
-positions and an indexer.
+"""DeepSeek V3 (with Kimi K2, of the same architecture): latent attention, experts beside a shared one. DeepSeek V4,
+dimensions only: one wide key-value head, joined positions and an indexer.
 """
 
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from laneformer.config import LatentAttention, ModelConfig
 from laneformer.errors import ConfigError
+from laneformer.hf import llama
 from laneformer.hf.dimensions import Dimensions, Part, dense_layers, head, routed_experts, router
 from laneformer.hf.family import Family
 from laneformer.hf.fields import Fields
+from laneformer.hf.llama import EXPERT_NAMES, make_family, without_layer
 from laneformer.hf.quantization import Formats, read_formats
+from laneformer.hf.safetensors import Source
+
+if TYPE_CHECKING:
+    from laneformer.blocks.block import Weight
+
+NAMES = EXPERT_NAMES | {
+    "feed_forward.shared.w1": "mlp.shared_experts.gate_proj",
+    "feed_forward.shared.w3": "mlp.shared_experts.up_proj",
+    "feed_forward.shared.w2": "mlp.shared_experts.down_proj",
+}
+# Our path, without the layer -> the file's name, without model.layers.N; by_head: each lane has its share of the rows.
+SHARED = {
+    "attention.wq_a": "self_attn.q_a_proj.weight",
+    "attention.q_norm": "self_attn.q_a_layernorm.weight",
+    "attention.wkv_a": "self_attn.kv_a_proj_with_mqa.weight",
+    "attention.kv_norm": "self_attn.kv_a_layernorm.weight",
+    "feed_forward.correction": "mlp.gate.e_score_correction_bias",
+}
+BY_HEAD = {
+    "attention.wq": "self_attn.q_proj.weight",
+    "attention.wq_b": "self_attn.q_b_proj.weight",
+    "attention.wkv_b": "self_attn.kv_b_proj.weight",
+}
+OF_TRAINING = ("ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers")
 
 
 def dimensions_v3(fields: Fields) -> Dimensions:
     formats, layers, experts = read_formats(fields), fields.layers, fields.size("n_routed_experts")
-    if fields.size("moe_layer_freq", 1) != 1:
-        raise ConfigError(f"moe_layer_freq = {fields.size('moe_layer_freq')}: only 1 is supported")
-    sparse, width = layers - fields.size("first_k_dense_replace", 0, 0), fields.size("moe_intermediate_size")
-    if sparse < 1:
-        raise ConfigError(f"first_k_dense_replace = {layers - sparse} must be less than num_hidden_layers = {layers}")
+    sparse, width = layers - _dense_layers(fields, 0), fields.size("moe_intermediate_size")
     return Dimensions(
         layers=layers,
         parts=(
@@ -29,6 +56,75 @@ def dimensions_v3(fields: Fields) -> Dimensions:
         formats=formats.rule,
         kv_full=layers * (fields.size("kv_lora_rank") + fields.size("qk_rope_head_dim")),
     )
+
+
+def _dense_layers(fields: Fields, default: int) -> int:
+    """How many layers have an MLP, the first ones."""
+    if fields.size("moe_layer_freq", 1) != 1:
+        raise ConfigError(f"moe_layer_freq = {fields.size('moe_layer_freq')}: only 1 is supported")
+    dense = fields.size("first_k_dense_replace", default, 0)
+    if dense >= fields.layers:
+        raise ConfigError(f"first_k_dense_replace = {dense} must be less than num_hidden_layers = {fields.layers}")
+    return dense
+
+
+def more_v3(fields: Fields) -> dict[str, Any]:
+    """ModelConfig's fields; defaults are those of transformers."""
+    for name, known, default in (
+        ("scoring_func", "sigmoid", "sigmoid"),
+        ("topk_method", "noaux_tc", "noaux_tc"),
+        ("rope_interleave", True, True),
+    ):
+        if (value := fields.get(name, default)) != known:
+            raise ConfigError(f"{name} = {value!r}: only models with {name} = {known!r} are supported")
+    fields.given(*OF_TRAINING)
+    shared = fields.size("n_shared_experts", 1, 0) * fields.size("moe_intermediate_size", 2048)
+    return {
+        "head_dim": None,
+        "num_key_value_heads": fields.size("num_attention_heads"),
+        "latent_attention": LatentAttention(
+            q_lora_rank=fields.optional_size("q_lora_rank", 1536),
+            kv_lora_rank=fields.size("kv_lora_rank", 512),
+            qk_nope_head_dim=fields.size("qk_nope_head_dim", 128),
+            qk_rope_head_dim=fields.size("qk_rope_head_dim", 64),
+            v_head_dim=fields.size("v_head_dim", 128),
+        ),
+        "num_experts": fields.size("n_routed_experts", 256),
+        "num_experts_per_tok": fields.size("num_experts_per_tok", 8),
+        "moe_intermediate_size": fields.size("moe_intermediate_size", 2048),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "mlp_only_layers": tuple(range(_dense_layers(fields, 3))),
+        "scoring_func": "sigmoid",
+        "router_correction": True,
+        "n_group": fields.size("n_group", 8),
+        "topk_group": fields.size("topk_group", 4),
+        "routed_scaling_factor": fields.get("routed_scaling_factor", 2.5),
+        "shared_expert_intermediate_size": shared or None,
+    }
+
+
+def drafts_v3(fields: Fields) -> tuple[str, ...]:
+    """The layers behind the model's own ones, which draft further tokens."""
+    count = fields.size("num_nextn_predict_layers", 0, 0)
+    return tuple(f"model.layers.{fields.layers + n}." for n in range(count))
+
+
+def sources_v3(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
+    """As a Llama's, but for latent attention, whose pairs that rotate are next to each other, and the correction."""
+    own = {path: source for path, weight in table.items() if (source := _source(path, weight.shape))}
+    rest = {path: weight for path, weight in table.items() if path not in own}
+    return llama.sources(config, rest, NAMES) | own
+
+
+def _source(path: str, shape: tuple[int, ...]) -> Source | None:
+    """None: as a Llama's."""
+    prefix, name = without_layer(path)
+    if name in SHARED:
+        return Source(f"{prefix}{SHARED[name]}", shape)
+    if name in BY_HEAD:
+        lanes, rows, columns = shape
+        return Source(f"{prefix}{BY_HEAD[name]}", (lanes * rows, columns), cut="rows", lanes=lanes)
+    return None
 
 
 def _latent_attention(fields: Fields) -> int:
@@ -99,6 +195,13 @@ def _expert_format(fields: Fields) -> str | None:
     return {"fp4": "mxfp4", "fp8": "fp8"}[dtype]
 
 
-V3 = Family(name="DeepSeek V3", dimensions=dimensions_v3)
-KIMI_K2 = Family(name="Kimi K2", dimensions=dimensions_v3)
+V3 = replace(
+    make_family(
+        "DeepSeek V3", NAMES, dimensions_v3, longest=4096, defaults={}, refused=("attention_bias",), more=more_v3
+    ),
+    sources=sources_v3,
+    ignored=drafts_v3,
+    never_packed=(".router",),
+)
+KIMI_K2 = replace(V3, name="Kimi K2")
 V4 = Family(name="DeepSeek V4", dimensions=dimensions_v4)

@@ -23,5 +23,9 @@ class Family:
     """The config, with a dense model cut into the given number of lanes."""
     sources: "Callable[[ModelConfig, Mapping[str, Weight]], dict[str, Source]] | None" = None
     """Path of each weight -> the tensor that it comes from, for a config and its `parameter_table`."""
+    ignored: Callable[[Fields], tuple[str, ...]] = lambda fields: ()
+    """What the names of tensors begin with that the model does not use: those that draft further tokens."""
+    never_packed: tuple[str, ...] = ()
+    """What the paths of matrices end with that are 16 bits wide, though the quantization does not except them."""
     dimensions: Callable[[Fields], Dimensions] | None = None
     """Sizes and formats of what `laneformer.load` cannot open yet, for the roofline."""

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.formats import Bf12Product
-from laneformer.hf import config_to_hf, find_family, read_hf_config, read_values
+from laneformer.hf import config_to_hf, find_family, language_model, read_hf_config, read_values, tensor_prefixes
 from laneformer.hf import laneformer as own
 from laneformer.hf.bf12 import GroupPlan, groups_of, metadata_of, unpacked
 from laneformer.hf.compressed import config_of, settings_of, tensors_of
@@ -67,9 +67,14 @@ class HfFolder:
         self.path, self.config = path, read_hf_config(path, num_lanes)
         self.table = parameter_table(self.config)
         self._family = find_family(values)
-        self.sources = self._family.sources(self.config, self.table)
+        prefix, ignored = tensor_prefixes(values)
+        self.sources = {
+            path: dataclasses.replace(source, name=f"{prefix}{source.name}")
+            for path, source in self._family.sources(self.config, self.table).items()
+        }
         tensors, metadata = find_tensors(path)
-        if schemes := read_schemes(path, values):
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(ignored)}
+        if schemes := read_schemes(path, language_model(values)):
             tensors = with_records(path, schemes, self.sources, tensors, metadata)
         tensors, self._groups = unpacked(tensors, metadata)
         self.tensors = with_stacks(path, self.sources, tensors)
@@ -150,7 +155,8 @@ class HfFolder:
             if tensor.dtype == QUANTIZED:
                 yield path, self._record(source, tensor)
             else:
-                yield path, np.ascontiguousarray(source.convert(tensor.read(memory(tensor.size))), self._dtype)
+                dtype = self.table[path].dtype or self._dtype
+                yield path, np.ascontiguousarray(source.convert(tensor.read(memory(tensor.size))), dtype)
 
     def _is_record(self, path: str) -> bool:
         return self.tensors[self.sources[path].name].dtype == QUANTIZED and not self._widened

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from laneformer.config import ModelConfig
+from laneformer.config import LatentAttention, ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.hf.family import Family
 from laneformer.hf.fields import REQUIRED, Fields
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = {"laneformer_tp": "LaneformerTPForCausalLM", "laneformer": "LaneformerForCausalLM"}
 SAME_NAME = tuple(  # fields of config.json under the names of ModelConfig
-    field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("rope_scaling", "eos_token_id")
+    field.name
+    for field in dataclasses.fields(ModelConfig)
+    if field.name not in ("rope_scaling", "eos_token_id", "latent_attention")
 )
 
 
@@ -42,6 +44,11 @@ def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
     longest = found.get("max_position_embeddings", ModelConfig.max_position_embeddings)
     found["rope_theta"], found["rope_scaling"] = read_rope(fields, longest)
     found["hidden_act"] = fields.activation()
+    if latent := fields.mapping("latent_attention"):
+        try:
+            found["latent_attention"] = LatentAttention(**latent)
+        except TypeError as error:
+            raise ConfigError(f"latent_attention has wrong fields ({error}): correct them") from None
     return ModelConfig(**found, eos_token_id=fields.end_tokens)
 
 
@@ -54,6 +61,7 @@ def config_to_hf(config: ModelConfig, spelling: str = "laneformer_tp") -> dict:
     values = {"model_type": spelling, "architectures": [ARCHITECTURES[spelling]]}
     for name in SAME_NAME:
         value = getattr(config, name)
+        value = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
         values[name] = list(value) if isinstance(value, tuple) else value
     if spelling == "laneformer_tp" and config.use_attention_comm == config.use_mlp_comm:
         del values["use_attention_comm"], values["use_mlp_comm"]
@@ -61,6 +69,8 @@ def config_to_hf(config: ModelConfig, spelling: str = "laneformer_tp") -> dict:
     eos = config.eos_token_id
     values["eos_token_id"] = None if not eos else eos[0] if len(eos) == 1 else list(eos)
     values["rope_scaling"] = rope_to_hf(config.rope_scaling)
+    latent = config.latent_attention
+    values["latent_attention"] = None if latent is None else dataclasses.asdict(latent)
     return values
 
 

@@ -74,6 +74,8 @@ class Dialect:
     """Layers without rotation."""
     rope: Mapping[str, Any] | None = None
     """rope_scaling where the config has none."""
+    partial_rotary: bool = False
+    """`more` reads how many channels of a head rotate."""
     more: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     """ModelConfig's fields that the family has beside a Llama's or reads in another way, as those of experts."""
 
@@ -85,7 +87,7 @@ def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> Mode
             raise ConfigError(f"{name} = true: only checkpoints without these biases are supported")
     found = {"num_key_value_heads": fields.get("num_attention_heads")} | dict(dialect.defaults) | fields.given(*READ)
     longest = fields.size("max_position_embeddings", dialect.longest)
-    theta, scaling = read_rope(fields, longest, dialect.theta, dialect.rope)
+    theta, scaling = read_rope(fields, longest, dialect.theta, dialect.rope, dialect.partial_rotary)
     found["hidden_act"] = fields.activation(found.get("hidden_act", ModelConfig.hidden_act))
     window, types = dialect.windows(fields)
     sliding = tuple(n for n, kind in enumerate(types) if kind == SLIDING)

@@ -1,28 +1,55 @@
 """Qwen3-Next: three of four layers gated DeltaNet, the fourth gated attention; experts beside a shared one."""
 
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from laneformer.config import DeltaNetSizes, ModelConfig
+from laneformer.errors import ConfigError
+from laneformer.hf import llama, qwen3_moe
 from laneformer.hf.dimensions import (
     Dimensions,
     Part,
     dense_layers,
     grouped_attention,
     head,
-    layers_of_type,
     routed_experts,
     router,
     sparse_layers,
 )
-from laneformer.hf.family import Family
 from laneformer.hf.fields import Fields
+from laneformer.hf.llama import EXPERT_NAMES, FULL, make_family, without_layer
 from laneformer.hf.quantization import read_formats
+from laneformer.hf.rope import interleave, rotated_channels
+from laneformer.hf.safetensors import Source
+
+if TYPE_CHECKING:
+    from laneformer.blocks.block import Weight
+
+LINEAR = "linear_attention"
+SIZES = {  # of DeltaNetSizes -> their names in config.json, and their defaults
+    "key_heads": ("linear_num_key_heads", 16),
+    "value_heads": ("linear_num_value_heads", 32),
+    "key_dim": ("linear_key_head_dim", 128),
+    "value_dim": ("linear_value_head_dim", 128),
+    "conv_kernel": ("linear_conv_kernel_dim", 4),
+}
+SHARED = "feed_forward.shared"
+NAMES = EXPERT_NAMES | {
+    f"{SHARED}.w1": "mlp.shared_expert.gate_proj",
+    f"{SHARED}.w3": "mlp.shared_expert.up_proj",
+    f"{SHARED}.w2": "mlp.shared_expert.down_proj",
+    f"{SHARED}_gate": "mlp.shared_expert_gate",
+}
 
 
 def dimensions(fields: Fields) -> Dimensions:
     formats, layers, sparse, d = read_formats(fields), fields.layers, sparse_layers(fields), fields.hidden
     experts = fields.size("num_experts")
-    if fields.sequence("layer_types"):
-        full = layers_of_type(fields, "full_attention")
-    else:
-        full = layers // fields.size("full_attention_interval", 4)
+    full = layers - len(delta_layers(fields))
     attention, cached = grouped_attention(fields)
     gate = d * fields.size("num_attention_heads") * fields.head_dim
     delta_net, state = _delta_net(fields)
@@ -55,4 +82,120 @@ def _delta_net(fields: Fields) -> tuple[int, int]:
     return weights, value_heads * key_dim * value_dim
 
 
-FAMILY = Family(name="Qwen3-Next", dimensions=dimensions)
+def delta_layers(fields: Fields) -> tuple[int, ...]:
+    """Those of `layer_types`, by default all but every full_attention_interval-th."""
+    interval = fields.size("full_attention_interval", 4)
+    types = fields.sequence("layer_types") or [
+        FULL if (n + 1) % interval == 0 else LINEAR for n in range(fields.layers)
+    ]
+    if len(types) != fields.layers:
+        raise ConfigError(f"layer_types has {len(types)} entries: name the type of each of the {fields.layers} layers")
+    for n, kind in enumerate(types):
+        if kind not in (FULL, LINEAR):
+            raise ConfigError(f"layer_types[{n}] = {kind!r} is not supported; supported are {FULL}, {LINEAR}")
+    return tuple(n for n, kind in enumerate(types) if kind == LINEAR)
+
+
+def more(fields: Fields) -> dict[str, Any]:
+    """ModelConfig's fields; defaults are those of transformers."""
+    found = qwen3_moe.experts(fields)
+    return found | {
+        "num_experts": fields.size("num_experts", 512),
+        "num_experts_per_tok": fields.size("num_experts_per_tok", 10),
+        "moe_intermediate_size": fields.size("moe_intermediate_size", 512),
+        "norm_topk_prob": fields.flag("norm_topk_prob", True),
+        "shared_expert_intermediate_size": fields.size("shared_expert_intermediate_size", 512),
+        "shared_expert_gate": True,
+        "rotary_dim": rotated_channels(fields, fields.size("head_dim", 256), 0.25),
+        "delta_net": DeltaNetSizes(**{name: fields.size(*usual) for name, usual in SIZES.items()}),
+        "delta_layers": delta_layers(fields),
+    }
+
+
+def sources(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
+    """As those of Qwen3-MoE, but for the mixers: a lane has the heads of its key heads."""
+    own = {path: source for path, weight in table.items() if (source := _source(config, path, weight.shape))}
+    rest = {path: weight for path, weight in table.items() if path not in own}
+    return llama.sources(config, rest, NAMES) | own
+
+
+def _source(config: ModelConfig, path: str, shape: tuple[int, ...]) -> Source | None:
+    """None: as those of Qwen3-MoE. shape: of the weight."""
+    prefix, name = without_layer(path)
+    block, _, name = name.rpartition(".")
+    if block != "attention":
+        return None
+    if int(path.split(".")[1]) in config.delta_layers:
+        return _delta_source(config, f"{prefix}linear_attn", name, shape)
+    lanes, d, e = config.num_lanes, config.hidden_size, config.head_size
+    module, heads, kv = f"{prefix}self_attn", config.num_attention_heads, config.num_key_value_heads
+    rotated = config.rotary_size
+    match name:
+        case "wq" | "wg":  # one matrix, head by head
+            taken = _rows_of_heads(heads, 2 * e, 0, e, rotated) if name == "wq" else _rows_of_heads(heads, 2 * e, e, e)
+            return Source(f"{module}.q_proj.weight", (2 * heads * e, d), cut="rows", lanes=lanes, taken=taken)
+        case "wk":
+            taken, copies = _rows_of_heads(kv, e, 0, e, rotated), max(1, lanes // kv)
+            return Source(f"{module}.k_proj.weight", (kv * e, d), None, "rows", lanes, copies, taken=taken)
+        case "q_norm" | "k_norm":
+            return Source(f"{module}.{name}.weight", (e,), taken=_rows_of_heads(1, e, 0, e, rotated), vector=True)
+    return None
+
+
+def _delta_source(config: ModelConfig, module: str, name: str, shape: tuple[int, ...]) -> Source:
+    lanes, own = config.num_lanes, {"cut": "rows", "lanes": config.num_lanes}
+    match name:
+        case "win" | "wba":
+            file_name = {"win": "in_proj_qkvz", "wba": "in_proj_ba"}[name]
+            return Source(f"{module}.{file_name}.weight", (lanes * shape[1], shape[2]), **own)
+        case "convolution":
+            rows, kernel = lanes * shape[1], shape[2]
+            taken = _channels_by_lane(config.delta_net, lanes)
+            return Source(f"{module}.conv1d.weight", (rows, kernel), taken=taken, lies=(rows, 1, kernel), **own)
+        case "decay" | "step":
+            file_name = {"decay": "A_log", "step": "dt_bias"}[name]
+            return Source(f"{module}.{file_name}", (lanes * shape[1],), vector=True, **own)
+        case "wo":
+            return Source(f"{module}.out_proj.weight", (shape[1], lanes * shape[2]), cut="columns", lanes=lanes)
+    return Source(f"{module}.{name}.weight", shape)
+
+
+@cache
+def _rows_of_heads(heads: int, stride: int, first: int, rows: int, rotated: int = 0) -> tuple[int, ...]:
+    """The rows `first`, first + 1, ... of each head, of which there are `stride`; the first `rotated` of them, which
+    are half-split rotary pairs, become neighbours.
+    """
+    own = np.arange(rows)
+    if rotated:
+        own[:rotated] = interleave(own[:rotated], rotated)
+    return tuple((np.arange(heads)[:, None] * stride + first + own).ravel().tolist())
+
+
+@cache
+def _channels_by_lane(sizes: DeltaNetSizes, lanes: int) -> tuple[int, ...]:
+    """The channels of all q, k and v as each lane has them: its own q, k and v."""
+    keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
+    parts = np.split(np.arange(2 * keys + values), [keys, 2 * keys])
+    return tuple(np.concatenate([part.reshape(lanes, -1) for part in parts], 1).ravel().tolist())
+
+
+FAMILY = replace(
+    make_family(
+        "Qwen3-Next",
+        NAMES,
+        dimensions=dimensions,
+        longest=32768,
+        defaults={
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "qk_norm": True,
+            "attention_gate": True,
+            "norm_plus_one": True,
+        },
+        refused=("attention_bias",),
+        partial_rotary=True,
+        more=more,
+    ),
+    sources=sources,
+    ignored=lambda fields: ("mtp.",),
+)

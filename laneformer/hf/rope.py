@@ -19,11 +19,12 @@ _OLD_NAMES = ("old_context_len", "old_context_length")  # of original_max_positi
 
 
 def read_rope(
-    fields: Fields, longest: int, theta: float = THETA, usual: Mapping[str, Any] | None = None
+    fields: Fields, longest: int, theta: float = THETA, usual: Mapping[str, Any] | None = None, partial: bool = False
 ) -> tuple[float, RopeScaling | None]:
     """Base and scaling from `rope_parameters` (transformers 5), `rope_scaling` (4) or `rope_scaling_args` (Laneformer:
     llama3). longest: the longest context in tokens; theta: the family's default base; usual: its scaling where the
-    config has none. Raises ConfigError.
+    config has none; partial: the family may rotate some channels of a head, see `rotated_channels`. Raises
+    ConfigError.
     """
     parameters, older, args = (_given(fields, f"rope_{name}") for name in ("parameters", "scaling", "scaling_args"))
     scaling = parameters or older or dict(usual or {})
@@ -32,7 +33,7 @@ def read_rope(
     kind = types[0] or types[1] or ("llama3" if args else "default")
     scaling |= args
     for where in (scaling.pop("partial_rotary_factor", None), fields.get("partial_rotary_factor")):
-        if where not in (None, 1):
+        if where not in (None, 1) and not partial:
             raise ConfigError(f"partial_rotary_factor = {where!r}: only 1 is supported, all channels of a head rotate")
     if kind == "default":
         return theta, None
@@ -49,6 +50,16 @@ def read_rope(
     if "factor" not in scaling:
         raise ConfigError(f"rope scaling of type {kind!r} has no factor: add it")
     return theta, RopeScaling(type=kind, **{name: scaling[name] for name in _NAMES if name in scaling})
+
+
+def rotated_channels(fields: Fields, head_dim: int, usual: float) -> int | None:
+    """Channels of a head that rotate, by `partial_rotary_factor`; None for all. usual: its default."""
+    share = _given(fields, "rope_parameters").get("partial_rotary_factor")
+    share = fields.get("partial_rotary_factor", usual) if share is None else share
+    if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+        raise ConfigError(f"partial_rotary_factor = {share!r}: write a number above 0 and at most 1")
+    found = int(head_dim * share)
+    return None if found == head_dim else found
 
 
 def _given(fields: Fields, name: str) -> dict[str, Any]:

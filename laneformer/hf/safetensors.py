@@ -64,6 +64,10 @@ class Source:
     """The tensor is one of each expert, whose number stands for the * of its name; None: it is one."""
     vector: bool = False
     """The last axis is that of the rows."""
+    taken: tuple[int, ...] | None = None
+    """The rows that the weight has, in its order; None: all of them as they are. Before they are cut."""
+    lies: tuple[int, ...] | None = None
+    """The tensor's shape in its file, where `shape` leaves out axes of one."""
     every: tuple[int, int] | None = None
     """The first row that the weight has, and the step to the next; None: it has all."""
     transposed: bool = False
@@ -78,12 +82,16 @@ class Source:
 
     def shape_as(self, dtype: str) -> tuple[int, ...]:
         """The shape of a tensor of this dtype, a key of DTYPES or QUANTIZED."""
+        if self.lies:
+            return self.lies
         transposed = self.transposed and dtype != QUANTIZED
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if transposed else self.shape
 
     def convert(self, w: np.ndarray) -> np.ndarray:
         """Makes it lane-first, with rotary pairs next to each other."""
+        w = w.reshape(self.shape) if self.lies else w
         w = w.swapaxes(-1, -2) if self.transposed else w
+        w = np.take(w, self.taken, -1 if self.vector else -2) if self.taken else w
         w = interleave(w, self.head_dim) if self.head_dim else w
         if self.every:
             first, step = self.every
@@ -98,6 +106,8 @@ class Source:
         """The same of a quantized matrix. Raises ValueError if its columns cannot be cut."""
         if self.head_dim:
             record = record.take_rows(interleave(np.arange(record.shape[-2]), self.head_dim))
+        if self.taken:
+            record = record.take_rows(np.array(self.taken))
         if self.every:
             record = record.take_rows(np.arange(record.shape[-2])[self.every[0] :: self.every[1]])
         split = {"rows": record.split_rows, "columns": record.split_columns}.get(self.cut)

@@ -208,7 +208,7 @@ def test_small_weights_have_places_of_their_own(name):
         offset, stride = plan.places[path]
         for lane in range(plan.ops.lanes):
             own = values[lane] if weight.lane_sharded else values
-            np.testing.assert_array_equal(mine[offset + lane * stride :][: len(own)], own)
+            np.testing.assert_array_equal(mine[offset + lane * stride :][: len(own)], own + weight.plus)
 
 
 def test_biases_of_a_product_are_one_vector_per_lane():

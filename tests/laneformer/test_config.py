@@ -14,6 +14,7 @@ from laneformer.config import (
     LARGEST,
     LARGEST_OTHER,
     LATER,
+    OF_EXPERTS,
     AttentionOptions,
     MlpOptions,
     NormOptions,
@@ -42,7 +43,7 @@ def test_impossible_sizes_are_refused_before_tables_are_made(name):
     for value in (LARGEST[name] + 1, 10**9 * LARGEST[name], 10**400):
         with pytest.raises(ConfigError, match=f"^{name} = {value} must be a whole number .* at most {LARGEST[name]}$"):
             make(**{name: value})
-        dense = [] if name in ("num_lanes", "num_experts", "moe_intermediate_size") else DENSE_FAMILIES
+        dense = [] if name in ("num_lanes", *OF_EXPERTS) else DENSE_FAMILIES
         for family in ("laneformer", *dense):
             with pytest.raises(ConfigError, match=f"^{name} = "):
                 config_from_hf(tiny.BASE | {"model_type": family, name: value})
@@ -214,7 +215,7 @@ def test_wrong_values_are_named(name):
 
 
 def test_every_boolean_is_in_the_table():
-    assert len(BOOLEANS) == 17 and {"use_early_comm", "qk_norm"} <= {*BOOLEANS}
+    assert len(BOOLEANS) == 20 and {"use_early_comm", "qk_norm"} <= {*BOOLEANS}
 
 
 OLD = {"factor": 2.0, "original_max_position_embeddings": 8}

@@ -382,9 +382,9 @@ def test_mixed_precision_with_a_cache():
     model = tiny.random_model(values, precision=Precision(compute="bfloat16", accumulate="bfloat16"), lane_devices=2)
     ids = tiny.token_ids(40)
     cache = model.make_cache(2, 12)
-    assert cache.keys[0].dtype == "bfloat16"
+    assert cache.layers[0]["keys"].dtype == "bfloat16"
     logits, cache = model.extend(ids, cache)
-    assert logits.dtype == np.float32 and cache.values[0].dtype == "bfloat16"
+    assert logits.dtype == np.float32 and cache.layers[0]["values"].dtype == "bfloat16"
     assert tiny.difference(logits, reference.reference_logits(values, tiny.random_weights(values), ids)) < 0.5
 
 

@@ -100,6 +100,14 @@ MODELS = {
         "norm_before": False,
         "norm_after": "sum",
     },
+    "one plus the gains, half of the channels rotate": {
+        "norm_plus_one": True,
+        "qk_norm": True,
+        "head_dim": 8,
+        "rotary_dim": 4,
+        "layout": "tp",
+        "norm_after": "sum",
+    },
     "early sums land once": {"broadcast_delay": 1, "early_lands_twice": False},
     "fractional delay": {"layout": "dtp(1.25)"},
 }

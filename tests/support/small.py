@@ -153,7 +153,8 @@ def make_inputs(
 def make_state(config: ModelConfig, capacity: int, dtype="float32", mesh=None) -> State:
     cache = make_cache(config, 1, capacity, dtype, mesh)
     replicated = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return State(jnp.zeros(config.vocab_size, jnp.uint8, device=replicated), cache.keys, cache.values)
+    keys, values = ([layer[name] for layer in cache.layers] for name in ("keys", "values"))
+    return State(jnp.zeros(config.vocab_size, jnp.uint8, device=replicated), keys, values)
 
 
 def jitted(session: Session, mesh=None, **sizes):

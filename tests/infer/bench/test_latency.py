@@ -230,6 +230,10 @@ def test_published_mixtures_are_those_of_their_config_json():
     ours = recipe_config("qwen3_30b_a3b")
     same = {name: getattr(qwen, name) for name in ("bos_token_id", "eos_token_id", "max_position_embeddings")}
     assert qwen == ours.replace(**same)
+    qwen = config_from_hf(MIXTURES["qwen3_next"] | {"rope_theta": 1e7})
+    ours = recipe_config("qwen3_next_80b")
+    assert qwen == ours.replace(**{name: getattr(qwen, name) for name in same})
+    assert parameter_count(ours) == 79_674_391_296  # of the published files, without their draft head
     # The published files have 13.8 GB.
     total, experts = parameter_count(recipe_config("gpt_oss_20b")), 24 * 32 * 3 * 2880 * 2880
     assert round((2 * (total - experts) + experts * 4.25 / 8) / 1e9, 1) == 13.8

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -383,7 +384,7 @@ def test_cache_stays_in_place_and_programs_compile_once():
         return [
             shard.data.unsafe_buffer_pointer()
             for kept in backend._prefixes._kept
-            for c in (*kept.caches.keys, *kept.caches.values)
+            for c in jax.tree.leaves(kept.caches.layers)
             for shard in c.addressable_shards
         ]
 

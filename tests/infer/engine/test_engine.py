@@ -19,7 +19,7 @@ from infer.sampling import sample, top_logprobs
 from laneformer.errors import CheckpointError, ConfigError, InputError
 from laneformer.precision import Precision
 from tests.support.engine_cases import CASES, CONFIG, PROMPT, RANDOM, model
-from tests.support.paths import ORACLE
+from tests.support.paths import MOE, ORACLE
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +113,7 @@ def test_cache_stays_in_place_and_programs_compile_once(where):
     def pointers():
         return [
             shard.data.unsafe_buffer_pointer()
-            for layers in backend._cache
-            for c in layers
+            for c in jax.tree.leaves(backend._cache)
             for shard in c.addressable_shards
         ]
 
@@ -430,3 +429,20 @@ def test_a_backend_without_adjustments_refuses_them(monkeypatch):
     with pytest.raises(ConfigError, match="backend xla has no presence_penalty"):
         engine.generate(PROMPT, sampling=Sampling(presence_penalty=1))
     assert not CudaBackend.adjusts and not HipBackend.adjusts
+
+
+def test_recurrent_states_are_those_of_the_text():
+    """Padded prompts, another request between, and a cancelled one: each answer begins with an empty state."""
+    io = np.load(MOE / "qwen3_next_2" / "io.npz")
+    engine = Engine.load(MOE / "qwen3_next_2", dtype="float32", num_lanes=2)
+    assert engine.backend == "xla"  # chosen: no other one has this model
+    ask = {"max_new_tokens": 12, "stop_tokens": ()}
+    for cancelled in (True, False):
+        assert list(engine.generate(io["greedy_prompt"], **ask)) == io["greedy_ids"].tolist()
+        between = engine.generate(np.arange(100), **ask, tokens_per_dispatch=2)
+        next(between)
+        if cancelled:
+            between.cancel()
+        assert (len(between.result.tokens) < 12) == cancelled
+    with pytest.raises(ConfigError, match=r"cpu is not available \(it has no delta_net, the block of layer 0"):
+        Engine.load(MOE / "qwen3_next_2", "cpu")

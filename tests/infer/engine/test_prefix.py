@@ -25,7 +25,7 @@ def request(tokens, **changes):
 
 def caches(capacity):
     """Of one layer, in which every position has a number."""
-    return Caches(*([jax.numpy.zeros((1, 1, capacity, 1, 1))] for _ in "kv"))
+    return Caches([{name: jax.numpy.zeros((1, 1, capacity, 1, 1)) for name in ("keys", "values")}])
 
 
 class Positions:
@@ -36,20 +36,20 @@ class Positions:
 
     def _make(self, capacity):
         self.made.append(capacity)
-        return Caches(*([jax.numpy.full((1, 1, capacity, 1, 1), -1.0)] for _ in "kv"))
+        return Caches(jax.tree.map(lambda array: array - 1.0, caches(capacity).layers))
 
     def run(self, tokens, capacity=256, **changes):
         """Takes, checks what is there, computes the rest, keeps; the number of positions taken."""
         asked = request(tokens, **changes)
         count, taken = self.cache.take(asked, capacity)
         assert taken.capacity >= capacity and count < len(tokens)
-        filled = []
-        for [array] in (taken.keys, taken.values):
+        filled = {}
+        for name, array in taken.layers[0].items():
             now = np.array(array)
             np.testing.assert_array_equal(now[0, 0, :count, 0, 0], asked.prompt[:count])
             now[0, 0, : len(tokens), 0, 0] = asked.prompt
-            filled.append([jax.numpy.array(now)])
-        self.cache.keep(asked, Caches(*filled), asked.prompt)
+            filled[name] = jax.numpy.array(now)
+        self.cache.keep(asked, Caches([filled]), asked.prompt)
         return count
 
 
@@ -220,9 +220,8 @@ def check_kept(ours, alone, keeps, text):
     kept = ours._backend._prefixes._kept[-1 if keeps else 0]
     n = len(kept.tokens)
     assert (n > 0) == keeps and n <= len(text) and kept.tokens.tolist() == text[:n].tolist()
-    for name in ("keys", "values"):
-        for a, b in zip(getattr(kept.caches, name), getattr(reference.caches, name), strict=True):
-            assert np.asarray(a[:, :, :n]).tobytes() == np.asarray(b[:, :, :n]).tobytes()
+    for a, b in zip(*(jax.tree.leaves(found.caches.layers) for found in (kept, reference)), strict=True):
+        assert np.asarray(a[:, :, :n]).tobytes() == np.asarray(b[:, :, :n]).tobytes()
 
 
 @needs_library

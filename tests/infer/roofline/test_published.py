@@ -2,7 +2,10 @@
 
 import pytest
 
+from configs.models import QWEN3_NEXT_80B
+from infer.engine.sources import packed_bytes
 from infer.roofline.devices import make_node
+from infer.roofline.model import Work, bytes_by_part
 from infer.roofline.published import MOE, find_moe
 from infer.roofline.report import nominal_table
 from laneformer.errors import ConfigError
@@ -108,7 +111,7 @@ def test_cache_and_state_are_counted():
     assert gpt.kv_bytes(1000, "fp8") == 18 * 2 * 8 * 64 * (1000 + 128)
     assert MOE["kimi-k2.6"].kv_bytes(10, "bfloat16") == 61 * 576 * 10 * 2
     qwen = MOE["qwen3-coder-next"]
-    assert qwen.kv_bytes(10, "bfloat16") == 2 * (12 * 4 * 256 * 10 + 2 * 36 * 32 * 128 * 128)
+    assert qwen.kv_bytes(10, "bfloat16") == 2 * 12 * 4 * 256 * 10 + 2 * 4 * 36 * 32 * 128 * 128
     assert MOE["deepseek-v4-flash"].kv_bytes(10, "bfloat16") is None
 
 
@@ -116,3 +119,11 @@ def test_unknown_names_are_refused():
     assert find_moe("all") == list(MOE.values()) and find_moe("kimi-k2.6") == [MOE["kimi-k2.6"]]
     with pytest.raises(ConfigError, match=r"--moe kimi;.*qwen3-coder-next"):
         find_moe("kimi")
+
+
+def test_a_model_that_runs_reads_what_its_dimensions_say():
+    """Of Qwen3-Next the blocks' own weights and state, against the published dimensions, which leave out vectors."""
+    found, work = MOE["qwen3-coder-next"], Work(context=100, packed=packed_bytes("qwen3_next_80b"))
+    assert sum(bytes_by_part(QWEN3_NEXT_80B, work).values()) == pytest.approx(
+        found.weight_bytes + found.kv_bytes(100, "bfloat16"), rel=4e-3
+    )

@@ -1,6 +1,7 @@
 """The mixture of experts: reference models, a float64 reference of the block, gradients, and what is refused."""
 
 import shutil
+from operator import attrgetter
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +13,11 @@ import laneformer
 from laneformer import CheckpointError, ConfigError, ModelConfig, Precision
 from laneformer.blocks.experts import Experts
 from laneformer.blocks.rotary import rotary_tables
-from laneformer.config import ExpertsOptions
+from laneformer.config import ExpertsOptions, MlpOptions
 from laneformer.decoder import decoder_ops
 from laneformer.hf import read_hf_config
-from laneformer.ops import Activation
+from laneformer.ops import Activation, without_kernel
+from laneformer.routing import router_sums
 from tests.support import tiny
 from tests.support.paths import MOE
 
@@ -25,11 +27,34 @@ def options(**changes) -> ExpertsOptions:
     return ExpertsOptions(**usual | {"activation": Activation.SILU} | changes)
 
 
+def shared(lanes: int = 2) -> dict:
+    """A shared expert with a gate."""
+    size = {"hidden_size": 8, "num_lanes": lanes, "columns": 3}
+    return {"shared": MlpOptions(**size, activation=Activation.SILU, gated=True), "shared_gate": True}
+
+
 def block(own: ExpertsOptions, seed: int = 0) -> Experts:
     rng = np.random.default_rng(seed)
     table = Experts.table(own, "at")
     weights = {path.removeprefix("at."): rng.normal(size=weight.shape) for path, weight in table.items()}
     return Experts({name: jnp.float32(w) for name, w in weights.items()}, own, Precision())
+
+
+def route(own: Experts, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The experts that a token with these logits uses, the best first, and their shares."""
+    options = own.options
+    if not options.sigmoid:
+        scores = choice = np.exp(logits) / np.exp(logits).sum()
+    else:
+        scores = choice = 1 / (1 + np.exp(-logits))
+        if options.correction:
+            choice = choice + np.float64(own.correction[...])
+        groups = np.split(choice, options.groups)
+        best = np.argsort([-np.sort(group)[-2:].sum() for group in groups], kind="stable")[: options.groups_used]
+        choice = np.concatenate([group if n in best else group - 1e9 for n, group in enumerate(groups)])
+    chosen = np.argsort(-choice, kind="stable")[: options.used]
+    total = scores[chosen].sum() if options.normalized else 1.0
+    return chosen, options.factor * scores[chosen] / total
 
 
 def reference(own: Experts, h_lbsd: np.ndarray) -> np.ndarray:
@@ -45,19 +70,26 @@ def reference(own: Experts, h_lbsd: np.ndarray) -> np.ndarray:
     out = np.zeros_like(h_lbsd, np.float64)
     for place in np.ndindex(h_lbsd.shape[:3]):
         lane, h = place[0], np.float64(h_lbsd[place])
-        shares = np.exp(router @ h + br)
-        shares /= shares.sum()
-        chosen = np.argsort(-shares, kind="stable")[: own.options.used]
-        total = shares[chosen].sum() if own.options.normalized else 1.0
-        for e in chosen:
+        for e, share in zip(*route(own, router @ h + br), strict=True):
             gate, up = w1[lane, e] @ h + b1[lane, e], w3[lane, e] @ h + b3[lane, e]
             if limit is None:
                 hidden = gate / (1 + np.exp(-gate)) * up
             else:
                 gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
                 hidden = gate / (1 + np.exp(-own.options.alpha * gate)) * (up + 1)
-            out[place] += shares[e] / total * (w2[lane, e] @ hidden + b2[lane, e])
+            out[place] += share * (w2[lane, e] @ hidden + b2[lane, e])
+        if own.options.shared:
+            w1s, w3s, w2s = (np.float64(getattr(own.shared, name)[...])[lane] for name in names[1:])
+            gate = w1s @ h
+            beside = w2s @ (gate / (1 + np.exp(-gate)) * (w3s @ h))
+            out[place] += beside / (
+                1 + np.exp(-np.float64(own.shared_gate[...])[0] @ h) if own.options.shared_gate else 1
+            )
     return out
+
+
+GROUPED = {"experts": 12, "used": 3, "sigmoid": True, "correction": True}
+GROUPED |= {"groups": 4, "groups_used": 2, "factor": 2.5}
 
 
 @pytest.mark.parametrize(
@@ -69,6 +101,11 @@ def reference(own: Experts, h_lbsd: np.ndarray) -> np.ndarray:
         ({"experts": 3, "used": 1}, 40),
         ({"columns": 1}, 29),
         ({"router_bias": True, "biases": True, "limit": 1.5}, 9),
+        (GROUPED, 30),
+        (GROUPED | {"normalized": False, "correction": False, "used": 4}, 9),
+        ({"sigmoid": True, "correction": True}, 3),
+        (shared(), 3),
+        (shared() | {"shared_gate": False}, 3),
     ],
     ids=str,
 )
@@ -77,7 +114,7 @@ def test_float64_reference(changes, tokens):
     own = block(options(**changes))
     h_lbsd = np.float32(np.random.default_rng(1).normal(size=(2, 1, tokens, 8)))
     found = jax.jit(lambda block, h: block(h))(own, h_lbsd)
-    np.testing.assert_allclose(found, reference(own, h_lbsd), atol=2e-5)
+    np.testing.assert_allclose(found, reference(own, h_lbsd), rtol=1e-6, atol=2e-5)
 
 
 def test_equal_logits_choose_the_lower_number():
@@ -85,6 +122,35 @@ def test_equal_logits_choose_the_lower_number():
     own.router[...] = jnp.zeros_like(own.router[...])
     shares, routing = own.route(jnp.ones((2, 1, 3, 8)))
     assert (routing.chosen_lbsj == jnp.array([0, 1])).all() and (shares == 0.5).all()
+    own = block(options(**GROUPED))
+    own.router[...], own.correction[...] = jnp.zeros_like(own.router[...]), jnp.zeros(12)
+    shares, routing = own.route(jnp.ones((2, 1, 3, 8)))
+    assert (routing.chosen_lbsj == jnp.array([0, 1, 2])).all() and np.allclose(shares, 2.5 / 3)
+
+
+def test_the_correction_chooses_and_has_no_gradient():
+    """With a correction that decides alone: shares are the scores, and the gradient of the router is theirs."""
+    own, h_lbsd = block(options(**GROUPED, num_lanes=1)), jnp.ones((1, 1, 1, 8))
+    own.correction[...] = jnp.arange(12.0) * 100
+    shares, routing = own.route(h_lbsd)
+    assert routing.chosen_lbsj.tolist() == [[[[11, 10, 9]]]]
+    scores = jax.nn.sigmoid(own.router[...].sum(-1))[np.array([11, 10, 9])]
+    np.testing.assert_allclose(shares[0, 0, 0], 2.5 * scores / scores.sum(), rtol=1e-5)
+    gradients = jax.grad(lambda own: own.route(h_lbsd)[0][..., 0].sum())(own)
+    assert (
+        not gradients.correction[...].any() and gradients.router[...][9:].all() and not gradients.router[...][:9].any()
+    )
+
+
+def test_load_balance_of_sigmoids():
+    """Shares of the loss sum to 1, and are the sigmoids over their sum."""
+    own = block(options(**GROUPED))
+    _, routing = own.route(jnp.float32(np.random.default_rng(3).normal(size=(2, 1, 5, 8))))
+    sums = router_sums([routing], jnp.ones((1, 5)))
+    scores = 1 / (1 + np.exp(-np.float64(routing.logits_lbse)))
+    shares = scores / scores.sum(-1, keepdims=True)
+    np.testing.assert_allclose(sums.share_nle[0], shares.sum((1, 2)), rtol=1e-5)
+    np.testing.assert_allclose(sums.entropy_nl[0], -(shares * np.log(shares)).sum((1, 2, 3)), rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -92,6 +158,8 @@ def test_equal_logits_choose_the_lower_number():
     [
         ({}, 9),
         ({"router_bias": True, "biases": True, "limit": 1.5}, 9),
+        (shared(1), 3),
+        ({"sigmoid": True, "correction": True, "factor": 2.5}, 9),
         ({"experts": 3, "used": 1}, 1100),  # several blocks for each expert
     ],
     ids=str,
@@ -100,10 +168,8 @@ def test_gradients_equal_those_of_all_experts(changes, tokens):
     """Of every weight and of the input: against a program that computes all experts and masks."""
     own = block(options(num_lanes=1, normalized=False, **changes))
     h_lbsd = jnp.float32(np.random.default_rng(2).normal(size=(1, 2, tokens, 8)))
-    weights = {
-        path.removeprefix("at."): getattr(own, path.removeprefix("at.")) for path in Experts.table(own.options, "at")
-    }
-    weights = {name: weight[...] for name, weight in weights.items()}
+    names = [path.removeprefix("at.") for path in Experts.table(own.options, "at")]
+    weights = {name: attrgetter(name)(own)[...] for name in names}
     limit, alpha = own.options.limit, own.options.alpha
 
     def chosen(weights, h):
@@ -117,8 +183,10 @@ def test_gradients_equal_those_of_all_experts(changes, tokens):
             found = weights.get(f"{name}_bias", 0.0)
             return found if name == "router" or isinstance(found, float) else found[:, None, None]
 
-        shares = jax.nn.softmax(times("router", "lbsd,ed->lbse", h))
-        kept = shares * (shares >= jax.lax.top_k(shares, own.options.used)[0][..., -1:])
+        logits = times("router", "lbsd,ed->lbse", h)
+        shares = own.options.factor * (jax.nn.sigmoid if own.options.sigmoid else jax.nn.softmax)(logits)
+        choice = shares / own.options.factor + weights.get("correction", 0.0)
+        kept = shares * (choice >= jax.lax.top_k(choice, own.options.used)[0][..., -1:])
         gate, up = (times(name, "lbsd,lefd->lbsef", h) for name in ("w1", "w3"))
         if limit is None:
             hidden = jax.nn.silu(gate) * up
@@ -126,7 +194,12 @@ def test_gradients_equal_those_of_all_experts(changes, tokens):
             gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
             hidden = gate * jax.nn.sigmoid(alpha * gate) * (up + 1)
         each = times("w2", "lbsef,ledf->lbsed", hidden)
-        return jnp.mean(jnp.sin(jnp.einsum("lbse,lbsed->lbsd", kept, each, precision="highest")))
+        total = jnp.einsum("lbse,lbsed->lbsd", kept, each, precision="highest")
+        if own.options.shared:
+            gate, up = (jnp.einsum("lbsd,lfd->lbsf", h, weights[f"shared.{name}"]) for name in ("w1", "w3"))
+            beside = jnp.einsum("lbsf,ldf->lbsd", jax.nn.silu(gate) * up, weights["shared.w2"])
+            total += beside * jax.nn.sigmoid(h @ weights["shared_gate"].T)
+        return jnp.mean(jnp.sin(total))
 
     found, wanted = (jax.jit(jax.grad(f, (0, 1)))(weights, h_lbsd) for f in (chosen, all_experts))
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
@@ -177,7 +250,11 @@ def test_reference_models(case, lanes, devices):
 
 
 @pytest.mark.parametrize(
-    "case", ["gpt_oss_2", *(pytest.param(f"{kind}_1", marks=pytest.mark.slow) for kind in ("gpt_oss", "qwen3_moe"))]
+    "case",
+    [
+        *("gpt_oss_2", "qwen3_next_1"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss_1", "qwen3_moe_1", "qwen3_next_2")),
+    ],
 )
 def test_routes_of_a_reference_model(case):
     """Experts and shares in every layer."""
@@ -251,9 +328,15 @@ def test_kernels_refuse_another_factor_of_the_clamped_swiglu():
         decoder_ops(read_hf_config(MOE / "gpt_oss_2").replace(swiglu_alpha=1.5))
 
 
+def test_kernels_refuse_a_shared_expert():
+    config = read_hf_config(MOE / "qwen3_moe_1").replace(shared_expert_intermediate_size=8)
+    assert without_kernel(decoder_ops(config)).startswith("it has no shared_expert, the block of layer 0: use backend")
+
+
 def test_bad_values():
     usual = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
     usual |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    sigmoid = {"num_experts": 4, "scoring_func": "sigmoid"}
     for changes, words in (
         ({"num_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok = 5"),
         ({"num_experts": 0}, "num_experts = 0"),
@@ -264,6 +347,21 @@ def test_bad_values():
         ({"expert_bias": True}, "expert_bias = True requires num_experts"),
         ({"num_experts": 4, "swiglu_limit": -1.0}, "swiglu_limit = -1.0"),
         ({"num_experts": 4, "swiglu_limit": 7.0, "hidden_act": "gelu"}, "swiglu_limit requires"),
+        ({"shared_expert_intermediate_size": 4}, "shared_expert_intermediate_size = 4 requires num_experts"),
+        (
+            {"num_experts": 4, "shared_expert_intermediate_size": 3, "num_lanes": 2},
+            "shared_expert_intermediate_size = 3",
+        ),
+        ({"num_experts": 4, "shared_expert_gate": True}, "shared_expert_gate = true requires"),
+        ({"num_experts": 4, "scoring_func": "relu"}, "unknown scoring_func 'relu'; choose softmax or sigmoid"),
+        ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' requires num_experts"),
+        ({"num_experts": 4, "n_group": 2}, "n_group = 2 requires scoring_func = 'sigmoid'"),
+        (sigmoid | {"n_group": 3}, "n_group = 3 must divide num_experts = 4"),
+        (sigmoid | {"n_group": 4}, "groups of at least 2"),
+        (sigmoid | {"n_group": 2, "topk_group": 3}, "topk_group = 3"),
+        (sigmoid | {"n_group": 2, "num_experts_per_tok": 3}, "num_experts_per_tok = 3: topk_group = 1 groups have 2"),
+        (sigmoid | {"routed_scaling_factor": 0.0}, "routed_scaling_factor = 0.0"),
+        (sigmoid | {"router_bias": True}, "is it router_correction"),
     ):
         with pytest.raises(ConfigError, match=words):
             ModelConfig(**usual | changes)

@@ -169,7 +169,9 @@ def test_wrong_values_name_file_and_field(tmp_path, changes, shown):
 def test_mixtures_are_known_to_the_roofline_and_run_or_are_refused_by_load(tmp_path, values):
     assert dimensions_from_hf(values).parts
     if find_family(values).config_from is not None:
-        assert config_from_hf(values).num_experts == values.get("num_experts", values.get("num_local_experts"))
+        names = ("num_experts", "num_local_experts", "n_routed_experts")
+        text = values.get("text_config", values)
+        assert config_from_hf(values).num_experts in [text.get(name) for name in names]
         return
     (tmp_path / "config.json").write_text(json.dumps(values))
     kind = values.get("text_config", values)["model_type"]

@@ -1,0 +1,83 @@
+"""Training models with gated DeltaNet: meshes, recomputation, documents, and a run that is stopped and resumed."""
+
+import json
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from laneformer import load, make_mesh
+from laneformer.config import DeltaNetSizes
+from laneformer.weights import matmul_parameters
+from tests.support.tiny_recipe import changed, losses, records, tiny
+from train.flops import train_flops_per_token
+from train.step import Trainer
+
+SIZES = DeltaNetSizes(key_heads=8, value_heads=16, key_dim=4, value_dim=6)
+FLAGS = ["--model.delta-net", "key_heads=8,value_heads=16,key_dim=4,value_dim=6", "--model.delta-layers", "0"]
+
+
+@cache
+def trainer(data=1, lane=8, **changes) -> Trainer:
+    config = changed(tiny(), model__delta_net=SIZES, model__delta_layers=(0,), **changes)
+    return Trainer(config, config.phases[0], make_mesh(8, data=data, lane=lane))
+
+
+@cache
+def initial_state():
+    return jax.device_get(trainer(2, 4).init())
+
+
+def run(trainer: Trainer, steps: int = 3):
+    """Losses and gradient norms of the first steps."""
+    state, found = jax.tree.map(jax.device_put, initial_state(), trainer.state_shardings), []
+    for n in range(steps):
+        random = np.random.default_rng(n)
+        rows = {"ids": random.integers(1, 64, (8, 17)).astype(np.int32)}
+        if "segments" in trainer.keys:
+            rows["segments"] = np.cumsum(random.integers(0, 5, (8, 17)) == 0, 1).astype(np.int32)
+        batch = trainer.put_batch(lambda span, rows=rows: {key: x[span] for key, x in rows.items()}, rows)
+        state, values = trainer.step(state, batch, trainer.put_asked(False))
+        found.append([float(values[name]) for name in ("loss", "grad_norm")])
+    return np.array(found)
+
+
+@cache
+def usual():
+    return run(trainer(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("data", "lane", "changes"),
+    [(1, 8, {"remat": "block"}), pytest.param(8, 1, {"accumulate": 1}, marks=pytest.mark.slow)],
+    ids=str,
+)
+def test_meshes_and_recomputation_change_no_loss(data, lane, changes):
+    np.testing.assert_allclose(run(trainer(data, lane, **changes)), usual(), rtol=2e-5)
+
+
+def test_the_recurrence_counts_as_work():
+    """7 k v per value head and 2 per weight of the convolution, beside what a query reads of 16 positions."""
+    model = trainer(2, 4).config.model
+    own = 16 * 7 * 4 * 6 + 2 * 4 * (2 * 8 * 4 + 16 * 6)
+    expected = 6 * matmul_parameters(model) + 3 * (own + 4 * 32 * 17 / 2)
+    assert train_flops_per_token(model, 16) == expected
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bitwise(tmp_path, command, stop_at, monkeypatch):
+    """Then its checkpoint loads. Rows are whole documents."""
+    options = [*FLAGS, "--steps", "20", "--save-every", "8", "--validate-every", "10", "--data.packing", "best_fit"]
+    options += ["--data.attend-across-documents", "False"]
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    status, _, err = command(whole, *options)
+    assert (status, err) == (0, "")
+    stop_at(11)
+    assert command(run, *options)[0] == 143
+    monkeypatch.undo()
+    assert command(run, *options)[0] == 0
+    assert records(run) == records(whole) and losses(run)[-1] < losses(run)[0] - 0.3
+    for (path, weight), other in zip(load(run).weights().items(), load(whole).weights().values(), strict=True):
+        np.testing.assert_array_equal(weight, other, err_msg=path)
+    assert json.loads((run / "run.json").read_text())["config"]["model.delta_net.value_dim"] == 6

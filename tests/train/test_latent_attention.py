@@ -1,0 +1,71 @@
+"""Training with latent attention and a router of sigmoids: steps on meshes, and a run that resumes bit for bit."""
+
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from laneformer import load, make_mesh
+from laneformer.config import LatentAttention
+from tests.support.tiny_recipe import changed, losses, records, tiny, weights_of
+from train.__main__ import main
+from train.config import TrainConfig
+from train.step import Trainer
+
+MODEL = {
+    "latent_attention": LatentAttention(
+        q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=6
+    ),
+    **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "mlp_only_layers": (0,)},
+    **{"scoring_func": "sigmoid", "router_correction": True, "n_group": 4, "topk_group": 2},
+    **{"routed_scaling_factor": 2.5, "shared_expert_intermediate_size": 16},
+}
+
+
+def recipe() -> TrainConfig:
+    return changed(tiny(), **{f"model__{name}": value for name, value in MODEL.items()})
+
+
+@cache
+def steps(data: int, lane: int):
+    """Losses and gradient norms of three steps, and the weights after them."""
+    config = recipe()
+    trainer = Trainer(config, config.phases[0], make_mesh(8, data=data, lane=lane))
+    state, found = trainer.init(), []
+    ids = np.random.default_rng(0).integers(1, 64, (8, 17)).astype(np.int32)
+    rows = {"ids": ids, "weights": np.ones((8, 16), np.float32)}
+    for _ in range(3):
+        batch = trainer.put_batch(lambda span: {key: x[span] for key, x in rows.items()}, rows)
+        state, values = trainer.step(state, batch, trainer.put_asked(False))
+        found.append([float(values[name]) for name in ("loss", "grad_norm", "load_balance_loss")])
+    return np.array(found), jax.device_get(state.params)
+
+
+def test_steps():
+    """The correction stays as it is."""
+    found, weights = steps(2, 4)
+    assert found[-1, 0] < found[0, 0] and (found[:, 2] > 0).all()
+    assert not weights["layers.1.feed_forward.correction"].any()
+
+
+@pytest.mark.slow
+def test_meshes():
+    """Lanes on four devices and batches on two, against lanes on eight."""
+    np.testing.assert_allclose(steps(2, 4)[0], steps(1, 8)[0], rtol=2e-4)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bitwise_and_loads(tmp_path, store, stop_at, monkeypatch):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    options = ["--data.path", str(store), "--steps", "12", "--save-every", "4", "--validate-every", "6"]
+    name = f"{__file__}:recipe"
+    assert main([name, "--run", str(whole), *options]) == 0
+    stop_at(6)
+    assert main([name, "--run", str(run), *options]) == 143
+    monkeypatch.undo()
+    assert main([name, "--run", str(run), *options]) == 0
+    assert records(run) == records(whole) and losses(run)[-1] < losses(run)[0]
+    assert load(run).config.latent_attention == MODEL["latent_attention"]
+    for path, weight in weights_of(run).items():
+        np.testing.assert_array_equal(weight, weights_of(whole)[path], err_msg=path)
