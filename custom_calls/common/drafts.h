@@ -35,6 +35,7 @@ class Prices {
  public:
   void begin(const Speculation& speculation);  // a call; with another list it forgets what it has measured
   float of(int rows) const { return prices_[rows - 1]; }
+  float listed(int rows) const { return list_[rows - 1]; }  // before any correction
   int most_rows() const { return most_rows_; }  // twice those that were measured: a wrong list is found out cheaply
   float took(int rows, double time);            // a pass; returns what it has cost
   bool knows(int rows) const;                   // from passes of about that many

@@ -179,6 +179,7 @@ double Schedule::price(int rows) const {
 float Schedule::cost_of(const Pass& pass) {
   const int64_t before = ended_ns_;
   ended_ns_ = now_ns();
+  unshared_ = pass.runs > 1 ? 0 : unshared_ + 1;
   bool given = false;  // drafts that no price has chosen, or masks to wait for: the times say nothing of usual passes
   for (int i = 0; i < pass.runs; i++) {
     if (pass.run[i].slot->drawn == 0) return 1;  // a prompt
@@ -188,13 +189,19 @@ float Schedule::cost_of(const Pass& pass) {
          prices_.of(pass.runs);
 }
 
-// Lets calls in, in the order in which they came, while a pass with a row of each slows none of them too much.
+// Lets calls in, in the order in which they came, while a pass with a row of each slows none of them too much. A price
+// may be too high because something else ran while passes were shared, and while none is, nothing corrects it: after
+// some passes the list may let a call in.
 void Schedule::admit() {
   const std::lock_guard<std::mutex> lock(lock_);
+  const auto slowdown = [&](int rows) {
+    const double found = price(rows);
+    return unshared_ < kConfirmed ? found : std::min(found, (double)prices_.listed(rows));
+  };
   for (auto at = waiting_.begin(); at != waiting_.end();) {
     Slot* const slot = *at;
     if (running_.empty()) prices_.begin(slot->call->speculation);
-    if (running_.empty() || price((int)running_.size() + 1) <= most_slowdown_) {
+    if (running_.empty() || slowdown((int)running_.size() + 1) <= most_slowdown_) {
       running_.push_back(slot);
       if (slot->call->speculation.most > 0) slot->drafts.begin(slot->call->speculation, prices_);
     } else if (slot->cancel.load(std::memory_order_relaxed)) {

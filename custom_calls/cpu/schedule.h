@@ -49,6 +49,8 @@ struct Call {
 
 enum class End : int32_t { length = 0, stop = 1, cancelled = 2, failed = 3 };
 
+constexpr int kConfirmed = 64;  // passes of one call, after which no price of a shared one is sure any longer
+
 constexpr int kBlock = 48;  // positions that go through the model together: 6 and 24 divide it
 
 struct Drafting {                         // what drafts were worth in a call
@@ -184,6 +186,7 @@ class Schedule {
   Speculation usual_;            // guarded by lock_
   Prices prices_;                // of the leader
   int64_t ended_ns_ = 0;         // of the leader: when the last pass ended
+  int64_t unshared_ = 0;         // of the leader: passes since one that calls shared
 };
 
 }  // namespace laneformer

@@ -19,7 +19,7 @@ pytestmark = small.needs_library
 
 HERE = Path(__file__).parent
 PROGRAMS = sorted(path.stem for path in HERE.glob("*_test.cc"))
-THREADED = ("decoder_test", "exchange_test")  # those with more than one thread
+THREADED = ("decoder_test", "exchange_test", "schedule_test")  # those with more than one thread
 ARM = ["aarch64-linux-gnu-g++", "-static"]  # what it links runs without an ARM system's libraries
 ARM_EMULATOR = "qemu-aarch64"
 
