@@ -21,7 +21,7 @@ from enum import IntEnum
 from typing import Any, ClassVar, get_args
 
 LATER = {"recorded": "unless it has its default"}
-"""Metadata of options that older runs and records do not have; see `recorded_fields` in laneformer/config.py."""
+"""Metadata of options that older runs and records do not have; see `recorded_fields` in laneformer/config/model.py."""
 
 
 @dataclass(frozen=True)

@@ -10,20 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laneformer import ConfigError, LaneformerError, ModelConfig, RopeScaling
-from laneformer.config import (
-    LARGEST,
-    LARGEST_OTHER,
-    LATER,
-    OF_EXPERTS,
-    AttentionOptions,
-    MlpOptions,
-    NormOptions,
-    Norms,
-    recorded_fields,
-)
+from laneformer.config import LARGEST, LARGEST_OTHER, AttentionOptions, MlpOptions, NormOptions, Norms, recorded_fields
+from laneformer.config.model import OF_EXPERTS
 from laneformer.hf import config_from_hf
 from laneformer.hf.fields import Fields
-from laneformer.ops import Activation
+from laneformer.ops import LATER, Activation
 from laneformer.weights import parameter_count, parameter_table
 from tests.support import reference, tiny
 

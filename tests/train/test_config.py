@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from laneformer import ConfigError, ModelConfig, RopeScaling
-from laneformer.config import LATER
+from laneformer.ops import LATER
 from tests.support.tiny_recipe import changed, tiny
 from train.config import LaterPhase, OptimizerConfig, check_same_run, recorded
 

@@ -1,313 +1,33 @@
-"""The model's configuration: one frozen dataclass, validated on construction."""
+"""The config of a whole model: one frozen dataclass, checked when it is made."""
 
 import dataclasses
-import math
 import operator
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
+from laneformer.config.checks import LARGEST, require_int, require_number
+from laneformer.config.options import (
+    AttentionOptions,
+    DeltaNetOptions,
+    ExpertsOptions,
+    LatentAttentionOptions,
+    LayerOptions,
+    MlpOptions,
+    NormOptions,
+    Norms,
+)
+from laneformer.config.sizes import DeltaNetSizes, LatentAttention, RopeScaling
 from laneformer.errors import ConfigError
 from laneformer.layout import Schedule, make_schedule
 from laneformer.ops import LATER, QUICK_GELU_FACTOR, Activation, AttentionVariant
 
-# Far above any model, and small enough that every table of a model is made in a second.
-LARGEST = {
-    "vocab_size": 2**24,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**24,
-    "num_hidden_layers": 2**12,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
-    "max_position_embeddings": 2**31 - 1,
-    "num_lanes": 2**10,
-    "num_experts": 2**16,
-    "moe_intermediate_size": 2**24,
-    "shared_expert_intermediate_size": 2**24,
-}
 # None where there are none
 OF_EXPERTS = ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
 OF_SIGMOID = ("router_correction", "n_group", "topk_group", "routed_scaling_factor")  # options of a router
-LARGEST_OTHER = 2**40  # of other sizes in a config.json
 LAYER_LISTS = ("unclamped_layers", "swa_layers", "nope_layers", "mlp_only_layers", "delta_layers")
 HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
 HIDDEN_ACTS = tuple(kind.name.lower() for kind in Activation if kind)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RopeScaling:
-    """Stretching of the rotary frequencies to contexts longer than those first trained on.
-
-    `linear` divides every frequency by `factor`; `llama3` does so for long wavelengths only (Llama 3.1);
-    `yarn` ramps between both per dimension and scales the rotation (Peng et al., arXiv 2309.00071).
-    """
-
-    type: Literal["linear", "llama3", "yarn"]
-    factor: float
-    """Ratio of the new context to the original one, at least 1."""
-    original_max_position_embeddings: int = 0
-    """Context length of the original training in tokens; required by llama3 and yarn."""
-    low_freq_factor: float = 1.0
-    """llama3: wavelengths above original/low_freq_factor are stretched fully."""
-    high_freq_factor: float = 4.0
-    """llama3: wavelengths below original/high_freq_factor are unchanged."""
-    beta_fast: float = 32.0
-    """yarn: dimensions that turn more often than this over the original context are unchanged."""
-    beta_slow: float = 1.0
-    """yarn: dimensions that turn less often than this are stretched fully."""
-    attention_factor: float | None = None
-    """yarn: factor on cos and sin; by default derived from `factor` and the two mscale fields."""
-    mscale: float | None = None
-    """yarn: numerator of the derived attention factor (DeepSeek's form; both mscales or none)."""
-    mscale_all_dim: float | None = None
-    """yarn: denominator of the derived attention factor."""
-    truncate: bool = True
-    """yarn: round the ramp's ends to whole dimensions."""
-
-    @property
-    def score_factor(self) -> float:
-        """yarn: factor on the scores of latent attention, the square of the temperature at mscale_all_dim."""
-        if self.type != "yarn" or not self.mscale_all_dim:
-            return 1.0
-        return self.temperature(self.mscale_all_dim) ** 2
-
-    def temperature(self, mscale: float) -> float:
-        """yarn: 0.1 mscale ln(factor) + 1."""
-        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
-
-    def __post_init__(self):
-        if self.type not in ("linear", "llama3", "yarn"):
-            raise ConfigError(
-                f"unknown rope_scaling.type {self.type!r}; choose linear, llama3 or yarn, or remove rope_scaling"
-            )
-        _require_number("rope_scaling.factor", self.factor, at_least=1.0)
-        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
-            _require_number(f"rope_scaling.{name}", getattr(self, name), above=0.0)
-        for name in ("attention_factor", "mscale", "mscale_all_dim"):
-            if getattr(self, name) is not None:
-                _require_number(f"rope_scaling.{name}", getattr(self, name), at_least=0.0)
-        if self.type in ("llama3", "yarn"):
-            _require_int(
-                "rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, at_least=1
-            )
-        if not isinstance(self.truncate, bool):
-            raise ConfigError(f"rope_scaling.truncate = {self.truncate!r} must be true or false")
-        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
-            raise ConfigError(
-                f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than low_freq_factor ="
-                f" {self.low_freq_factor}"
-            )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeltaNetSizes:
-    """Sizes of gated DeltaNet (Yang et al., arXiv 2412.06464), over all lanes."""
-
-    key_heads: int
-    """Heads of q and k; lanes divide them."""
-    value_heads: int
-    """Heads of v, of the gates and of the state, as many for each key head."""
-    key_dim: int
-    """Channels of a head of q and k."""
-    value_dim: int
-    """Channels of a head of v."""
-    conv_kernel: int = 4
-    """Tokens that the convolution of q, k and v sees, the own one included."""
-
-    def __post_init__(self):
-        for field in dataclasses.fields(self):
-            _require_int(f"delta_net.{field.name}", getattr(self, field.name), at_least=1, at_most=2**16)
-        if self.value_heads % self.key_heads:
-            raise ConfigError(
-                f"delta_net.value_heads = {self.value_heads} must be a multiple of delta_net.key_heads ="
-                f" {self.key_heads}"
-            )
-        if self.conv_kernel < 2:
-            raise ConfigError("delta_net.conv_kernel = 1 sees the own token alone: use at least 2")
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are made of one vector
-    per position, and one rotated key of all heads is beside it.
-    """
-
-    q_lora_rank: int | None = None
-    """Channels between the two matrices that make the queries; none: one matrix makes them."""
-    kv_lora_rank: int
-    """Channels of the vector that keys and values are made of."""
-    qk_nope_head_dim: int
-    """Channels of a head's queries and keys that are not rotated."""
-    qk_rope_head_dim: int
-    """Channels of a head's queries that are rotated, and of the key of all heads."""
-    v_head_dim: int
-    """Channels of a head's values."""
-    latent_norm_eps: float = 1e-6
-    """Added to the mean square in the norms of both vectors between matrices."""
-
-    def __post_init__(self):
-        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
-            if name != "q_lora_rank" or self.q_lora_rank is not None:
-                _require_int(name, getattr(self, name), at_least=1, at_most=LARGEST["head_dim"])
-        if self.qk_rope_head_dim % 2:
-            raise ConfigError(
-                f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even; rotary positions turn pairs of channels"
-            )
-        _require_number("latent_norm_eps", self.latent_norm_eps, above=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormOptions:
-    """A norm of the stream, laneformer/blocks/norm.py."""
-
-    hidden_size: int
-    num_lanes: int
-    eps: float
-    """Added to the mean square."""
-    per_lane: bool
-    """Each lane has its own scale."""
-    plus_one: bool = False
-    """The factor on each channel is 1 + scale."""
-
-
-class Norms(NamedTuple):
-    """The norms of a model."""
-
-    before: NormOptions | None
-    """Of the stream, before each module."""
-    after: NormOptions | None
-    """Of the output of each module."""
-    after_sum: bool
-    """The norm after a module is that of its sum over all lanes, instead of each lane's own output."""
-    final: NormOptions
-    """Of the stream, before the head."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionOptions(AttentionVariant):
-    """The attention of one layer, laneformer/blocks/attention.py."""
-
-    hidden_size: int
-    num_lanes: int
-    heads: int
-    """Query heads of one lane."""
-    kv_heads: int
-    """Key/value heads of one lane."""
-    head_dim: int
-    """Channels of one head."""
-    window: int | None
-    """Keys that a query sees, its own position included; None for all."""
-    rotary: bool
-    """q and k are rotated by their positions."""
-    qkv_bias: bool
-    """Biases on the q, k and v projections, and on that of the gate."""
-    out_bias: bool = False
-    """A bias on the output projection; each lane has its own."""
-    sinks: bool = False
-    """Every query head has one more logit among its scores, without key and value."""
-    qk_norm: Literal["head", "projection"] | None
-    """RMSNorm before the rotation over each q and k head, or over all q heads and all k heads of the one lane."""
-    norm_eps: float
-    """Added to the mean square in the norms of q and k."""
-    norm_plus_one: bool = False
-    """The factors of these norms are 1 + their weights."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeltaNetOptions:
-    """The gated DeltaNet of one layer, laneformer/blocks/delta_net.py."""
-
-    hidden_size: int
-    num_lanes: int
-    sizes: DeltaNetSizes
-    """Of one lane."""
-    norm_eps: float
-    """Added to the mean square in the norm of each head's results."""
-
-    @property
-    def keys(self) -> int:
-        """Channels of q, and of k."""
-        return self.sizes.key_heads * self.sizes.key_dim
-
-    @property
-    def values(self) -> int:
-        """Channels of v, and of its gate."""
-        return self.sizes.value_heads * self.sizes.value_dim
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentAttentionOptions(LatentAttention):
-    """The latent attention of one layer, laneformer/blocks/latent_attention.py."""
-
-    hidden_size: int
-    num_lanes: int
-    heads: int
-    """Heads of one lane."""
-    scale: float
-    """Factor on the scores."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class MlpOptions:
-    """The MLP of one layer, laneformer/blocks/mlp.py."""
-
-    hidden_size: int
-    num_lanes: int
-    columns: int
-    """Feed-forward columns of one lane."""
-    activation: Activation
-    gated: bool
-    """A gate and an up projection, instead of the latter alone."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ExpertsOptions:
-    """The mixture of experts of one layer, laneformer/blocks/experts.py."""
-
-    hidden_size: int
-    num_lanes: int
-    columns: int
-    """Columns of one expert in one lane."""
-    experts: int
-    used: int
-    """Experts that a token uses."""
-    normalized: bool
-    """The shares of the chosen experts sum to 1; otherwise they are the softmax over all."""
-    activation: Activation
-    router_bias: bool = False
-    """A bias on the router's logits."""
-    sigmoid: bool = False
-    """Scores are the sigmoids of the logits, instead of their softmax; what follows requires it."""
-    correction: bool = False
-    """A bias on the scores by which experts are chosen; their shares are without it."""
-    groups: int = 1
-    """Groups of experts with neighbouring numbers."""
-    groups_used: int = 1
-    """Groups that a token may choose from: those with the largest sums of their two best scores."""
-    factor: float = 1.0
-    """Factor on the shares."""
-    biases: bool = False
-    """Biases on all matrices of the experts; each lane has its own of w2."""
-    limit: float | None = None
-    """Clamped SwiGLU: the gate is at most this, up at most this and at least minus this."""
-    alpha: float = QUICK_GELU_FACTOR
-    """Clamped SwiGLU: factor on the gate in its sigmoid."""
-    shared: MlpOptions | None = None
-    """An MLP that every token uses beside the chosen experts."""
-    shared_gate: bool = False
-    """The output of `shared` times the sigmoid of one value, a row of a matrix times the stream."""
-
-
-BlockOptions = AttentionOptions | DeltaNetOptions | LatentAttentionOptions | MlpOptions | ExpertsOptions
-
-
-class LayerOptions(NamedTuple):
-    """The two blocks of a layer, named as in the weights' paths. `laneformer.blocks.BLOCKS` maps each to its class."""
-
-    attention: AttentionOptions | DeltaNetOptions | LatentAttentionOptions
-    feed_forward: MlpOptions | ExpertsOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -463,15 +183,15 @@ class ModelConfig(AttentionVariant):
     def __post_init__(self):
         for name, most in LARGEST.items():
             if name != "head_dim" and not (name in OF_EXPERTS and getattr(self, name) is None):
-                _require_int(name, getattr(self, name), at_least=1, at_most=most)
-        _require_int("broadcast_delay", self.broadcast_delay, at_least=0)
-        _require_int("sliding_window_n_layers", self.sliding_window_n_layers)
+                require_int(name, getattr(self, name), at_least=1, at_most=most)
+        require_int("broadcast_delay", self.broadcast_delay, at_least=0)
+        require_int("sliding_window_n_layers", self.sliding_window_n_layers)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if field.type is bool and not isinstance(value, bool):
                 raise ConfigError(f"{field.name} = {value!r} must be true or false")
             if field.type is float:
-                _require_number(field.name, value, above=0.0)
+                require_number(field.name, value, above=0.0)
         # JSON gives lists; tuples keep the config hashable.
         if isinstance(self.delta_net, Mapping):
             object.__setattr__(self, "delta_net", _delta_net_of(self.delta_net))
@@ -493,7 +213,7 @@ class ModelConfig(AttentionVariant):
         for name, tokens in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", self.eos_token_id)):
             for token in tokens:
                 if token is not None:
-                    _require_int(name, token, at_least=0, at_most=self.vocab_size - 1)
+                    require_int(name, token, at_least=0, at_most=self.vocab_size - 1)
         self._check_norms()
 
     def _check_heads(self):
@@ -512,14 +232,14 @@ class ModelConfig(AttentionVariant):
                     f" {self.num_attention_heads}; change one of them or set head_dim"
                 )
         else:
-            _require_int("head_dim", self.head_dim, at_least=2, at_most=LARGEST["head_dim"])
+            require_int("head_dim", self.head_dim, at_least=2, at_most=LARGEST["head_dim"])
         if self.head_size % 2:
             raise ConfigError(
                 f"head_dim (by default hidden_size / num_attention_heads) = {self.head_size} must be even; rotary"
                 " positions turn pairs of channels"
             )
         if self.rotary_dim is not None:
-            _require_int("rotary_dim", self.rotary_dim, at_least=2, at_most=self.head_size)
+            require_int("rotary_dim", self.rotary_dim, at_least=2, at_most=self.head_size)
             if self.rotary_dim % 2:
                 raise ConfigError(
                     f"rotary_dim = {self.rotary_dim} must be even; rotary positions turn pairs of channels"
@@ -561,7 +281,7 @@ class ModelConfig(AttentionVariant):
                 if getattr(self, name) != getattr(ModelConfig, name):
                     raise ConfigError(f"{name} = {getattr(self, name)!r} requires num_experts, the experts of a layer")
             return
-        _require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1, at_most=self.num_experts)
+        require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1, at_most=self.num_experts)
         if not self.gated_mlp:
             raise ConfigError("gated_mlp = false with num_experts: experts have a gate; leave gated_mlp out")
         self._check_router()
@@ -570,7 +290,7 @@ class ModelConfig(AttentionVariant):
                 "shared_expert_gate = true requires shared_expert_intermediate_size, the columns it gates"
             )
         if self.swiglu_limit is not None:
-            _require_number("swiglu_limit", self.swiglu_limit, above=0.0)
+            require_number("swiglu_limit", self.swiglu_limit, above=0.0)
             if self.hidden_act != "silu":
                 raise ConfigError(f"swiglu_limit requires hidden_act = 'silu', got {self.hidden_act!r}")
 
@@ -583,8 +303,8 @@ class ModelConfig(AttentionVariant):
                     raise ConfigError(f"{name} = {value!r} requires scoring_func = 'sigmoid'")
         elif self.router_bias:
             raise ConfigError("router_bias = true requires scoring_func = 'softmax'; is it router_correction?")
-        _require_int("n_group", self.n_group, at_least=1, at_most=self.num_experts)
-        _require_int("topk_group", self.topk_group, at_least=1, at_most=self.n_group)
+        require_int("n_group", self.n_group, at_least=1, at_most=self.num_experts)
+        require_int("topk_group", self.topk_group, at_least=1, at_most=self.n_group)
         if self.n_group == 1:
             return
         if self.num_experts % self.n_group or self.num_experts < 2 * self.n_group:
@@ -651,13 +371,13 @@ class ModelConfig(AttentionVariant):
 
     def _check_windows(self):
         if self.sliding_window is not None:
-            _require_int("sliding_window", self.sliding_window, at_least=1)
+            require_int("sliding_window", self.sliding_window, at_least=1)
         for name in LAYER_LISTS:
             listed = getattr(self, name) or ()
             if len(listed) > LARGEST["num_hidden_layers"]:
                 raise ConfigError(f"{name} has {len(listed):,} entries: list each layer once")
             for layer in listed:
-                _require_int(name, layer, at_least=0, at_most=self.num_hidden_layers - 1)
+                require_int(name, layer, at_least=0, at_most=self.num_hidden_layers - 1)
         if self.swa_layers and self.sliding_window is None:
             raise ConfigError(
                 f"swa_layers = {list(self.swa_layers)} requires sliding_window, the keys that a sliding layer sees"
@@ -793,23 +513,6 @@ def _delta_net_of(values: Mapping[str, object]) -> DeltaNetSizes:
     except TypeError as error:
         names = ", ".join(field.name for field in dataclasses.fields(DeltaNetSizes))
         raise ConfigError(f"delta_net = {dict(values)!r}: give {names} ({error})") from None
-
-
-def _require_int(name: str, value, *, at_least: int | None = None, at_most: int | None = None):
-    lowest = "" if at_least is None else f" of at least {at_least}"
-    highest = "" if at_most is None else f" and at most {at_most}"
-    too_low = isinstance(value, int) and at_least is not None and value < at_least
-    too_high = isinstance(value, int) and at_most is not None and value > at_most
-    if isinstance(value, bool) or not isinstance(value, int) or too_low or too_high:
-        raise ConfigError(f"{name} = {value!r} must be a whole number{lowest}{highest}")
-
-
-def _require_number(name: str, value, *, above: float = -math.inf, at_least: float = -math.inf):
-    # NaN is never <=; an int may be too large for a float.
-    finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max
-    if isinstance(value, bool) or not finite or value <= above or value < at_least:
-        bound = f"above {above}" if above > -math.inf else f"of at least {at_least}"
-        raise ConfigError(f"{name} = {value!r} must be a finite number {bound}")
 
 
 def recorded_fields(config) -> dict[str, object]:

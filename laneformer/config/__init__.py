@@ -1,0 +1,37 @@
+"""A model's config (`model`), the sizes in it (`sizes`), and what it means for each layer (`options`)."""
+
+from laneformer.config.checks import LARGEST, LARGEST_OTHER
+from laneformer.config.model import HEAD_TYPES, HIDDEN_ACTS, ModelConfig, recorded_fields
+from laneformer.config.options import (
+    AttentionOptions,
+    BlockOptions,
+    DeltaNetOptions,
+    ExpertsOptions,
+    LatentAttentionOptions,
+    LayerOptions,
+    MlpOptions,
+    NormOptions,
+    Norms,
+)
+from laneformer.config.sizes import DeltaNetSizes, LatentAttention, RopeScaling
+
+__all__ = [
+    "HEAD_TYPES",
+    "HIDDEN_ACTS",
+    "LARGEST",
+    "LARGEST_OTHER",
+    "AttentionOptions",
+    "BlockOptions",
+    "DeltaNetOptions",
+    "DeltaNetSizes",
+    "ExpertsOptions",
+    "LatentAttention",
+    "LatentAttentionOptions",
+    "LayerOptions",
+    "MlpOptions",
+    "ModelConfig",
+    "NormOptions",
+    "Norms",
+    "RopeScaling",
+    "recorded_fields",
+]

@@ -1,0 +1,40 @@
+"""What sizes and numbers of a config must be."""
+
+import math
+import sys
+
+from laneformer.errors import ConfigError
+
+# Far above any model, and small enough that every table of a model is made in a second.
+LARGEST = {
+    "vocab_size": 2**24,
+    "hidden_size": 2**20,
+    "intermediate_size": 2**24,
+    "num_hidden_layers": 2**12,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "max_position_embeddings": 2**31 - 1,
+    "num_lanes": 2**10,
+    "num_experts": 2**16,
+    "moe_intermediate_size": 2**24,
+    "shared_expert_intermediate_size": 2**24,
+}
+LARGEST_OTHER = 2**40  # of other sizes in a config.json
+
+
+def require_int(name: str, value, *, at_least: int | None = None, at_most: int | None = None):
+    lowest = "" if at_least is None else f" of at least {at_least}"
+    highest = "" if at_most is None else f" and at most {at_most}"
+    too_low = isinstance(value, int) and at_least is not None and value < at_least
+    too_high = isinstance(value, int) and at_most is not None and value > at_most
+    if isinstance(value, bool) or not isinstance(value, int) or too_low or too_high:
+        raise ConfigError(f"{name} = {value!r} must be a whole number{lowest}{highest}")
+
+
+def require_number(name: str, value, *, above: float = -math.inf, at_least: float = -math.inf):
+    # NaN is never <=; an int may be too large for a float.
+    finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    if isinstance(value, bool) or not finite or value <= above or value < at_least:
+        bound = f"above {above}" if above > -math.inf else f"of at least {at_least}"
+        raise ConfigError(f"{name} = {value!r} must be a finite number {bound}")

@@ -1,0 +1,131 @@
+"""Parts of a model's config that belong together: scaled rotary positions, gated DeltaNet, latent attention."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from laneformer.config.checks import LARGEST, require_int, require_number
+from laneformer.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """Stretching of the rotary frequencies to contexts longer than those first trained on.
+
+    `linear` divides every frequency by `factor`; `llama3` does so for long wavelengths only (Llama 3.1);
+    `yarn` ramps between both per dimension and scales the rotation (Peng et al., arXiv 2309.00071).
+    """
+
+    type: Literal["linear", "llama3", "yarn"]
+    factor: float
+    """Ratio of the new context to the original one, at least 1."""
+    original_max_position_embeddings: int = 0
+    """Context length of the original training in tokens; required by llama3 and yarn."""
+    low_freq_factor: float = 1.0
+    """llama3: wavelengths above original/low_freq_factor are stretched fully."""
+    high_freq_factor: float = 4.0
+    """llama3: wavelengths below original/high_freq_factor are unchanged."""
+    beta_fast: float = 32.0
+    """yarn: dimensions that turn more often than this over the original context are unchanged."""
+    beta_slow: float = 1.0
+    """yarn: dimensions that turn less often than this are stretched fully."""
+    attention_factor: float | None = None
+    """yarn: factor on cos and sin; by default derived from `factor` and the two mscale fields."""
+    mscale: float | None = None
+    """yarn: numerator of the derived attention factor (DeepSeek's form; both mscales or none)."""
+    mscale_all_dim: float | None = None
+    """yarn: denominator of the derived attention factor."""
+    truncate: bool = True
+    """yarn: round the ramp's ends to whole dimensions."""
+
+    @property
+    def score_factor(self) -> float:
+        """yarn: factor on the scores of latent attention, the square of the temperature at mscale_all_dim."""
+        if self.type != "yarn" or not self.mscale_all_dim:
+            return 1.0
+        return self.temperature(self.mscale_all_dim) ** 2
+
+    def temperature(self, mscale: float) -> float:
+        """yarn: 0.1 mscale ln(factor) + 1."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
+
+    def __post_init__(self):
+        if self.type not in ("linear", "llama3", "yarn"):
+            raise ConfigError(
+                f"unknown rope_scaling.type {self.type!r}; choose linear, llama3 or yarn, or remove rope_scaling"
+            )
+        require_number("rope_scaling.factor", self.factor, at_least=1.0)
+        for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"):
+            require_number(f"rope_scaling.{name}", getattr(self, name), above=0.0)
+        for name in ("attention_factor", "mscale", "mscale_all_dim"):
+            if getattr(self, name) is not None:
+                require_number(f"rope_scaling.{name}", getattr(self, name), at_least=0.0)
+        if self.type in ("llama3", "yarn"):
+            require_int(
+                "rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, at_least=1
+            )
+        if not isinstance(self.truncate, bool):
+            raise ConfigError(f"rope_scaling.truncate = {self.truncate!r} must be true or false")
+        if self.type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"rope_scaling.high_freq_factor = {self.high_freq_factor} must be greater than low_freq_factor ="
+                f" {self.low_freq_factor}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNetSizes:
+    """Sizes of gated DeltaNet (Yang et al., arXiv 2412.06464), over all lanes."""
+
+    key_heads: int
+    """Heads of q and k; lanes divide them."""
+    value_heads: int
+    """Heads of v, of the gates and of the state, as many for each key head."""
+    key_dim: int
+    """Channels of a head of q and k."""
+    value_dim: int
+    """Channels of a head of v."""
+    conv_kernel: int = 4
+    """Tokens that the convolution of q, k and v sees, the own one included."""
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            require_int(f"delta_net.{field.name}", getattr(self, field.name), at_least=1, at_most=2**16)
+        if self.value_heads % self.key_heads:
+            raise ConfigError(
+                f"delta_net.value_heads = {self.value_heads} must be a multiple of delta_net.key_heads ="
+                f" {self.key_heads}"
+            )
+        if self.conv_kernel < 2:
+            raise ConfigError("delta_net.conv_kernel = 1 sees the own token alone: use at least 2")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are made of one vector
+    per position, and one rotated key of all heads is beside it.
+    """
+
+    q_lora_rank: int | None = None
+    """Channels between the two matrices that make the queries; none: one matrix makes them."""
+    kv_lora_rank: int
+    """Channels of the vector that keys and values are made of."""
+    qk_nope_head_dim: int
+    """Channels of a head's queries and keys that are not rotated."""
+    qk_rope_head_dim: int
+    """Channels of a head's queries that are rotated, and of the key of all heads."""
+    v_head_dim: int
+    """Channels of a head's values."""
+    latent_norm_eps: float = 1e-6
+    """Added to the mean square in the norms of both vectors between matrices."""
+
+    def __post_init__(self):
+        for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
+            if name != "q_lora_rank" or self.q_lora_rank is not None:
+                require_int(name, getattr(self, name), at_least=1, at_most=LARGEST["head_dim"])
+        if self.qk_rope_head_dim % 2:
+            raise ConfigError(
+                f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even; rotary positions turn pairs of channels"
+            )
+        require_number("latent_norm_eps", self.latent_norm_eps, above=0.0)
