@@ -64,7 +64,7 @@ def our_losses(checkpoint: Path, recipe: Recipe, lanes: int, data: int, lane: in
         pytest.param("adamw", 1, 1, 1, 1, marks=pytest.mark.slow),
         ("adamw", 2, 2, 2, 2),  # both axes of the mesh, a batch in two parts
         pytest.param("muon", 1, 2, 1, 1, marks=pytest.mark.slow),
-        ("muon, 2 lanes", 2, 2, 2, 1),
+        pytest.param("muon, 2 lanes", 2, 2, 2, 1, marks=pytest.mark.slow),
     ],
 )
 def test_losses_equal_those_of_an_independent_trainer(checkpoint, recorded, name, lanes, data, lane, accumulate):

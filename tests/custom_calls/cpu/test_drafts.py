@@ -1,5 +1,6 @@
 """What drafts are worth on real texts, with a simulated clock: never less than no drafts, and prices that were measured
-wrong at first are corrected. The texts are this project's files, as a model that copies well would write them.
+wrong at first are corrected. The texts are files of this project as they once were, as a model that copies well would
+write them.
 """
 
 import ast
@@ -16,7 +17,6 @@ import pytest
 from custom_calls import build
 
 HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
 ROWS = range(1, 17)
 # Measured ones: AVX2, AVX-512 on a quiet machine, the same beside other processes.
 PRICES = {
@@ -74,9 +74,8 @@ def blocks(before: str, after: str) -> Iterator[str]:
             )
 
 
-def functions(path: Path) -> Iterator[Text]:
+def functions(source: str) -> Iterator[Text]:
     """The head of each long function, and its body."""
-    source = path.read_text(encoding="utf-8")
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 3:
@@ -86,24 +85,24 @@ def functions(path: Path) -> Iterator[Text]:
 
 def texts() -> dict[str, list[Text]]:
     """By kind."""
-    files = [
-        ROOT / "custom_calls" / name for name in ("plan.py", "build.py", "library.py", "cpu/session.py", "words.py")
-    ]
-    code = [path.read_text(encoding="utf-8") for path in files]
-    tests = [(HERE.parent / name).read_text(encoding="utf-8") for name in ("test_plan.py", "test_build.py")]
-    pages = [(ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("agent.md", "roofline.md", "peers.md")]
+
+    def read(*names: str) -> list[str]:
+        return [(HERE / "texts" / f"{name}.txt").read_text(encoding="utf-8") for name in names]
+
+    code = read("plan.py", "build.py", "library.py", "session.py", "words.py")
+    tests, pages = read("test_plan.py", "test_build.py"), read("agent.md", "roofline.md", "peers.md")
     edits = [Text(text, edited(text, code[i - 1])) for i, text in enumerate(code)]
-    bodies = [text for path in files for text in functions(path)]
+    bodies = [text for source in code for text in functions(source)]
     diffs = ["\n".join(difflib.unified_diff(*map(str.splitlines, edit), lineterm="")) for edit in edits]
     lines = [line for page in pages for line in page.splitlines() if len(line) > 60]
-    read = "".join(f"> {line}\n{other[:50]}\n" for line, other in zip(lines[3:60:5], lines[61::3], strict=False))
+    quoted = "".join(f"> {line}\n{other[:50]}\n" for line, other in zip(lines[3:60:5], lines[61::3], strict=False))
     return {
         "page rewritten": [Text(text, edited(text, pages[i - 1])) for i, text in enumerate(pages)],
         "file rewritten": edits,
         "the prompt, then the solution": [Text(head, f"```python\n{head}{body}```") for head, body in bodies],
         "blocks": [Text(edit.prompt, "\n".join(blocks(*edit))) for edit in edits],
         "diff": [Text(edit.prompt, diff) for edit, diff in zip(edits, diffs, strict=True)],
-        "log read": [Text("\n".join(lines), read)],
+        "log read": [Text("\n".join(lines), quoted)],
         "module": [Text(test, text) for test, text in zip(tests, code, strict=False)],
         "solution": bodies,
         "prose about a diff": [Text(diff, page[:3000]) for diff, page in zip(diffs, pages, strict=False)],
@@ -178,7 +177,7 @@ def test_no_answer_is_slower_and_copies_are_faster(truth, simulate):
 
 def test_passes_that_are_not_cheaper_than_single_ones_are_hardly_made(simulate):
     for kind, answers in simulate("as many passes", "as many passes", apart=True).items():
-        assert speed(answers) > 0.98 and max(lost(one, 0.02) for one in answers) < 1.2, (kind, answers)
+        assert speed(answers) > 0.98 and max(lost(one, 0.04) for one in answers) < 1.2, (kind, answers)
 
 
 @pytest.mark.parametrize(

@@ -230,9 +230,11 @@ def test_filters_at_their_edges(model):
         model.check(prompt, 12, temperature=1.0, min_p=float(np.float32(shares[count] / shares[0])))
 
 
-@pytest.mark.parametrize("wrong", [1.0, 3.0], ids=["too low", "too high"])
+@pytest.mark.parametrize("wrong", [1.0, 1.9], ids=["too low", "too high"])
 def test_wrong_prices_are_corrected_by_the_passes(wrong, model, monkeypatch):
-    """Of whatever this machine does meanwhile: no token changes."""
+    """Of whatever this machine does meanwhile: no token changes. No price is more than its rows, which this list leaves
+    room below.
+    """
     listed = [1 + (wrong - 1) * rows for rows in range(MOST_ROWS)]
     monkeypatch.setattr(custom_calls.Session, "prices", listed)
     text = np.random.default_rng(1).integers(0, model.config.vocab_size, 60).tolist()
@@ -241,7 +243,7 @@ def test_wrong_prices_are_corrected_by_the_passes(wrong, model, monkeypatch):
         assert small.same(model.answer(text, ROOM, most=15, prices=None, forced=text), expected)
         drafted += model.session.drafting.drafted
     prices = model.session.running_prices
-    assert drafted and prices != [min(price, rows) for rows, price in enumerate(listed, 1)]
+    assert drafted and prices != listed
     assert prices[0] == 1 and sorted(prices) == prices and all(price <= n for n, price in enumerate(prices, 1))
     model.answer(text, ROOM, most=15, forced=text)
     assert model.session.running_prices == EQUAL, "given prices stay"

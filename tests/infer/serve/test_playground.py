@@ -56,6 +56,7 @@ def test_files_are_served(server, strict):
 def test_timeline_has_every_token(server, path):
     prompt = {"messages": [{"role": "user", "content": CODE}]} if "chat" in path else {"prompt": CODE}
     status, whole = server.post(path, max_tokens=40, return_timeline=True, **prompt)
+    assert status == 200, whole
     [choice] = whole["choices"]
     timeline = choice["timeline"]
     with server.stream(path, max_tokens=40, return_timeline=True, **prompt) as stream:

@@ -85,6 +85,9 @@ class Engine:
     tokenizer = SimpleNamespace(encode=lambda text: list(text.encode()))
     parallel = 1
 
+    def check_sampling(self, sampling):
+        pass
+
     def encode(self, ids):
         return np.array(ids)
 

@@ -48,11 +48,8 @@ def usual():
     return run(trainer(2, 4))
 
 
-@pytest.mark.parametrize(
-    ("data", "lane", "changes"),
-    [(1, 8, {"remat": "block"}), pytest.param(8, 1, {"accumulate": 1}, marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("data", "lane", "changes"), [(1, 8, {"remat": "block"}), (8, 1, {"accumulate": 1})], ids=str)
 def test_meshes_and_recomputation_change_no_loss(data, lane, changes):
     np.testing.assert_allclose(run(trainer(data, lane, **changes)), usual(), rtol=2e-5)
 
