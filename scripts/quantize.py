@@ -23,12 +23,14 @@ from laneformer.errors import CheckpointError, ConfigError, run_command
 from laneformer.hf import read_values
 from laneformer.hf.compressed import config_of, settings_of, tensors_of
 from laneformer.hf.folder import HfFolder
-from laneformer.hf.safetensors import DTYPES, INDEX, write_tensors
+from laneformer.hf.safetensors import DTYPES, INDEX, Stack, Tensor, write_tensors
 from laneformer.quantized.rounding import Kind, relative_error, round_to
 from scripts.convert import TOKENIZER_FILES
 from train.config import DataConfig
 from train.data.batches import Batches
 from train.data.store import TokenStore
+
+EXACT = ("router", "shared_gate", "wba")  # small matrices that decide much, which published models do not round either
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +38,7 @@ class Options:
     """Round the matrices of a Hugging Face folder to 8 or 4 bits per weight, written as compressed-tensors."""
 
     model: tyro.conf.Positional[Path]
-    """Hugging Face folder with weights of 16 or 32 bits: a Laneformer or a dense model of docs/conversion.md."""
+    """Hugging Face folder with weights of 16 or 32 bits: a Laneformer or a model of docs/conversion.md."""
     out: tyro.conf.Positional[Path]
     """Folder to write."""
     weights: Kind
@@ -96,22 +98,22 @@ def quantize(options: Options) -> str:
 
 def write(folder: HfFolder, options: Options) -> dict[str, Rounded]:
     """Writes the files, as many as the source has, one in memory at a time; what was rounded, by tensor name."""
-    matrices = {
-        source.name
-        for path, source in folder.sources.items()
-        if folder.table[path].group == "matrix" or (path == "lm_head" and options.head)
-    }
+    tensors, matrices, kept = _tensors(folder), set(), set()
+    for path, source in folder.sources.items():
+        if folder.table[path].group == "matrix" or path == "lm_head":
+            exact = path.endswith(EXACT) or (path == "lm_head" and not options.head)
+            (kept if exact else matrices).update(source.names)
 
     def file_of(name: str) -> Path:
-        return folder.tensors[name].file
+        return tensors[name].file
 
     rounded, weight_map, total = {}, {}, 0
     try:
         options.out.mkdir(parents=True, exist_ok=True)
-        for file, names in groupby(sorted(folder.tensors, key=file_of), file_of):
+        for file, names in groupby(sorted(tensors, key=file_of), file_of):
             written = {}
             for name in names:
-                tensor = folder.tensors[name]
+                tensor = tensors[name]
                 if tensor.dtype not in DTYPES:
                     continue
                 array = tensor.read(np.empty(tensor.size, np.uint8))
@@ -126,7 +128,6 @@ def write(folder: HfFolder, options: Options) -> dict[str, Rounded]:
         if (options.model / INDEX).exists():
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             (options.out / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
-        kept = {source.name for path, source in folder.sources.items() if path == "lm_head"} - {*rounded}
         modules = {name.removesuffix(".weight"): found.settings for name, found in rounded.items()}
         values = read_values(options.model / "config.json")
         values["quantization_config"] = config_of(modules, {name.removesuffix(".weight") for name in kept})
@@ -136,8 +137,19 @@ def write(folder: HfFolder, options: Options) -> dict[str, Rounded]:
     return rounded
 
 
+def _tensors(folder: HfFolder) -> dict[str, Tensor]:
+    """Those of the files, in which each expert has its own."""
+    stacks = {source.name: source.names for source in folder.sources.values() if source.experts is not None}
+    found = {}
+    for name, tensor in folder.tensors.items():
+        found |= zip(stacks[name], tensor.parts, strict=True) if isinstance(tensor, Stack) else {name: tensor}.items()
+    return found
+
+
 def one(name: str, array: np.ndarray, options: Options) -> tuple[Rounded, dict[str, np.ndarray]]:
     """A matrix with its tensors in files. Raises ConfigError, naming it."""
+    if array.ndim > 2:
+        raise ConfigError(f"tensor {name} has all experts: only models with a tensor for each expert can be rounded")
     shared = int(options.group) if options.group and options.group.isdigit() else options.group
     try:
         record = round_to(array, options.weights, shared)

@@ -18,6 +18,7 @@ from laneformer.quantized.rounding import round_to
 from scripts import convert
 from scripts.quantize import main, read_rows
 from tests.support import tiny
+from tests.support.paths import MOE
 from tests.support.tiny_recipe import write_store
 
 LLAMA = tiny.TESTS / "dense" / "llama2"
@@ -54,6 +55,29 @@ def test_a_dense_folder_keeps_its_names(kind, tmp_path, capsys):
             assert (dict(folder.weights())[path].dequantize() == expected).all()
         else:
             assert folder.tensors[source.name].values().tobytes() == before[source.name].tobytes()
+
+
+@pytest.mark.parametrize(("name", "matrices"), [("qwen3_moe_1", 3 * (4 + 8 * 3)), ("qwen3_next_1", 4 * 27 + 3 * 2 + 4)])
+def test_experts_keep_their_names(name, matrices, tmp_path, capsys):
+    """Each is rounded by itself; routers and gates of a row stay as they are."""
+    assert run(MOE / name, tmp_path, "--weights", "int8") == 0
+    assert f"{matrices} matrices" in capsys.readouterr().out
+    before, after = load_file(MOE / name / "model.safetensors"), open_checkpoint(tmp_path)
+    weights = dict(after.weights())
+    for path, source in after.sources.items():
+        if path.endswith(("router", "shared_gate", "wba")):
+            assert after.tensors[source.name].values().tobytes() == before[source.name].tobytes()
+        elif path.endswith("feed_forward.w2"):
+            rounded = np.stack([round_to(before[each], "int8").dequantize() for each in source.names])
+            assert (weights[path].dequantize()[0] == rounded).all()
+    ignored = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["ignore"]
+    assert {"lm_head", "model.layers.0.mlp.gate"} <= {*ignored}
+
+
+def test_experts_in_one_tensor_are_refused(tmp_path, capsys):
+    assert run(MOE / "gpt_oss_1", tmp_path / "out", "--weights", "int8") == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "has all experts" in error, error
 
 
 def test_int4_is_what_other_engines_read(tmp_path):
