@@ -161,6 +161,8 @@ class Request:
     """Whether the prompt may take keys and values that an earlier request left, and leave its own to later ones."""
     cache_salt: str = ""
     """Requests share keys and values only if their salts are equal."""
+    cache_key: str = ""
+    """Name of a conversation: of kept sequences that begin alike, its own is taken."""
     prediction: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """Token ids of a text that the answer may repeat, int32 [n]: to draft from, where the backend drafts."""
     draft_max: int | None = None

@@ -242,6 +242,7 @@ class Engine:
         spelled: Iterable[str] = (),
         cache_prompt: bool = True,
         cache_salt: str = "",
+        cache_key: str = "",
         prediction: str | Sequence[int] = (),
         draft_max: int | None = None,
         forced: Sequence[int] = (),
@@ -259,6 +260,7 @@ class Engine:
         spelled: special tokens that appear in the answer's text, as those that begin calls of tools.
         cache_prompt: whether the prompt may take the keys and values of an earlier request that began as it does, and
         leave its own to later ones; the answer is the same. cache_salt: they are shared among equal salts only.
+        cache_key: name of a conversation, whose own keys and values are taken where others begin as it does.
         prediction: a text or token ids that the answer may repeat, to draft from beside the prompt, where the engine
         drafts; the answer is the same. draft_max: most drafts of a pass, 0 for none, if they are to be fewer than the
         engine's. forced: first tokens of the answer, whatever is drawn, to measure a known text (backend cpu).
@@ -299,6 +301,7 @@ class Engine:
             top_logprobs,
             cache_prompt=cache_prompt,
             cache_salt=cache_salt,
+            cache_key=cache_key,
             prediction=self.encode_prediction(prediction),
             draft_max=draft_max,
             forced=tuple(map(int, forced)),

@@ -46,7 +46,7 @@ def follow(backend: Backend) -> None:
 
 
 def _as_json(request: Request) -> dict:
-    names = ("limit", "stop_tokens", "tokens_per_dispatch", "top_logprobs", "cache_prompt", "cache_salt")
+    names = ("limit", "stop_tokens", "tokens_per_dispatch", "top_logprobs", "cache_prompt", "cache_salt", "cache_key")
     named = {name: getattr(request, name) for name in names}
     return {"prompt": request.prompt.tolist(), "sampling": dataclasses.asdict(request.sampling), **named}
 

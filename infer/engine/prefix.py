@@ -38,6 +38,8 @@ class Kept:
     tokens: np.ndarray
     """int32 [n]: the token at each position that is filled, from the first one on; empty if nothing is to be shared."""
     salt: str
+    key: str
+    """See `Request.cache_key`."""
     caches: Caches
 
     def common(self, request: Request) -> int:
@@ -75,8 +77,8 @@ class PrefixCache:
         return found
 
     def _take(self, request: Request, capacity: int) -> tuple[int, Caches]:
-        counts = [(kept.common(request), recent) for recent, kept in enumerate(self._kept)]
-        count, at = max(counts, default=(0, 0))
+        counts = [(kept.common(request), kept.key == request.cache_key, n) for n, kept in enumerate(self._kept)]
+        count, _, at = max(counts, default=(0, False, 0))
         if not count:
             return 0, self._unused(capacity)
         source = self._kept[at]
@@ -93,9 +95,9 @@ class PrefixCache:
         with self._lock:
             self._taken -= 1
             if self.slots and request.cache_prompt:
-                self._kept.append(Kept(tokens, request.cache_salt, caches))
+                self._kept.append(Kept(tokens, request.cache_salt, request.cache_key, caches))
             else:  # its memory goes to the next request
-                self._kept.insert(0, Kept(tokens[:0], "", caches))
+                self._kept.insert(0, Kept(tokens[:0], "", "", caches))
 
     def drop(self) -> None:
         """After a request that failed, whose caches are lost."""

@@ -211,6 +211,7 @@ class EngineProcess:
             call.tools,
             call.cache_prompt,
             call.cache_salt,
+            call.cache_key,
             predicted,
             call.draft_max,
             call.grammar,

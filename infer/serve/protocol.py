@@ -129,7 +129,7 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("route", "session_id", "trace", "ttl", "usage")),
     **dict.fromkeys(("incremental_output", "prompt_cache_options", "tool_stream", "vl_high_resolution_images")),
 }
-LABELS = ("user", "safety_identifier", "prompt_cache_key")  # identify the user; any text, without effect
+LABELS = ("user", "safety_identifier")  # identify the user; any text, without effect
 MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}  # known to templates
 DRAFT_MAX = "speculative.n_max"  # llama.cpp's name, with its dot
 EFFORT = "reasoning_effort"  # a parameter, and a variable of the templates that know it
@@ -175,6 +175,8 @@ class Call:
     """Whether prefixes are reused for this prompt, and it is kept for later ones."""
     cache_salt: str
     """Prefixes are shared among equal salts only."""
+    cache_key: str
+    """Conversation whose own prefix is taken where others are as long."""
     prediction: str
     """A text to draft from; "" for none."""
     draft_max: int | None
@@ -239,6 +241,7 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         template_values=template_values,
         cache_prompt=_take(left, "cache_prompt", bool, True),
         cache_salt=_take(left, "cache_salt", str, ""),
+        cache_key=_take(left, "prompt_cache_key", str, ""),
         prediction=_prediction(left),
         draft_max=_count(left, DRAFT_MAX, None, 0),
         grammar=read_grammar(left),

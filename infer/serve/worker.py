@@ -92,6 +92,7 @@ class Order(NamedTuple):
     """Functions that the answer may call."""
     cache_prompt: bool
     cache_salt: str
+    cache_key: str
     prediction: list[int]
     """Tokens to draft from besides the prompt."""
     draft_max: int | None
@@ -381,6 +382,7 @@ class _Worker:
             spelled=() if reader is None else chat.reader_tokens,
             cache_prompt=order.cache_prompt,
             cache_salt=order.cache_salt,
+            cache_key=order.cache_key,
             prediction=order.prediction,
             draft_max=order.draft_max,
             constraint=order.grammar,

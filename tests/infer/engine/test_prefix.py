@@ -115,6 +115,20 @@ def test_common_start_is_copied_and_the_conversation_stays():
     ]
 
 
+def test_a_conversation_takes_its_own_sequence_where_another_begins_alike():
+    """Not the last one, which the other conversation goes on with; a longer one is better than its own."""
+    start, one, two = TEXT[:100], TEXT[:240], np.concatenate([TEXT[:100], TEXT[300:400]])
+    for key, left in (("one", two), ("", one)):  # without a key the newest is taken
+        positions = Positions(2)
+        assert [positions.run(tokens, cache_key=name) for tokens, name in ((one, "one"), (two, "two"))] == [0, 100]
+        again = np.concatenate([start, TEXT[500:600]])
+        assert positions.run(again, cache_key=key) == 100
+        assert positions.run(left) == len(left) - 1, key
+    positions = Positions(2)
+    positions.run(one, cache_key="one")
+    assert positions.run(TEXT[:250], cache_key="two") == 240
+
+
 def test_taken_caches_are_lost_with_their_request():
     positions = Positions(1)
     positions.run(TEXT[:100])
