@@ -18,6 +18,7 @@ SHORT, LONG = 16, 512  # tokens of prompts
 LENGTHS = (64, 512, 4096)
 WINDOW = 32  # tokens of the fastest stretch
 SETTLED = 8  # tokens of each running request before a newcomer
+ENOUGH = 4096  # tokens of a request that outlasts a newcomer's prompt
 
 
 class Row(NamedTuple):
@@ -153,7 +154,7 @@ def _mixed(engine: Engine, load: Load) -> list[Row]:
     alone, company, before, meanwhile = [], [], [], []
     for run in range(load.runs):
         alone.append(_first(engine, load, run, prompt)[0])
-        running = [_start(engine, load, number, SHORT, context - SHORT) for number in range(2)]
+        running = [_start(engine, load, number, SHORT, min(context, ENOUGH) - SHORT) for number in range(2)]
         for client in running:
             client.wait(SETTLED)
         began = time.perf_counter()
