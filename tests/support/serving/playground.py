@@ -52,7 +52,7 @@ FIELDS = {
             ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms", "tokens_per_second"),
             NULL(NUMBER),
         )
-        | {"speculative_decoding": NULL(dict)}
+        | {"speculative_decoding": NULL(dict), "shared_passes": int}
     ),
     "tokens": {"point": str, "time_ms": list, "end": list},
     "between_arrivals_ms": NULL({"point": str, "n": int, **dict.fromkeys(("p50", "p95", "p99", "max"), NUMBER)}),
