@@ -19,8 +19,6 @@ class BuildNative(build_ext):
         spec.loader.exec_module(build)
         in_place = self.inplace or getattr(self, "editable_mode", False)
         folder = (HERE if in_place else Path(self.build_lib)) / "custom_calls" / "lib"
-        for older in folder.glob("cpu-*.so"):
-            older.unlink()
         if problem := build.try_build(folder):
             print(f"installing without the native kernels, which the first use compiles: {problem}", file=sys.stderr)
 

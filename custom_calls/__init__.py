@@ -1,7 +1,7 @@
 """Native kernels behind XLA custom calls: a persistent decode kernel and the exchange between lanes."""
 
 from custom_calls.cpu.session import Session, fastest_way
-from custom_calls.decode import ENDS, Inputs, Outputs, State, decode
+from custom_calls.decode import ENDS, Inputs, Outputs, State, decode, empty_layers
 from custom_calls.library import (
     NativeError,
     arithmetic_peak,
@@ -27,6 +27,7 @@ __all__ = [
     "arithmetic_peak",
     "decode",
     "default_threads",
+    "empty_layers",
     "fastest_way",
     "instruction_sets",
     "make_plan",

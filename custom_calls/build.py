@@ -23,7 +23,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SOURCES = (HERE / "common", *(HERE / "cpu" / part for part in (".", "kernels", "packing")), HERE / "gpu" / "host")
+CPU = tuple(HERE / "cpu" / part for part in (".", "kernels", "ops", "packing"))
+SOURCES = (HERE / "common", *CPU, HERE / "gpu" / "host")
 SHARED = HERE / "gpu" / "kernel" / "params.h"  # with the GPU kernel, which gpu/compile.py compiles for each model
 GENERATED = "plan_ops.h"  # from laneformer/ops.py, which is part of the key through it
 INSTALLED = HERE / "lib"
@@ -140,10 +141,15 @@ def build(folder: Path | None = None, sanitizer: str | None = None) -> Path:
         objects = compile_objects(cxx, Path(work), sanitizer)
         made = Path(work) / out.name
         _run([*cxx, "-shared", *_sanitizer_flags(sanitizer), "-o", str(made), *objects, "-pthread", "-ldl"])
-        unfinished = folder / f"{out.name}.{os.getpid()}"
-        shutil.copy(made, unfinished)
-        unfinished.replace(out)  # at once, for other processes that load it now
+        _put(made, folder)
     return out
+
+
+def _put(library: Path, folder: Path) -> None:
+    """Copies it at once, for other processes that load it now."""
+    unfinished = folder / f"{library.name}.{os.getpid()}"
+    shutil.copy(library, unfinished)
+    unfinished.replace(folder / library.name)
 
 
 @contextmanager
@@ -162,11 +168,20 @@ def _alone(out: Path) -> Iterator[None]:
 
 
 def try_build(folder: Path) -> str | None:
-    """Compiles the library into `folder`; the reason in one line where that is impossible, with a compiler that is
-    missing or broken. For installations, which go on without it.
+    """Puts the library into `folder`, for installations, which go on without it: one that was made of these sources
+    before, unless CXX names a compiler, or a new one. Libraries of other sources are removed. The reason in one line
+    where it is impossible, with a compiler that is missing or broken.
     """
     try:
-        build(folder)
+        made = None if os.environ.get("CXX") else find()
+        for older in folder.glob("cpu-*.so"):
+            if older != made:
+                older.unlink()
+        if made is None:
+            build(folder)
+        elif made.parent != folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            _put(made, folder)
     except (BuildError, OSError) as error:
         return " ".join(str(error).split())[-500:]
     return None

@@ -5,9 +5,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from custom_calls.plan import Kept, Plan
 from custom_calls.session import DecodeSession
 
 ENDS = ("length", "stop", "cancelled")
@@ -31,13 +32,46 @@ class Inputs(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a call changes in place: donate it."""
+    """What a call changes in place: donate it. Beside `seen`, the arrays of Plan.kept by their names there, of those
+    layers that have one, in order.
+    """
 
     seen: jax.Array
     """uint8 [vocab]: 1 for tokens of the text so far, those of the prompt included; drawn ones are added."""
     keys: list[jax.Array]
-    """Of each layer [lanes, 1, positions, kv heads, head size], the cache of laneformer/state.py."""
+    """[lanes, 1, positions, kv heads, head size]."""
     values: list[jax.Array]
+    latents: list[jax.Array] | tuple[()] = ()
+    """[lanes, 1, positions, channels]."""
+    base: list[jax.Array] | tuple[()] = ()
+    """int32 [lanes, 1, 1, key heads]. This and the following are of DeltaNet: kept_of in custom_calls/plan.py."""
+    entries: list[jax.Array] | tuple[()] = ()
+    """float32 [lanes, 1, 1, key heads, floats]."""
+    inputs: list[jax.Array] | tuple[()] = ()
+    """[lanes, 1, 1, key heads, positions, channels]."""
+    state: list[jax.Array] | tuple[()] = ()
+    """float32 [lanes, 1, 1, key heads, tiles, key_dim, 16]."""
+
+    @classmethod
+    def of(cls, seen: jax.Array, layers: list[dict[str, jax.Array]]) -> "State":
+        """From what the layers keep."""
+        return cls(seen, *([layer[name] for layer in layers if name in layer] for name in cls._fields[1:]))
+
+    def layers_like(self, layers: list[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
+        """The inverse of `of`: what layers with these arrays keep now."""
+        arrays = {name: iter(getattr(self, name)) for name in self._fields[1:]}
+        return [{name: next(arrays[name]) for name in layer} for layer in layers]
+
+
+def empty_layers(plan: Plan, capacity: int, mesh: Mesh | None = None) -> list[dict[str, jax.Array]]:
+    """What each layer keeps of an empty text, for `capacity` positions."""
+    device = None if mesh is None else NamedSharding(mesh, P("lane"))
+
+    def make(kept: Kept) -> jax.Array:
+        shape = (plan.ops.lanes, 1, 1 if kept.fixed else capacity, *kept.shape)
+        return jnp.zeros(shape, kept.dtype, device=device)
+
+    return [{kept.name: make(kept) for kept in layer} for layer in plan.kept]
 
 
 class Outputs(NamedTuple):
@@ -118,7 +152,7 @@ def decode(
 
     if mesh is None:
         return local(inputs, operands, state)
-    lanes = State(P(), *([P("lane")] * len(state.keys) for _ in "kv"))
+    lanes = jax.tree.map(lambda _: P("lane"), state)._replace(seen=P())
     weights = tuple(P("lane") if split else P() for split in session.of_lanes)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), weights, lanes), out_specs=(P(), lanes), check_vma=False)
     return mapped(inputs, operands, state)

@@ -9,6 +9,7 @@ are one vector per lane.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -20,7 +21,8 @@ import numpy as np
 from custom_calls.words import Reader, Writer
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS, KERNEL_FORMATS
-from laneformer.ops import Attend, DecoderOps, Product, Weight, without_kernel
+from laneformer.ops import Attend, DecoderOps, DeltaNet, LatentKeep, Op, Product, Weight, without_kernel
+from laneformer.quantized import Quantized
 
 ALIGNED = 16  # floats: a small weight, or a product's biases, begins at a multiple of 64 bytes
 
@@ -118,6 +120,20 @@ Dtype = IntEnum("Dtype", {name: FORMATS[name].id for name in KERNEL_FORMATS})
 """Number formats of packed weights and caches, by the numbers that kernels know them by."""
 
 
+ENTRIES = 16
+"""Positions whose entries DeltaNet adds to its matrices together, and rows that a pass may have to take back."""
+
+
+class Kept(NamedTuple):
+    """An array that a layer keeps between tokens: [lanes, 1, t, *shape]."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    fixed: bool = False
+    """t = 1; otherwise it is the positions that fit."""
+
+
 class Place(NamedTuple):
     """Where a vector lies in the array of small weights: that of lane l, of all experts, at offset + l * stride."""
 
@@ -155,6 +171,20 @@ class Plan:
         return (*lanes, *((weight.experts,) if weight.experts else ()), *weight.shape)
 
     @cached_property
+    def _cuts(self) -> dict[str, list[Weight]]:
+        """What is cut from a matrix of the table, by the path of that."""
+        found: dict[str, list[Weight]] = {}
+        for weight in self.weights.values():
+            if weight.cut_from:
+                found.setdefault(weight.cut_from, []).append(weight)
+        return found
+
+    def parts(self, path: str, weight: np.ndarray | Quantized) -> dict[str, np.ndarray | Quantized]:
+        """What a plan has of a weight of the table, by its own paths: the weight itself, or what is cut from it."""
+        cuts = self._cuts.get(path)
+        return {cut.path: _cut(cut, weight) for cut in cuts} if cuts else {path: weight}
+
+    @cached_property
     def places(self) -> dict[str, Place]:
         """Of every small weight, by path."""
         return dict(_places(self.ops))
@@ -183,7 +213,7 @@ class Plan:
     @cached_property
     def products(self) -> tuple[Product, ...]:
         """Of all layers, in order."""
-        return tuple(op for layer in self.ops.layers for op in layer.ops if isinstance(op, Product))
+        return tuple(product for layer in self.ops.layers for product in layer.products)
 
     @cached_property
     def matrices(self) -> frozenset[str]:
@@ -193,8 +223,25 @@ class Plan:
 
     @cached_property
     def attends(self) -> tuple[Attend, ...]:
-        """Of all layers, in order: one in each, whose keys and values are that layer's cache."""
+        """Of all layers that attend, in order: one in each, whose keys and values are that layer's cache."""
         return tuple(op for layer in self.ops.layers for op in layer.ops if isinstance(op, Attend))
+
+    @cached_property
+    def kept(self) -> tuple[tuple[Kept, ...], ...]:
+        """What each layer keeps between tokens."""
+        return tuple(
+            tuple(kept for op in layer.ops for kept in kept_of(op, self.cache_dtype.name)) for layer in self.ops.layers
+        )
+
+    def kept_bytes(self, positions: int) -> int:
+        """Of all that layers keep of that many positions."""
+        return self.ops.lanes * sum(
+            math.prod(kept.shape)
+            * (2 if kept.dtype in ("bfloat16", "float16") else 4)
+            * (1 if kept.fixed else positions)
+            for layer in self.kept
+            for kept in layer
+        )
 
     @cached_property
     def words(self) -> np.ndarray:
@@ -226,6 +273,31 @@ def make_plan(
     return Plan(ops, table, Dtype[weight_dtype], Dtype[cache_dtype], rounded_activations)
 
 
+def kept_of(op: Op, cache_dtype: str) -> tuple[Kept, ...]:
+    """What an op keeps between tokens: `plan::kept_arrays` of custom_calls/common/plan.cc, by name.
+
+    DeltaNet keeps for each key head: `base`, the position before which `state` has everything, a multiple of ENTRIES;
+    `state`, the transposed matrices of its value heads in tiles of 16 rows; `entries`, for twice ENTRIES positions from
+    there on keys, deltas and decays (custom_calls/cpu/ops/delta_net.cc); `inputs`, at position % their number, what the
+    convolution reads.
+    """
+    if isinstance(op, Attend):
+        return tuple(Kept(name, (op.kv_heads, op.head_dim), cache_dtype) for name in ("keys", "values"))
+    if isinstance(op, LatentKeep):
+        return (Kept("latents", (op.rank + 2 * len(op.rotary.frequencies),), cache_dtype),)
+    if not isinstance(op, DeltaNet):
+        return ()
+    tiles = op.ratio * -(-op.value_dim // 16)
+    entries = 2 * ENTRIES * (op.key_dim + 16 * tiles + op.ratio)
+    inputs = op.convolution.shape[1] - 1 + ENTRIES, 2 * op.key_dim + op.ratio * op.value_dim
+    return (
+        Kept("base", (op.key_heads,), "int32", True),
+        Kept("entries", (op.key_heads, entries), "float32", True),
+        Kept("inputs", (op.key_heads, *inputs), cache_dtype, True),
+        Kept("state", (op.key_heads, tiles, op.key_dim, 16), "float32", True),
+    )
+
+
 def _places(ops: DecoderOps) -> Iterator[tuple[str, Place]]:
     """The layout of the small weights: biases product by product, then every other one, in the order of the ops."""
     end = 0
@@ -242,10 +314,9 @@ def _places(ops: DecoderOps) -> Iterator[tuple[str, Place]]:
             at += _size(weight)
 
     biases = [
-        [matrix.bias for matrix in op.matrices if matrix.bias is not None]
+        [matrix.bias for matrix in product.matrices if matrix.bias is not None]
         for layer in ops.layers
-        for op in layer.ops
-        if isinstance(op, Product)
+        for product in layer.products
     ]
     placed = {weight.path for group in biases for weight in group}
     others = [[w] for w in dict.fromkeys(_weights(ops)) if not w.is_matrix and w.path not in placed]
@@ -253,9 +324,18 @@ def _places(ops: DecoderOps) -> Iterator[tuple[str, Place]]:
         yield from together(group)
 
 
+def _cut(weight: Weight, array: np.ndarray | Quantized) -> np.ndarray | Quantized:
+    """[lanes, heads, *shape] of the heads' rows [lanes, heads * rows, columns]."""
+    heads, first, count = weight.experts, weight.first_row, weight.shape[weight.transposed]
+    if isinstance(array, Quantized):
+        return array.cut(heads, first, count, weight.transposed)
+    rows = array.reshape(*array.shape[:-2], heads, -1, array.shape[-1])[..., first : first + count, :]
+    return rows.swapaxes(-1, -2) if weight.transposed else rows
+
+
 def _size(vector: Weight) -> int:
     """Values of one lane, of all experts."""
-    return vector.shape[0] * (vector.experts or 1)
+    return math.prod(vector.shape) * (vector.experts or 1)
 
 
 def _weights(value) -> Iterator[Weight]:

@@ -23,6 +23,10 @@ class EmittedTokens(NamedTuple):
     """int32 [n, top]."""
     top_logprobs: np.ndarray
     """float32 [n, top]."""
+    drafted: np.ndarray
+    """Whether each was drafted before the model drew it, bool [n]; none where a session makes no drafts."""
+    others: np.ndarray
+    """Other calls with rows in the pass that drew it, uint8 [n]; 0 where a session runs one call at a time."""
 
 
 class Bf12Weights(NamedTuple):
@@ -76,9 +80,14 @@ class CallStream(ABC):
     def _stream(self, name: str, *arguments: Any) -> Any:
         """Calls a function of the library."""
 
-    def begin(self) -> None:
-        """Forgets the last call's tokens and a cancellation. Needed before a call whose tokens `wait` reports."""
-        self._stream("begin")
+    copied: int = 0
+    """Positions that the running or last call has copied from another one; once it has drawn a token."""
+
+    def begin(self) -> int:
+        """Forgets the last call's tokens and a cancellation. Needed before a call whose tokens `wait` reports. The
+        number of the call, above 0 where others can copy from it.
+        """
+        return self._stream("begin")
 
     def wait(self, have: int, timeout_ms: int = 50) -> int:
         """Tokens drawn by the running call, once there are more than `have`, it has ended, or after the timeout. The
@@ -100,7 +109,11 @@ class CallStream(ABC):
         arrays = (np.empty(count, np.int32), np.empty(count, np.float32), np.empty(count, np.int64))
         ranked = (np.empty((count, top), np.int32), np.empty((count, top), np.float32))
         self._stream("drawn", first, count, top, *(array.ctypes.data for array in (*arrays, *ranked)))
-        return EmittedTokens(arrays[0], arrays[1], arrays[2] * 1e-9, *ranked)
+        return EmittedTokens(arrays[0], arrays[1], arrays[2] * 1e-9, *ranked, *self._origins(first, count))
+
+    def _origins(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """`drafted` and `others` of these tokens."""
+        return np.zeros(count, bool), np.zeros(count, np.uint8)
 
 
 class DecodeSession(CallStream):

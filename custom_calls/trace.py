@@ -10,7 +10,7 @@ import numpy as np
 from custom_calls.session import DecodeSession
 
 WITHOUT_LAYER = ("head", "embed", "sample", "final")
-MOST_OPS = 10  # of a session's
+MOST_OPS = 16  # of a session's
 PROCESS = 1
 
 

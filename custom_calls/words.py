@@ -126,7 +126,7 @@ class Reader:
         for index in range(self._next()):
             lane_sharded, experts, offset, stride, dimensions = (self._next() for _ in range(5))
             shape = tuple(self._next() for _ in range(dimensions))
-            self.weights.append(Weight(str(index), shape, bool(lane_sharded), experts or None))
+            self.weights.append(Weight(str(index), shape, bool(lane_sharded), experts or None, small=offset >= 0))
             self.places.append((offset, stride))
         self._rotaries = []
         for _ in range(self._next()):

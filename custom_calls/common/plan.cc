@@ -100,7 +100,7 @@ class Reader {
         require(length <= kMostElements / elements, "a weight is too large");
         elements *= length;
       }
-      require(weight.is_matrix() || (weight.offset >= 0 && weight.stride >= 0), "a vector has no place");
+      require(weight.is_matrix() ? weight.shape.size() > 1 : weight.stride >= 0, "a vector has no place");
     }
   }
 
@@ -126,7 +126,8 @@ class Reader {
     const Weight& weight = plan_.weights[value.number];
     require(weight.shape.size() <= 2, "a weight has more than two dimensions");
     const int64_t columns = weight.is_matrix() ? weight.shape[1] : 0;
-    value = {value.number, weight.shape[0], columns, weight.offset, weight.stride, weight.experts};
+    const int64_t size = weight.is_matrix() ? weight.shape[0] : weight.elements() / weight.copies();
+    value = {value.number, size, columns, weight.offset, weight.stride, weight.experts};
     if (weight.is_matrix()) return;
     const int64_t last = weight.lane_sharded ? plan_.lanes - 1 : 0, all = weight.elements();
     require(weight.lane_sharded ? value.stride >= all : value.stride == 0, "lanes' vectors overlap");
@@ -201,7 +202,10 @@ class Reader {
   void check(Product& product) {
     const std::vector<Matrix>& matrices = product.matrices;
     require(!matrices.empty(), "a product without matrices");
-    const int64_t experts = product.chosen ? matrices[0].weight.experts : 0;
+    const int64_t experts = product.chosen   ? matrices[0].weight.experts
+                            : product.blocks ? (int64_t)product.blocks->count
+                                             : 0;
+    if (product.blocks) check_blocks(product);
     if (product.chosen) {
       require(channels_of(Value::routes) == product.chosen->used, "a product uses another number of experts");
       require(experts == experts_, "a product has other experts than its router");
@@ -211,28 +215,68 @@ class Reader {
       require(matrix.weight.columns == columns(product), "matrices of one product differ in columns");
       if (matrix.bias) check_vector(*matrix.bias, matrix.weight.size, "a bias", experts);
     }
-    check_norms(product);
+    check_norm(product.norm, columns(product));
     require(!product.gated || (matrices.size() == 2 && matrices[0].weight.size == matrices[1].weight.size),
             "a gated product needs two equal matrices");
     require(product.gated || (!product.limit && product.up_offset == 0), "only a gated product has limits");
-    require(product.reads != Value::routes && channels_of(product.reads) == columns(product) * read_experts(product),
+    const int64_t read = product.blocks ? (int64_t)product.blocks->count * product.blocks->step
+                                        : columns(product) * read_experts(product);
+    require(product.reads != Value::routes && channels_of(product.reads) == read,
             "a product has other columns than the value that it reads");
-    require(product.writes == Value::projected || product.writes == Value::hidden || product.writes == Value::output,
+    require(product.writes != Value::stream && product.writes != Value::attended && product.writes != Value::routes,
             "a product writes what it must not");
-    const int64_t written = channels(product) * written_experts(product);
+    const int64_t written = channels(product) * written_experts(product) * blocks(product);
     require(product.writes != Value::output || written == plan_.hidden_size,
             "a module's output has another size than the stream");
     channels_of(product.writes) = written;
   }
 
-  void check(Route& op) {
-    check_matrix(op.matrix.weight, "a router");
-    require(op.matrix.weight.columns == plan_.hidden_size, "a router has other columns than the stream");
-    require(op.used <= op.matrix.weight.size, "a router chooses more experts than it has");
-    if (op.matrix.bias) check_vector(*op.matrix.bias, op.matrix.weight.size, "a bias");
-    check_norms(op);
-    channels_of(Value::routes) = op.used;
-    experts_ = op.matrix.weight.size;
+  void check(SharedExpert& op) {
+    require(channels_of(Value::output) > 0, "a shared expert adds to an output that is not written");
+    require(!op.products.empty(), "a shared expert without products");
+    for (Product& product : op.products) {
+      require(!product.chosen, "a shared expert chooses no experts");
+      check(product);
+      require((product.writes == Value::output) == (&product == &op.products.back()),
+              "a shared expert's last product, and no other, writes the output");
+    }
+    require(op.products.back().activation == Activation::kNone && !op.products.back().gated,
+            "a shared expert's last product has an activation");
+    if (!op.gate) return;
+    check_matrix(op.gate->weight, "a shared expert's gate");
+    require(op.gate->weight.columns == plan_.hidden_size && op.gate->weight.size == 1,
+            "a shared expert's gate is not one row of the stream's size");
+    if (op.gate->bias) check_vector(*op.gate->bias, 1, "a bias");
+  }
+
+  void check_blocks(const Product& product) {
+    require(product.blocks->count <= kMostExperts, "too many blocks");
+    require(columns(product) <= product.blocks->step, "the blocks of a product overlap in what they read");
+    require(!product.chosen && !product.gated && !product.norm && product.activation == Activation::kNone,
+            "a product of blocks is gated, normed or of experts");
+    for (const Matrix& matrix : product.matrices) require(!matrix.bias, "a product of blocks has a bias");
+  }
+
+  void check_router(Matrix& matrix, std::optional<Norm>& norm, int used) {
+    check_matrix(matrix.weight, "a router");
+    require(matrix.weight.columns == plan_.hidden_size, "a router has other columns than the stream");
+    require(used <= matrix.weight.size, "a router chooses more experts than it has");
+    if (matrix.bias) check_vector(*matrix.bias, matrix.weight.size, "a bias");
+    check_norm(norm, plan_.hidden_size);
+    channels_of(Value::routes) = used;
+    experts_ = matrix.weight.size;
+  }
+
+  void check(Route& op) { check_router(op.matrix, op.norm, op.used); }
+
+  void check(SigmoidRoute& op) {
+    check_router(op.matrix, op.norm, op.used);
+    if (op.correction) check_vector(*op.correction, op.matrix.weight.size, "a correction");
+    require(op.groups == 1 || op.matrix.weight.size % op.groups == 0, "a router's groups differ in size");
+    const int64_t each = op.matrix.weight.size / op.groups;
+    require(op.groups == 1 || each >= 2, "a router's groups have less than two experts");
+    require(op.groups_used <= op.groups && op.used <= op.groups_used * each,
+            "a router chooses from too few groups of experts");
   }
 
   void check(Attend& op) {
@@ -245,6 +289,37 @@ class Reader {
     if (op.sinks) check_vector(*op.sinks, op.heads, "sinks");
     require(channels_of(Value::projected) == projected(op),
             "attention reads another number of channels than are projected");
+    channels_of(Value::attended) = width(op);
+  }
+
+  void check(LatentKeep& op) {
+    check_vector(op.norm.gain, op.rank, "a norm");
+    require(channels_of(Value::projected) == op.rank + rotating_channels(op.rotary, plan_),
+            "latents have another size than what is projected");
+  }
+
+  void check(LatentAttend& op) {
+    const int64_t rotating = rotating_channels(op.rotary, plan_);
+    require(op.heads <= kMostHeads && op.rank <= kMostHeads && op.still <= kMostHeads, "too many heads");
+    require(channels_of(Value::projected) == op.rank + rotating &&
+                channels_of(Value::queries) == op.heads * (op.still + rotating) &&
+                channels_of(Value::absorbed) == (int64_t)op.heads * op.rank,
+            "latent attention reads another number of channels than are projected");
+    channels_of(Value::attended) = (int64_t)op.heads * op.rank;
+  }
+
+  void check(DeltaNet& op) {
+    require(op.key_heads <= kMostHeads && op.value_heads <= kMostHeads && op.key_dim <= kMostHeads &&
+                op.value_dim <= kMostHeads,
+            "too many heads");
+    require(op.value_heads % op.key_heads == 0, "value heads are not a multiple of key heads");
+    require(op.convolution.columns == 0 && op.convolution.size % channels(op) == 0,
+            "a convolution has other channels than its heads");
+    check_vector(op.decay, op.value_heads, "decays");
+    check_vector(op.step, op.value_heads, "steps");
+    check_vector(op.norm.gain, op.value_dim, "a norm");
+    require(channels_of(Value::projected) == projected(op),
+            "DeltaNet reads another number of channels than are projected");
     channels_of(Value::attended) = width(op);
   }
 
@@ -325,6 +400,32 @@ class Reader {
 };
 
 }  // namespace
+
+std::vector<KeptArray> kept_arrays(const Plan& plan) {
+  std::vector<KeptArray> found;
+  const auto add = [&](int layer, Kept kind, std::vector<int64_t> shape) { found.push_back({layer, kind, shape}); };
+  const auto add_delta = [&](int layer, const DeltaNet& op) {
+    const int64_t heads = op.key_heads;
+    const auto fixed = [&](Kept kind, KeptType type, std::vector<int64_t> shape) {
+      found.push_back({layer, kind, shape, type, true});
+    };
+    fixed(Kept::base, KeptType::integers, {heads});
+    fixed(Kept::entries, KeptType::floats, {heads, 2 * stretch_floats(op)});
+    fixed(Kept::inputs, KeptType::cached, {heads, kept_inputs(op), head_channels(op)});
+    fixed(Kept::state, KeptType::floats, {heads, delta_width(op) / 16, op.key_dim, 16});
+  };
+  for (int layer = 0; layer < plan.num_layers(); layer++)
+    for (int m = 2 * layer; m < 2 * layer + 2; m++)
+      for (const Op& op : plan.module(m).ops) {
+        if (const auto* attend = std::get_if<Attend>(&op))
+          for (const Kept kind : {Kept::keys, Kept::values}) add(layer, kind, {attend->kv_heads, attend->head_dim});
+        if (const auto* keep = std::get_if<LatentKeep>(&op))
+          add(layer, Kept::latents, {keep->rank + rotating_channels(keep->rotary, plan)});
+        if (const auto* delta = std::get_if<DeltaNet>(&op)) add_delta(layer, *delta);
+      }
+  std::stable_sort(found.begin(), found.end(), [](const KeptArray& a, const KeptArray& b) { return a.kind < b.kind; });
+  return found;
+}
 
 Plan decode(const int32_t* words, int64_t num_words, const float* floats, int64_t num_floats) {
   return Reader(words, num_words, floats, num_floats).plan();

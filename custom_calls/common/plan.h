@@ -24,7 +24,7 @@ struct Weight {
   int64_t offset, stride;      // -1 and 0 of a matrix
   std::vector<int64_t> shape;  // of one lane's share, of one expert's
 
-  bool is_matrix() const { return shape.size() > 1; }
+  bool is_matrix() const { return offset < 0; }
   int64_t copies() const { return experts > 0 ? experts : 1; }  // in each lane
   int64_t elements() const;                                     // of one lane's share, of all experts
 };
@@ -32,7 +32,7 @@ struct Weight {
 // A weight of an op.
 struct Array {
   int number;              // in Plan::weights
-  int64_t size, columns;   // of one copy: elements of a vector and 0, or rows and columns of a matrix
+  int64_t size, columns;   // of one copy: elements of a small weight and 0, or rows and columns of a matrix
   int64_t offset, stride;  // as in Weight
   int64_t experts;         // likewise
 };
@@ -59,11 +59,30 @@ inline int64_t read_experts(const Product& product) {
 inline int64_t written_experts(const Product& product) {
   return product.chosen && !product.chosen->summed ? product.chosen->used : 1;
 }
+// Of a block-diagonal product; others are one block.
+inline int blocks(const Product& product) { return product.blocks ? product.blocks->count : 1; }
 
 // Channels of attention's result, and of the queries, keys and values that it reads. Gates follow the values.
 inline int64_t width(const Attend& op) { return (int64_t)op.heads * op.head_dim; }
 inline int64_t values_end(const Attend& op) { return ((int64_t)op.heads + 2 * (int64_t)op.kv_heads) * op.head_dim; }
 inline int64_t projected(const Attend& op) { return values_end(op) + (op.attention_gate ? width(op) : 0); }
+
+// DeltaNet: channels of a key head in the convolution, and rows of it and of its gates in what is projected; where the
+// steps begin there.
+inline int64_t ratio(const DeltaNet& op) { return op.value_heads / op.key_heads; }
+inline int64_t head_channels(const DeltaNet& op) { return 2 * (int64_t)op.key_dim + ratio(op) * op.value_dim; }
+inline int64_t head_rows(const DeltaNet& op) { return head_channels(op) + ratio(op) * op.value_dim; }
+inline int64_t channels(const DeltaNet& op) { return op.key_heads * head_channels(op); }
+inline int64_t taps(const DeltaNet& op) { return op.convolution.size / channels(op); }
+inline int64_t width(const DeltaNet& op) { return (int64_t)op.value_heads * op.value_dim; }
+inline int64_t steps_begin(const DeltaNet& op) { return op.key_heads * head_rows(op); }
+inline int64_t projected(const DeltaNet& op) { return steps_begin(op) + 2 * (int64_t)op.value_heads; }
+// What it keeps between tokens, as custom_calls/plan.py says: entries of positions, floats of a key head's deltas at
+// one of them and of a stretch of entries, positions of the convolution's inputs.
+constexpr int kEntries = 16;
+inline int64_t delta_width(const DeltaNet& op) { return ratio(op) * ((op.value_dim + 15) / 16 * 16); }
+inline int64_t stretch_floats(const DeltaNet& op) { return kEntries * (op.key_dim + delta_width(op) + ratio(op)); }
+inline int64_t kept_inputs(const DeltaNet& op) { return taps(op) - 1 + kEntries; }
 
 struct Part {
   int module;
@@ -102,6 +121,33 @@ struct Plan : DecoderOps {
     return time % 2 == 0 ? layer.attention : layer.feed_forward;
   }
 };
+
+// Channels that rotate.
+inline int64_t rotating_channels(const RotaryIndex& rotary, const Plan& plan) {
+  return 2 * (int64_t)plan.rotaries[rotary.index].frequencies.size();
+}
+
+// What layers keep between tokens.
+enum class Kept { keys, values, latents, base, entries, inputs, state };
+constexpr int kKept = 7;
+enum class KeptType { cached, floats, integers };  // in the dtype of the cache; float32; int32
+struct KeptArray {
+  int layer;
+  Kept kind;
+  std::vector<int64_t> shape;  // of an entry, in one lane
+  KeptType type = KeptType::cached;
+  bool fixed = false;  // one entry, of the text; otherwise one for each position
+
+  int64_t elements() const {
+    int64_t count = 1;
+    for (const int64_t size : shape) count *= size;
+    return count;
+  }
+  // Of an entry in one lane; width: bytes of a value of the cache.
+  int64_t bytes(int64_t width) const { return elements() * (type == KeptType::cached ? width : 4); }
+};
+// All of a plan, in the order of a call's operands (custom_calls/decode.py): by kind, then by layer.
+std::vector<KeptArray> kept_arrays(const Plan& plan);
 
 // Throws std::runtime_error for words that are damaged or do not fit together.
 Plan decode(const int32_t* words, int64_t num_words, const float* floats, int64_t num_floats);

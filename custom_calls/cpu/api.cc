@@ -24,7 +24,7 @@ struct Operands {
   const float* settings;                    // temperature, top_p, min_p, repetition_penalty
   const uint32_t* key;
   int64_t num_stops, capacity, top;
-  std::vector<char*> caches;  // keys of each layer, then values
+  std::vector<char*> caches;  // in the order of plan::kept_arrays
   uint8_t* seen;
   int32_t *tokens, *top_tokens, *state;  // state: tokens drawn, how it ended, position of the next token
   float *logprobs, *top_logprobs, *logits;
@@ -75,18 +75,20 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
       return ffi::Error::InvalidArgument("token " + std::to_string(token) + " is outside the vocabulary of " +
                                          std::to_string(model.vocab_size));
   const int local = model.lanes / (int)devices.size();
-  for (int layer = 0; layer < model.num_layers(); layer++) {
-    const plan::Attend& attend = decoder.attend_of(layer);
-    const int64_t position = (int64_t)attend.kv_heads * attend.head_dim * bytes_of((Dtype)model.cache_dtype);
+  for (size_t i = 0; i < decoder.kept().size(); i++) {
+    const plan::KeptArray& array = decoder.kept()[i];
+    const int64_t width = array.bytes(bytes_of((Dtype)model.cache_dtype));
     for (int lane = 0; lane < model.lanes; lane++) {
-      const std::vector<char*>& caches = devices[lane / local].caches;
-      call.keys.push_back(caches[layer] + lane % local * first.capacity * position);
-      call.values.push_back(caches[model.num_layers() + layer] + lane % local * first.capacity * position);
+      char* const own = devices[lane / local].caches[i] + lane % local * (array.fixed ? 1 : first.capacity) * width;
+      call.caches.push_back(own);
+      if (!decoder.recurrent()) call.widths.push_back(width);
     }
   }
   End end;
   try {
     end = decoder.run(call, number);
+  } catch (const std::invalid_argument& e) {
+    return ffi::Error::InvalidArgument(e.what());
   } catch (const std::exception& e) {
     return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, e.what());
   }
@@ -158,6 +160,19 @@ ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, in
 
 ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
 
+ffi::DataType type_of(const plan::KeptArray& array, const plan::Plan& model) {
+  if (array.type != plan::KeptType::cached) return array.type == plan::KeptType::floats ? ffi::F32 : ffi::S32;
+  return model.cache_dtype == 0 ? ffi::F32 : model.cache_dtype == 1 ? ffi::BF16 : ffi::F16;
+}
+
+// Whether a device's array has lanes of these. positions: -1 if they are not known yet.
+bool fits(const plan::KeptArray& array, ffi::Span<const int64_t> shape, int64_t lanes, int64_t positions) {
+  const std::vector<int64_t>& entry = array.shape;
+  return shape.size() == 3 + entry.size() && shape[0] == lanes && shape[1] == 1 &&
+         std::equal(entry.begin(), entry.end(), shape.begin() + 3) &&
+         (array.fixed ? shape[2] == 1 : positions < 0 || shape[2] == positions);
+}
+
 ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devices,
                   ffi::Span<const int32_t> position_of_device, ffi::BufferR1<ffi::S32> prompt,
                   ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings, ffi::BufferR1<ffi::U32> key,
@@ -187,28 +202,31 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
                  " devices of the decode call");
   if (control.typed_data()[0] < 1 || control.typed_data()[0] > (int64_t)prompt.element_count())
     return wrong("the prompt's length is not between 1 and the size of its array");
-  if ((int64_t)seen.element_count() != model.vocab_size || (int64_t)caches.size() != 2 * model.num_layers() ||
+  if ((int64_t)seen.element_count() != model.vocab_size || caches.size() != decoder->kept().size() ||
       caches_after.size() != caches.size())
     return wrong(
-        "seen must have an element for each token of the vocabulary, and there must be keys and values of every layer");
+        "seen must have an element for each token of the vocabulary, and there must be all that the layers keep");
   if (seen.untyped_data() != seen_after->untyped_data())
     return wrong("the decode call's `seen` was not donated: it is updated in place");
   Operands operands{};
+  operands.capacity = -1;
   for (size_t i = 0; i < caches.size(); i++) {
     const auto before = caches.get<ffi::AnyBuffer>(i);
     auto after = caches_after.get<ffi::AnyBuffer>(i);
     if (!before.has_value() || !after.has_value()) return wrong("cache " + std::to_string(i) + " cannot be read");
     const auto shape = before->dimensions();
-    const plan::Attend& attend = decoder->attend_of((int)i % model.num_layers());
-    const auto dtype = model.cache_dtype == 0 ? ffi::F32 : model.cache_dtype == 1 ? ffi::BF16 : ffi::F16;
-    if (before->element_type() != dtype || shape.size() != 5 || shape[0] * devices != model.lanes || shape[1] != 1 ||
-        shape[3] != attend.kv_heads || shape[4] != attend.head_dim || (i > 0 && shape[2] != operands.capacity))
-      return wrong("cache " + std::to_string(i) +
-                   " does not fit the model: its shape must be [lanes, 1, positions, kv heads, head size] per device");
+    const plan::KeptArray& array = decoder->kept()[i];
+    if (before->element_type() != type_of(array, model) ||
+        !fits(array, shape, model.lanes / devices, operands.capacity))
+      return wrong("cache " + std::to_string(i) + " does not fit the model: its shape must be [lanes, 1, " +
+                   (array.fixed                         ? "1, what DeltaNet keeps of each lane"
+                    : array.kind == plan::Kept::latents ? "positions, channels of a latent"
+                                                        : "positions, kv heads, head size") +
+                   "] per device");
     if (before->untyped_data() != (*after)->untyped_data())
       return wrong(
           "the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
-    operands.capacity = shape[2];
+    if (!array.fixed) operands.capacity = shape[2];
     operands.caches.push_back((char*)before->untyped_data());
   }
   operands.prompt = prompt.typed_data();
@@ -305,7 +323,7 @@ int64_t laneformer_map_quantized(int64_t id, int32_t product, const int64_t* pie
   });
 }
 
-void laneformer_begin(int64_t id, int32_t slot) { sessions.find(id)->schedule().begin(slot); }
+int64_t laneformer_begin(int64_t id, int32_t slot) { return sessions.find(id)->schedule().begin(slot); }
 int32_t laneformer_wait(int64_t id, int32_t slot, int32_t have, int32_t timeout_ms) {
   return sessions.find(id)->wait(have, timeout_ms, slot);
 }
@@ -331,6 +349,14 @@ void laneformer_drawn(int64_t id, int32_t slot, int32_t first, int32_t count, in
   copy(answer.times_ns, times_ns, 1);
   copy(answer.top_tokens, top_tokens, top);
   copy(answer.top_logprobs, top_logprobs, top);
+}
+
+// Of the same tokens: whether each was a right draft, and how many other calls had rows in its pass.
+void laneformer_origins(int64_t id, int32_t slot, int32_t first, int32_t count, uint8_t* drafted, uint8_t* others) {
+  const auto decoder = sessions.find(id);
+  const Answer& answer = decoder->slot(slot).answer;
+  std::copy_n(answer.drafted.begin() + first, count, drafted);
+  std::copy_n(answer.others.begin() + first, count, others);
 }
 
 // Drafts of a pass at most, the prices of passes of 1, 2, ... kMostRows rows, and whether passes correct them.
@@ -368,6 +394,22 @@ int64_t laneformer_give_adjustment(int64_t id, int32_t slot, float presence, flo
     return (int64_t)0;
   });
 }
+
+// Of the next call of a slot: another slot, the number of the call there, and the positions that both have in common.
+int64_t laneformer_give_source(int64_t id, int32_t slot, int32_t of, int64_t number, int64_t positions, char* error,
+                               int64_t size) {
+  return guarded(error, size, [&] {
+    const auto decoder = sessions.find(id);
+    if (decoder->recurrent())
+      throw std::runtime_error(
+          "a call cannot copy a recurrent state from one that runs: take a whole text that has ended");
+    decoder->schedule().give_source(slot, {of, number, positions});
+    return (int64_t)0;
+  });
+}
+
+// Positions that the running or last call of a slot has copied from another one; after its first token.
+int64_t laneformer_copied(int64_t id, int32_t slot) { return sessions.find(id)->slot(slot).copied; }
 
 // Of a slot's running call: which tokens its next one may be, a bit for each.
 int64_t laneformer_give_mask(int64_t id, int32_t slot, int32_t number, const uint32_t* words, int64_t count,

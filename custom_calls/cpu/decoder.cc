@@ -66,7 +66,25 @@ void Decoder::lead(const Slot& slot) {
 }
 
 End Decoder::run(const Call& call, int number) {
+  check_states(call);
   return state_.schedule.run(number, call, [&](const Slot& slot) { lead(slot); });
+}
+
+// A base of a recurrent state must be that of the call's first position; at position 0 any is.
+void Decoder::check_states(const Call& call) const {
+  if (call.start == 0) return;
+  const auto is_before = [&](int32_t base) { return base <= call.start && call.start < base + 2 * plan::kEntries; };
+  for (size_t i = 0; i < kept().size(); i++) {
+    const plan::KeptArray& array = kept()[i];
+    if (array.kind != plan::Kept::base) continue;
+    for (int lane = 0; lane < state_.plan.lanes; lane++) {
+      const auto* bases = (const int32_t*)call.caches[i * state_.plan.lanes + lane];
+      if (!std::all_of(bases, bases + array.elements(), is_before))
+        throw std::invalid_argument("the recurrent state of layer " + std::to_string(array.layer) +
+                                    " is not that before position " + std::to_string(call.start) +
+                                    ": start at the end of the text that it has, or at position 0");
+    }
+  }
 }
 
 // Answers whose drafts are all right, because they are forced, in caches for nothing else. In the middle of a text, so
@@ -82,19 +100,23 @@ std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passe
                              " rows do not fit the context of " + std::to_string(model.context));
   Call call;
   call.prompt = {0};
-  call.start = std::min<int64_t>(kUsual, (model.context - longest) / 2);
+  call.start = std::min<int64_t>(kUsual, (model.context - longest) / 2) / plan::kEntries * plan::kEntries;
   call.sampling = {0, 1, 0, 1, 0, {0, 0}};
   std::vector<uint8_t> seen(model.vocab_size);
   call.seen = seen.data();
   std::vector<Region> caches;
-  for (auto* parts : {&call.keys, &call.values})
-    for (int layer = 0; layer < model.num_layers(); layer++)
-      for (int lane = 0; lane < model.lanes; lane++) {
-        const plan::Attend& attend = attend_of(layer);
-        caches.emplace_back((call.start + longest) * attend.kv_heads * attend.head_dim * bytes_of(state_.cache));
-        std::memset(caches.back().data, 0, caches.back().bytes);  // pages never written share one
-        parts->push_back(caches.back().data);
-      }
+  for (const plan::KeptArray& array : kept())
+    for (int lane = 0; lane < model.lanes; lane++) {
+      caches.emplace_back((array.fixed ? 1 : call.start + longest) * array.bytes(bytes_of(state_.cache)));
+      std::memset(caches.back().data, 0, caches.back().bytes);  // pages never written share one
+      call.caches.push_back(caches.back().data);
+    }
+  const auto begin_states = [&] {
+    for (size_t i = 0; i < caches.size(); i++) {
+      const plan::KeptArray& array = kept()[i / model.lanes];
+      if (array.kind == plan::Kept::base) std::fill_n((int32_t*)caches[i].data, array.elements(), (int32_t)call.start);
+    }
+  };
   Speculation& speculation = call.speculation;
   for (int64_t i = 0; i < longest; i++)  // far from each other: experts, rows of the embedding table
     speculation.forced.push_back((int32_t)(i * 7919 % model.vocab_size));
@@ -104,6 +126,7 @@ std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passe
     for (size_t i = 0; i < rows.size(); i++) {
       call.limit = 1 + passes * rows[i];
       speculation.most = rows[i] - 1;
+      begin_states();
       run(call);
       const auto time = [&](int pass) { return slot().answer.times_ns[pass * rows[i]]; };
       for (int pass = 0; pass < passes; pass++)
@@ -169,6 +192,10 @@ double Decoder::read_pass() {
 
 void Decoder::trace(int64_t spans) {
   for (auto& worker : workers_) worker->trace(spans);
+}
+
+bool Decoder::recurrent() const {
+  return std::any_of(kept().begin(), kept().end(), [](const plan::KeptArray& array) { return array.fixed; });
 }
 
 const std::vector<Span>& Decoder::spans(int worker) const { return workers_.at(worker)->spans(); }

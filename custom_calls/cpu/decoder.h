@@ -29,7 +29,8 @@ class Decoder {
   static constexpr int kEmbedding = -1;
   double
   read_pass();  // seconds in which all workers read their weights once, and do nothing else: the bound of decoding
-  // The whole answer, beside those of other slots; throws std::runtime_error when a worker does not come.
+  // The whole answer, beside those of other slots; throws std::runtime_error when a worker does not come, and
+  // std::invalid_argument for a recurrent state of another position.
   End run(const Call&, int slot = 0);
   // What passes cost that draw from these numbers of rows: seconds of the fastest of some times `passes` passes.
   std::vector<double> time_passes(const std::vector<int>& rows, int passes);
@@ -55,7 +56,8 @@ class Decoder {
 
   const plan::Plan& plan() const { return state_.plan; }
   const Options& options() const { return state_.options; }
-  const plan::Attend& attend_of(int layer) const { return state_.attend_of(layer); }
+  const std::vector<plan::KeptArray>& kept() const { return state_.kept; }
+  bool recurrent() const;  // whether layers keep a state of the whole text, which cannot be cut
   const char* instructions() const { return state_.instructions.name; }
   int threads() const { return (int)workers_.size(); }
   int64_t packed_bytes() const;
@@ -68,6 +70,7 @@ class Decoder {
 
  private:
   void check_tokens(const std::vector<int32_t>& tokens, int32_t least) const;
+  void check_states(const Call&) const;
   void find_places();
   void lead(const Slot& slot);
   void on_all(const std::function<void(int)>&);

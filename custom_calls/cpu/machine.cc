@@ -56,13 +56,16 @@ std::vector<InstructionSet> instruction_sets(const AmxQueries& amx) {
                   __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                   __builtin_cpu_supports("avx512cd");
   const bool vnni = v4 && __builtin_cpu_supports("avx512vnni");
-  const bool dot = vnni && __builtin_cpu_supports("avx512bf16");
-  if (dot) sets.push_back({"avx512_bf16", &laneformer_kernels_avx512_bf16, &laneformer_quantized_avx512_vnni});
-  if (vnni) sets.push_back({"avx512_vnni", &laneformer_kernels_avx512, &laneformer_quantized_avx512_vnni});
-  if (v4) sets.push_back({"avx512", &laneformer_kernels_avx512, &laneformer_quantized_avx512});
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    sets.push_back({"avx2", &laneformer_kernels_avx2, &laneformer_quantized_avx2});
-  sets.push_back({"portable", &laneformer_kernels_portable, &laneformer_quantized_portable});
+  const bool dot = vnni && __builtin_cpu_supports("avx512bf16") && &laneformer_kernels_avx512_bf16;
+  const auto add = [&](bool able, const InstructionSet& set) {
+    if (able && set.kernels && set.quantized) sets.push_back(set);  // null: not compiled
+  };
+  add(dot, {"avx512_bf16", &laneformer_kernels_avx512_bf16, &laneformer_quantized_avx512_vnni});
+  add(vnni, {"avx512_vnni", &laneformer_kernels_avx512, &laneformer_quantized_avx512_vnni});
+  add(v4, {"avx512", &laneformer_kernels_avx512, &laneformer_quantized_avx512});
+  add(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"),
+      {"avx2", &laneformer_kernels_avx2, &laneformer_quantized_avx2});
+  add(true, {"portable", &laneformer_kernels_portable, &laneformer_quantized_portable});
   if ((dot || laneformer_emulates_amx()) && amx.in_processor() && amx.in_system() && amx.permitted() && amx.agrees())
     sets.push_back({"amx", laneformer_kernels_amx(sets[0].kernels), sets[0].quantized});  // by its name only
   return sets;

@@ -218,6 +218,10 @@ void Worker::accept(const Run& run, const float* largest, float cost) {
     if (stop || (i + 1 < run.rows && token != pass_->tokens[run.place_of(i + 1)])) break;
   }
   const int drawn = slot.drawn - before;
+  for (int i = 0; i < drawn; i++) {  // all but the last one were drafts
+    slot.answer.drafted[before + i] = i < drawn - 1;
+    slot.answer.others[before + i] = (uint8_t)(pass_->runs - 1);
+  }
   if (before > 0) count(slot, run.rows, drawn);
   slot.stopped = stop || slot.drawn == call.limit;
   slot.end = stop ? End::stop : End::length;

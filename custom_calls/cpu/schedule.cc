@@ -1,12 +1,15 @@
 #include "schedule.h"
 
 #include <algorithm>
+#include <chrono>
+#include <cstring>
 #include <stdexcept>
 #include <utility>
 
 namespace laneformer {
 
-constexpr int64_t kIdleNs = 2'000'000;  // between two looks for calls and masks while no call can go on
+constexpr int64_t kIdleNs = 2'000'000;                // between two looks for calls and masks while no call can go on
+constexpr std::chrono::milliseconds kAnnounced{100};  // for a call that was announced to begin
 
 void Pass::add(Slot& slot, const int32_t* of, int count, int64_t start, int drawing) {
   run[runs++] = {&slot, positions, count, start, rows, drawing};
@@ -31,14 +34,17 @@ Slot& Schedule::slot(int number) {
   return *slots_[number];
 }
 
-void Schedule::begin(int number) {
+int64_t Schedule::begin(int number) {
   Slot& of = slot(number);
   const std::lock_guard<std::mutex> lock(lock_);
   of.armed = true;
+  of.source = {};
+  of.number = ++calls_;
   of.cancel.store(0);
   of.count.raise(0);
   of.masks.raise(0);
   of.done.store(0);
+  return of.number;
 }
 
 void Schedule::settle(int number) {
@@ -48,6 +54,7 @@ void Schedule::settle(int number) {
   if (of.running) return;  // another call
   of.armed = false;
   of.done.store(1, std::memory_order_release);
+  changed_.notify_all();
 }
 
 void Schedule::speculate(int most, const float* prices, bool corrected) {
@@ -90,6 +97,13 @@ Adjustment Schedule::take_adjustment(int number) {
   return std::exchange(of.adjustment, {});
 }
 
+void Schedule::give_source(int number, const Source& source) {
+  Slot& of = slot(number);
+  if (source.slot >= 0) slot(source.slot);
+  const std::lock_guard<std::mutex> lock(lock_);
+  of.source = source;
+}
+
 // ------------------------------------------------------------------------------------------------------------ leading
 
 Slot& Schedule::enter(int number, const Call& call) {
@@ -104,19 +118,41 @@ Slot& Schedule::enter(int number, const Call& call) {
   of.answer.tokens.resize(call.limit);
   of.answer.logprobs.resize(call.limit);
   of.answer.times_ns.resize(call.limit);
+  of.answer.drafted.resize(call.limit);
+  of.answer.others.resize(call.limit);
   of.answer.top_tokens.resize((int64_t)call.limit * call.top);
   of.answer.top_logprobs.resize(of.answer.top_tokens.size());
   of.drafting = {};
   of.shared = 0;
   of.drawn = 0;
-  of.absorbed = 0;
-  of.stopped = of.ended = of.deferred = false;
+  of.absorbed = of.known = of.copied = 0;
+  of.stopped = of.deferred = false;
   of.end = End::length;
-  const std::lock_guard<std::mutex> lock(lock_);
+  std::unique_lock<std::mutex> lock(lock_);
+  follow(lock, of);
+  of.ended = false;
   of.armed = false;
   waiting_.push_back(&of);
   arrived_.store((int)waiting_.size());
+  changed_.notify_all();
   return of;
+}
+
+// Makes a call wait for what it has in common with another one, which came before it. That one may have been announced
+// a moment ago only.
+void Schedule::follow(std::unique_lock<std::mutex>& lock, Slot& slot) {
+  const Source source = std::exchange(slot.source, {});
+  if (source.slot < 0 || slots_[source.slot].get() == &slot || slot.call->widths.empty()) return;
+  Slot& other = *slots_[source.slot];
+  const auto of_call = [&] { return other.number == source.call; };
+  const auto runs = [&] { return of_call() && other.running && !other.ended; };
+  changed_.wait_for(lock, kAnnounced, [&] { return !of_call() || !other.armed || runs(); });
+  const int64_t last = slot.call->start + (int64_t)slot.call->prompt.size() - 1;  // its logits are needed
+  slot.common = std::min(source.positions, last);
+  if (!runs() || slot.common <= slot.call->start) return;
+  slot.from = &other;
+  following_.push_back(&slot);
+  followers_.store((int)following_.size());
 }
 
 bool Schedule::become_leader(const Slot& slot) {
@@ -135,7 +171,7 @@ void Schedule::wait_for_lead() {
 void Schedule::leave_lead(const std::string& reason) {
   if (!reason.empty()) {
     for (Slot* slot : running_) {
-      if (!slot->stopped) slot->end = End::failed, slot->reason = reason;
+      if (!slot->stopped) slot->stopped = true, slot->end = End::failed, slot->reason = reason;
       stopped_.push_back(slot);
     }
     running_.clear();
@@ -146,9 +182,35 @@ void Schedule::leave_lead(const std::string& reason) {
   changed_.notify_all();
 }
 
+// Copies what the call that a slot follows has filled. Positions are final once a pass has filled them: the other
+// call's workers only read them.
+void Schedule::copy(Slot& slot) {
+  Slot& other = *slot.from;
+  const Call &to = *slot.call, &of = *other.call;
+  const int64_t first = to.start + slot.absorbed, last = std::min(slot.common, other.filled());
+  if (first < last && other.end != End::failed) {
+    for (size_t i = 0; i < to.widths.size(); i++) {
+      const int64_t begin = first * to.widths[i], bytes = (last - first) * to.widths[i];
+      std::memcpy((char*)to.caches[i] + begin, (const char*)of.caches[i] + begin, bytes);
+    }
+    slot.absorbed += last - first;
+    slot.copied += last - first;
+  }
+  if (last == slot.common || other.draws() || other.deferred || other.stopped) slot.from = nullptr;
+}
+
 void Schedule::publish() {
-  if (stopped_.empty()) return;
+  if (stopped_.empty() && followers_.load(std::memory_order_relaxed) == 0) return;
   const std::lock_guard<std::mutex> lock(lock_);
+  for (Slot* slot : following_)
+    if (slot->stopped || slot->end == End::failed) {
+      slot->from = nullptr;
+    } else {
+      copy(*slot);
+    }
+  following_.erase(std::remove_if(following_.begin(), following_.end(), [](Slot* slot) { return !slot->from; }),
+                   following_.end());
+  followers_.store((int)following_.size());
   for (Slot* slot : stopped_) {
     slot->ended = true;
     slot->done.store(1, std::memory_order_release);
@@ -216,15 +278,26 @@ void Schedule::admit() {
   arrived_.store((int)waiting_.size());
 }
 
-// Positions of a prompt beside that many rows of other calls: as many as these allow, at least one.
-int Schedule::prompt_rows(int beside) const {
-  int most = kBlock - beside;
-  while (beside > 0 && most > 1 && price(beside + most) > most_slowdown_) most--;
-  return most;
+// Positions of a prompt beside that many rows of other calls, at least one. On average passes may take as long as these
+// calls allow: where a larger pass makes more of the time, short ones save for it.
+int Schedule::prompt_rows(int beside) {
+  if (beside == 0) return kBlock;
+  const double least = price(beside + 1), room = most_slowdown_ - least;
+  int best = 1;
+  double most = 1;  // positions in a pass of the average length
+  for (int count = 2; count <= kBlock - beside && room > 0; count++) {
+    const double more = price(beside + count) - least;
+    const double found = 1 + (count - 1) * (more > room ? room / more : 1);
+    if (found > most) best = count, most = found;
+  }
+  const double over = price(beside + best) - most_slowdown_;
+  const int count = over <= credit_ ? best : 1;
+  credit_ = std::min(room, credit_ + most_slowdown_ - price(beside + count));
+  return count;
 }
 
-// Calls whose masks are missing have no rows. Rows in order of right: the next token of each call, then positions of
-// the prompt that came first, then drafts.
+// Calls whose masks are missing have no rows, nor have those that wait for keys and values of others. Rows in order of
+// right: the next token of each call, then positions of the prompt that came first, then drafts.
 void Schedule::plan(const Slot& leader, const Pass& last, Pass& next) {
   for (int i = 0; i < last.runs; i++) {
     Slot& slot = *last.run[i].slot;
@@ -271,13 +344,14 @@ void Schedule::plan(const Slot& leader, const Pass& last, Pass& next) {
     next.add(*slot, tokens, 1 + drafts, call.start + (int64_t)call.prompt.size() + slot->drawn - 1, 1 + drafts);
   }
   for (Slot* slot : running_) {
-    if (slot->deferred || slot->draws()) continue;
+    if (slot->deferred || slot->draws() || slot->from) continue;
     const Call& call = *slot->call;
     const int64_t rest = (int64_t)call.prompt.size() - slot->absorbed;
     const int count = (int)std::min<int64_t>(rest, drawing ? prompt_rows(drawing) : kBlock - next.positions);
     if (count == 0) break;
     const int32_t* const tokens = call.prompt.data() + slot->absorbed;
-    for (int i = 0; i < count && call.speculation.most > 0; i++) slot->drafts.add(tokens[i]);
+    for (; slot->known < slot->absorbed + count && call.speculation.most > 0; slot->known++)
+      slot->drafts.add(call.prompt[slot->known]);
     next.add(*slot, tokens, count, call.start + slot->absorbed, count == rest);
     if (drawing) break;
   }

@@ -35,7 +35,8 @@ struct Call {
   int32_t limit = 0, top = 0;
   Sampling sampling{};
   std::vector<int32_t> stops;
-  std::vector<void*> keys, values;   // [layers][lanes] -> [t][kv_heads][head_dim]
+  std::vector<void*> caches;         // [kept arrays][lanes] -> [t][entry], in the order of plan::kept_arrays
+  std::vector<int64_t> widths;       // of each: bytes of an entry, where calls copy from others; else empty
   uint8_t* seen = nullptr;           // [vocab], updated
   float* logits = nullptr;           // [limit][vocab] or null: for tests
   Adjustment* adjustment = nullptr;  // updated; null: none
@@ -45,6 +46,13 @@ struct Call {
   bool filtered() const {
     return sampling.temperature > 0 && (sampling.top_k > 0 || sampling.top_p < 1 || sampling.min_p > 0);
   }
+};
+
+// The beginning of a call's text that another call, which runs, has as well: its keys and values are copied.
+struct Source {
+  int slot = -1;          // of the other call; -1: none
+  int64_t call = 0;       // its number, which `begin` gave
+  int64_t positions = 0;  // that both have
 };
 
 enum class End : int32_t { length = 0, stop = 1, cancelled = 2, failed = 3 };
@@ -63,6 +71,7 @@ struct Answer {  // a place for each token of a call
   std::vector<int32_t> tokens, top_tokens;
   std::vector<float> logprobs, top_logprobs;
   std::vector<int64_t> times_ns;
+  std::vector<uint8_t> drafted, others;  // whether it was a right draft; other calls with rows in its pass
 };
 
 // A slot runs one call after the other. Its tokens are read while the call runs.
@@ -75,8 +84,13 @@ struct Slot {
   bool armed = false;          // for a call that is announced
   Speculation texts;           // of the next call, and the most drafts of its passes
   Adjustment adjustment;       // of the next call
-  // Of the running call, written by worker 0 alone. The schedule's lock guards `ended` and `running`.
-  bool running = false, ended = false;
+  Source source;               // of the next call
+  // Of the running call, written by worker 0 alone. The schedule's lock guards the next three.
+  int64_t number = 0;  // of the call, and of its announcement
+  bool running = false, ended = true;
+  Slot* from = nullptr;  // the call whose keys and values it waits for
+  int64_t common = 0;    // positions that it has in common with that
+  int64_t copied = 0;    // positions that were copied
   const Call* call = nullptr;
   Answer answer;
   Drafts drafts;
@@ -84,6 +98,7 @@ struct Slot {
   int64_t shared = 0;  // passes with rows of other calls
   int32_t drawn = 0;
   int64_t absorbed = 0;    // tokens of the prompt that are in the cache
+  int64_t known = 0;       // tokens of the prompt that drafts may be copied from
   bool cancelled = false;  // `cancel` as it was before the tokens of a pass were drawn
   bool deferred = false;   // it has drawn nothing in its last pass, as the mask was missing
   bool stopped = false;    // its last token is drawn; `end` says why
@@ -94,6 +109,7 @@ struct Slot {
   int32_t drawn_tokens() const { return (int32_t)count.value.load(std::memory_order_acquire); }
   bool mask_given() const { return masks.reached((uint32_t)drawn + 1); }
   bool draws() const { return absorbed == (int64_t)call->prompt.size(); }
+  int64_t filled() const { return call->start + absorbed + (drawn > 0 ? drawn - 1 : 0); }  // positions in its caches
 };
 
 // Consecutive positions of one call in a pass.
@@ -125,14 +141,16 @@ class Schedule {
   Slot& slot(int number);  // throws std::runtime_error for one that there is not
   int slots() const { return (int)slots_.size(); }
 
-  void begin(int slot);   // announces a call
-  void settle(int slot);  // after a call that was refused
+  int64_t begin(int slot);  // announces a call; returns its number
+  void settle(int slot);    // after a call that was refused
   // What calls may draft, and the prices of passes.
   void speculate(int most, const float* prices, bool corrected);
   void give_texts(int slot, Speculation texts);
   Speculation take_speculation(int slot);
   void give_adjustment(int slot, Adjustment adjustment);
   Adjustment take_adjustment(int slot);
+  // What the next call of a slot may copy, unless that call has ended by then.
+  void give_source(int slot, const Source& source);
 
   // Runs a call to its end. lead: runs passes until the slot that it is given has stopped, or throws.
   template <class Lead>
@@ -159,34 +177,42 @@ class Schedule {
 
   // Of the leader, between two passes.
   void plan(const Slot& leader, const Pass& last, Pass& next);
-  void publish();  // calls that have stopped, when no worker uses them any longer
+  // When no worker uses the last pass any longer: copies what calls have in common, and publishes those that have
+  // stopped.
+  void publish();
   bool waits() const { return arrived_.load(std::memory_order_relaxed) > 0; }  // whether a call has not been let in
   float cost_of(const Pass& pass);  // that has ended now, of each of its calls, in passes without drafts
   const Prices& prices() const { return prices_; }  // as the last call left them
 
  private:
   Slot& enter(int number, const Call& call);
+  void follow(std::unique_lock<std::mutex>& lock, Slot& slot);
+  void copy(Slot& slot);
   bool become_leader(const Slot& slot);  // false: its call has ended
   void leave_lead(const std::string& reason);
   End leave(Slot& slot);
   void wait_for_lead();
   void admit();
   double price(int rows) const;
-  int prompt_rows(int beside) const;
+  int prompt_rows(int beside);
 
   std::vector<std::unique_ptr<Slot>> slots_;
   const double most_slowdown_;
   std::mutex lock_;
   std::condition_variable changed_;
   bool led_ = false;
-  std::deque<Slot*> waiting_;    // in the order in which they came
-  std::atomic<int> arrived_{0};  // calls in waiting_
-  std::vector<Slot*> running_;   // of the leader, in the order in which they came
-  std::vector<Slot*> stopped_;   // of the leader, not yet published
-  Speculation usual_;            // guarded by lock_
-  Prices prices_;                // of the leader
-  int64_t ended_ns_ = 0;         // of the leader: when the last pass ended
-  int64_t unshared_ = 0;         // of the leader: passes since one that calls shared
+  std::deque<Slot*> waiting_;      // in the order in which they came
+  std::atomic<int> arrived_{0};    // calls in waiting_
+  std::vector<Slot*> following_;   // those that wait for the keys and values of others; guarded by lock_
+  std::atomic<int> followers_{0};  // calls in following_
+  int64_t calls_ = 0;              // that were announced; guarded by lock_
+  std::vector<Slot*> running_;     // of the leader, in the order in which they came
+  std::vector<Slot*> stopped_;     // of the leader, not yet published
+  Speculation usual_;              // guarded by lock_
+  Prices prices_;                  // of the leader
+  double credit_ = 0;              // of the leader: by how much passes with prompts stayed below the most slowdown
+  int64_t ended_ns_ = 0;           // of the leader: when the last pass ended
+  int64_t unshared_ = 0;           // of the leader: passes since one that calls shared
 };
 
 }  // namespace laneformer

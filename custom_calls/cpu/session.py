@@ -82,6 +82,23 @@ class Slot(CallStream):
         words = np.ascontiguousarray(words, np.uint32)
         call("give_mask", self._session.id, self.number, number, words.ctypes.data, len(words))
 
+    def give_source(self, slot: int, number: int, positions: int) -> None:
+        """Another slot and the number that `begin` gave its call: this slot's next call has the tokens of the first
+        `positions` in common with that one, and copies their keys and values as soon as they are filled. If that call
+        has ended when this one begins, they are computed. Raises NativeError for a slot that there is not, and for a
+        model with a recurrent state.
+        """
+        call("give_source", self._session.id, self.number, slot, number, positions)
+
+    @property
+    def copied(self) -> int:
+        return self._stream("copied")
+
+    def _origins(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        drafted, others = np.empty(count, bool), np.empty(count, np.uint8)
+        self._stream("origins", first, count, drafted.ctypes.data, others.ctypes.data)
+        return drafted, others
+
     @property
     def drafting(self) -> Drafting:
         """What drafts were worth in the last call, once it has ended."""
@@ -331,6 +348,9 @@ class Session(DecodeSession):
 
     def _stream(self, name: str, *arguments: Any) -> Any:
         return self._function(name)(self.id, 0, *arguments)
+
+    def _origins(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.slots[0]._origins(first, count)
 
     def give_texts(self, **texts) -> None:
         """Of the next call of slot 0; see Slot.give_texts."""

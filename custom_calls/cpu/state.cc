@@ -54,6 +54,11 @@ Product prepared_of(const plan::Product& op, int lanes, Dtype dtype, Activations
     product.summed = op.chosen->summed;
     product.matrices *= product.experts;
   }
+  if (op.blocks) {
+    product.blocks = op.blocks->count;
+    product.block_step = op.blocks->step;
+    product.matrices *= product.blocks;
+  }
   int64_t first = 0;
   for (const plan::Matrix& matrix : op.matrices) {
     product.parts.push_back({matrix.weight.number, first});
@@ -63,21 +68,59 @@ Product prepared_of(const plan::Product& op, int lanes, Dtype dtype, Activations
   const auto beside = product.summed ? op.reads : op.writes;
   if (product.experts && (beside != plan::Value::hidden || (product.summed && product.activation != Activation::kNone)))
     throw std::runtime_error("the CPU kernel has experts with HIDDEN between two products alone: use backend xla");
-  if (product.normed && op.reads != plan::Value::stream)
-    throw std::runtime_error("the CPU kernel norms the stream, and nothing else, before a product: use backend xla");
+  if (product.normed && product.summed)
+    throw std::runtime_error("the CPU kernel has no norm between two products with experts: use backend xla");
   return product;
 }
 
-// Its logits are float32, from vectors that are not rounded.
-Router prepared_of(const plan::Route& op, int lanes) {
+// A float32 product with the stream, which is not rounded, to ROUTES.
+Product logits_of(const plan::Matrix& matrix, const std::optional<plan::Norm>& norm, int lanes) {
   plan::Product logits{};
-  logits.matrices = {op.matrix};
+  logits.matrices = {matrix};
   logits.reads = plan::Value::stream;
   logits.writes = plan::Value::routes;
-  logits.norm = op.norm;
-  Router router{prepared_of(logits, lanes, Dtype::f32, Activations::exact), op.normalized};
-  router.logits.apart = true;
-  return router;
+  logits.norm = norm;
+  Product product = prepared_of(logits, lanes, Dtype::f32, Activations::exact);
+  product.apart = true;
+  return product;
+}
+
+// An op as workers run it.
+struct Prepare {
+  const plan::Plan& plan;
+  const Dtype dtype;
+  const Activations activations;
+
+  Product operator()(const plan::Product& op) const { return prepared_of(op, plan.lanes, dtype, activations); }
+  Router operator()(const plan::Route& op) const {
+    return {logits_of(op.matrix, op.norm, plan.lanes), op.normalized, {}};
+  }
+  SigmoidRouter operator()(const plan::SigmoidRoute& op) const {
+    return {{logits_of(op.matrix, op.norm, plan.lanes), op.normalized, op}};
+  }
+  SharedExpert operator()(const plan::SharedExpert& op) const {
+    SharedExpert expert;
+    for (const plan::Product& product : op.products) expert.products.push_back((*this)(product));
+    expert.products.back().added = true;
+    if (op.gate) expert.gate = logits_of(*op.gate, op.products[0].norm, plan.lanes);
+    return expert;
+  }
+  template <class T>
+  T operator()(const T& op) const {
+    return op;
+  }
+};
+
+std::vector<Product*> products_in(Op& op) {
+  if (auto* product = std::get_if<Product>(&op)) return {product};
+  if (auto* router = std::get_if<Router>(&op)) return {&router->logits};
+  if (auto* router = std::get_if<SigmoidRouter>(&op)) return {&router->logits};
+  std::vector<Product*> found;
+  if (auto* expert = std::get_if<SharedExpert>(&op)) {
+    for (Product& product : expert->products) found.push_back(&product);
+    if (expert->gate) found.push_back(&*expert->gate);
+  }
+  return found;
 }
 
 const InstructionSet& instructions_of(const std::string& name) {
@@ -100,35 +143,32 @@ DecodeState::DecodeState(plan::Plan of, const Options& with)
       lanes_shared(plan.lanes % threads != 0),
       spin_ns(threads > default_threads() ? 500 : kSpinNs),  // 500: others wait for this core
       progress(std::make_unique<Counter[]>(threads)),
+      kept(plan::kept_arrays(plan)),
       schedule(options.slots, options.most_slowdown) {
   if (options.bf12 && weights != Dtype::bf16) throw std::runtime_error("weights in 12 bits must be bfloat16");
+  check_sizes();
   make_ops();
   make_buffers();
 }
 
 void DecodeState::make_ops() {
+  const Prepare prepare{plan, weights, activations};
   for (int m = 0; m < plan.num_modules(); m++) {
     std::vector<Op>& module = modules.emplace_back();
     for (const plan::Op& op : plan.module(m).ops)
-      std::visit(
-          [&](const auto& one) {
-            if constexpr (std::is_same_v<decltype(one), const plan::Product&>) {
-              module.push_back(prepared_of(one, plan.lanes, weights, activations));
-            } else if constexpr (std::is_same_v<decltype(one), const plan::Route&>) {
-              module.push_back(prepared_of(one, plan.lanes));
-            } else {
-              module.push_back(one);
-            }
-          },
-          op);
+      std::visit([&](const auto& one) { module.push_back(prepare(one)); }, op);
   }
-  for (std::vector<Op>& module : modules)
-    for (Op& op : module)
-      if (auto* product = std::get_if<Product>(&op)) {
-        product->number = (int)products.size();
-        products.push_back(product);
-      }
-  for (int layer = 0; layer < plan.num_layers(); layer++) attend_of(layer);
+  const auto number = [&](bool apart) {
+    for (std::vector<Op>& module : modules)
+      for (Op& op : module)
+        for (Product* product : products_in(op)) {
+          if (product->apart != apart) continue;
+          product->number = (int)products.size();
+          products.push_back(product);
+        }
+  };
+  number(false);
+  number_caches();
 
   const plan::HeadKind kind = plan.head.kind;
   head.number = (int)products.size();
@@ -139,12 +179,7 @@ void DecodeState::make_ops() {
   head.columns = (int64_t)plan.hidden_size * (kind == plan::HeadKind::lane ? plan.lanes : 1);
   head.parts.push_back({plan.head.weight.number, 0});
   products.push_back(&head);
-  for (std::vector<Op>& module : modules)
-    for (Op& op : module)
-      if (auto* router = std::get_if<Router>(&op)) {
-        router->logits.number = (int)products.size();
-        products.push_back(&router->logits);
-      }
+  number(true);
   head_tiles.resize(head.units());
   forms.resize(products.size());
   for (const Product* product : products)
@@ -153,25 +188,31 @@ void DecodeState::make_ops() {
 
 void DecodeState::make_buffers() {
   const int64_t lanes = plan.lanes, d = plan.hidden_size, count = plan.num_modules();
-  const auto widen_to = [](int64_t& padded, int64_t n) { padded = std::max(padded, (n + kTile - 1) / kTile * kTile); };
-  for (const Product* product : products)
-    if (product != &head)
-      widen_to(product->writes == plan::Value::projected ? projected_padded
-               : product->writes == plan::Value::hidden  ? hidden_padded
-               : product->writes == plan::Value::routes  ? routes_padded
-                                                         : output_padded,
-               product->experts && !product->summed ? product->used * product->written_step() : product->rows);
+  const auto pad = [&](plan::Value value, int64_t floats) {
+    int64_t& padded = of(value).padded;
+    padded = std::max(padded, (floats + kTile - 1) / kTile * kTile);
+  };
+  for (const Product* product : products) {
+    if (product == &head) continue;
+    const int64_t rows = product->experts && !product->summed ? product->used * product->written_step()
+                         : product->blocks                    ? product->blocks * product->rows
+                                                              : product->rows;
+    pad(product->writes, rows);
+  }
   int64_t part = 0;  // floats that a chunk of keys gives
-  for (int layer = 0; layer < plan.num_layers(); layer++)
-    part = std::max(part, (int64_t)attend_of(layer).heads * (attend_of(layer).head_dim + 2));
+  const auto widen = [&](int64_t heads, int64_t channels) { part = std::max(part, heads * (channels + 2)); };
+  for (int m = 0; m < count; m++)
+    for (const plan::Op& op : plan.module(m).ops) {
+      if (const auto* attend = std::get_if<plan::Attend>(&op)) widen(attend->heads, attend->head_dim);
+      if (const auto* attend = std::get_if<plan::LatentAttend>(&op)) widen(attend->heads, attend->rank);
+      if (const auto* delta = std::get_if<plan::DeltaNet>(&op)) pad(plan::Value::attended, plan::width(*delta));
+    }
 
   small_weights.resize(plan.small_size);
-  outputs = Region(4 * count * lanes * kBlock * output_padded);
+  for (Held& value : held)
+    value.data = Region(4 * (&value == &of(plan::Value::output) ? count : 1) * lanes * kBlock * value.padded);
   streams = Region(4 * (int64_t)plan.sums.size() * lanes * kBlock * d);
-  projected = Region(4 * lanes * kBlock * projected_padded);
   parts = Region(4 * lanes * kChunks * kBlock * part);
-  hiddens = Region(4 * lanes * kBlock * hidden_padded);
-  routes = Region(4 * lanes * kBlock * routes_padded);
   finals = Region(4 * kMostRows * lanes * d);
   logits = Region(4 * kMostRows * (int64_t)plan.vocab_size);
   z = Region(4 * kMostRows * (int64_t)plan.vocab_size);
@@ -193,16 +234,36 @@ void DecodeState::make_buffers() {
   }
 }
 
-const plan::Attend& DecodeState::attend_of(int layer) const {
-  const plan::Attend* found = nullptr;
-  for (int m = 2 * layer; m < 2 * layer + 2; m++)
-    for (const plan::Op& op : plan.module(m).ops)
-      if (const auto* attend = std::get_if<plan::Attend>(&op)) {
-        if (found) throw std::runtime_error("the CPU kernel attends once per layer: use backend xla");
-        found = attend;
-      }
-  if (!found) throw std::runtime_error("the CPU kernel attends in every layer: use backend xla");
-  return *found;
+// Of each kind a layer keeps one array.
+void DecodeState::number_caches() {
+  kept_numbers.assign(plan.num_layers() * plan::kKept, -1);
+  for (size_t i = 0; i < kept.size(); i++) {
+    int& number = kept_numbers[kept[i].layer * plan::kKept + (int)kept[i].kind];
+    if (number >= 0) throw std::runtime_error("the CPU kernel attends or has DeltaNet once per layer: use backend xla");
+    number = (int)i;
+  }
+  for (int layer = 0; layer < plan.num_layers(); layer++) {
+    const int* numbers = &kept_numbers[layer * plan::kKept];
+    if (std::count(numbers, numbers + plan::kKept, -1) == plan::kKept)
+      throw std::runtime_error("the CPU kernel attends or has DeltaNet in every layer: use backend xla");
+  }
+  if (std::all_of(kept.begin(), kept.end(), [](const plan::KeptArray& array) { return array.fixed; }))
+    throw std::runtime_error("the CPU kernel attends in one layer at least: use backend xla");
+}
+
+// Workers have space for DeltaNet of one size.
+void DecodeState::check_sizes() const {
+  const plan::DeltaNet* first = nullptr;
+  for (int m = 0; m < plan.num_modules(); m++)
+    for (const plan::Op& op : plan.module(m).ops) {
+      const auto* delta = std::get_if<plan::DeltaNet>(&op);
+      if (!delta) continue;
+      if (!first) first = delta;
+      if (delta->key_heads != first->key_heads || delta->value_heads != first->value_heads ||
+          delta->key_dim != first->key_dim || delta->value_dim != first->value_dim ||
+          delta->convolution.size != first->convolution.size)
+        throw std::runtime_error("the CPU kernel has DeltaNet of one size alone: use backend xla");
+    }
 }
 
 void DecodeState::fail(const std::string& why) {

@@ -42,7 +42,7 @@ struct Share {
 struct Product {
   int number;  // among the products of the model: those of layers in their order, the head's, those of routers
   plan::ProductName name;
-  int matrices;           // each lane's, or expert e's of lane l at number l * experts + e
+  int matrices;           // each lane's, or expert or block e's of lane l at number l * experts + e
   int64_t rows, columns;  // of each, rows of a gate and its partner counted once
   bool gated;
   Activation activation;
@@ -55,10 +55,13 @@ struct Product {
   Activations activations;
   int experts = 0, used = 0;  // of a lane, and those of a position; 0: it is not made with experts
   bool summed = false;
-  bool apart = false;  // from the workers' streams: a router's
-  struct Part {        // a matrix
-    int weight;        // its number in the plan
-    int64_t first;     // row
+  int blocks = 0;          // of a lane, each with its own matrix; 0: it is not block-diagonal
+  int64_t block_step = 0;  // channels from block to block in what it reads
+  bool apart = false;      // from the workers' streams: a router's, and the gate of a shared expert
+  bool added = false;      // to what its target holds
+  struct Part {            // a matrix
+    int weight;            // its number in the plan
+    int64_t first;         // row
   };
   std::vector<Part> parts;
   struct Bias {
@@ -80,12 +83,38 @@ struct Product {
 struct Router {
   Product logits;
   bool normalized;
+  std::optional<plan::SigmoidRoute> sigmoids;  // of the logits are scores; otherwise the logits are
+};
+struct SigmoidRouter : Router {};
+
+struct SharedExpert {
+  std::vector<Product> products;  // the last one is added
+  std::optional<Product> gate;    // of one row
 };
 
-// Ops as workers run them: a product as it is packed, a router with one, every other as in the plan.
+// Ops as workers run them: a product as it is packed, others with such products, or as in the plan.
 template <class T>
-using Prepared = std::conditional_t<std::is_same_v<T, plan::Product>, Product,
-                                    std::conditional_t<std::is_same_v<T, plan::Route>, Router, T>>;
+struct PreparedOp {
+  using type = T;
+};
+template <>
+struct PreparedOp<plan::Product> {
+  using type = Product;
+};
+template <>
+struct PreparedOp<plan::Route> {
+  using type = Router;
+};
+template <>
+struct PreparedOp<plan::SigmoidRoute> {
+  using type = SigmoidRouter;
+};
+template <>
+struct PreparedOp<plan::SharedExpert> {
+  using type = SharedExpert;
+};
+template <class T>
+using Prepared = typename PreparedOp<T>::type;
 template <class... T>
 std::variant<Prepared<T>...> prepared(const std::variant<T...>&);
 using Op = decltype(prepared(plan::Op()));
@@ -149,7 +178,9 @@ struct Form {
 struct DecodeState {
   DecodeState(plan::Plan, const Options&);  // throws std::runtime_error for what this machine cannot run
 
-  const plan::Attend& attend_of(int layer) const;  // whose keys and values are the layer's cache
+  void* kept_of(const Call& call, plan::Kept kind, int layer, int lane) const {
+    return call.caches[(int64_t)kept_numbers[layer * plan::kKept + (int)kind] * plan.lanes + lane];
+  }
   const float* small(const plan::Array& vector, int lane) const {
     return small_weights.data() + vector.offset + lane * vector.stride;
   }
@@ -167,8 +198,10 @@ struct DecodeState {
   const int64_t spin_ns;                // before a waiting worker sleeps
   std::unique_ptr<Counter[]> progress;  // of each worker: the point that it has reached
 
-  std::vector<std::vector<Op>> modules;  // two of each layer
-  std::vector<const Product*> products;  // by number
+  const std::vector<plan::KeptArray> kept;  // in the order of a call's caches
+  std::vector<int> kept_numbers;            // [layers][kinds]; -1: the layer has none
+  std::vector<std::vector<Op>> modules;     // two of each layer
+  std::vector<const Product*> products;     // by number
   Product head{};
   std::vector<Form> forms;  // by the products' numbers
 
@@ -180,13 +213,16 @@ struct DecodeState {
   std::vector<Bf12> head_tiles;  // of lane 0's matrix, in the workers' streams; `data` alone unless it is in 12 bits
 
   // Buffers. B: kBlock.
-  int64_t output_padded = 0, hidden_padded = 0, projected_padded = 0, routes_padded = 0;  // floats of a position
-  Region outputs;    // [modules][lanes][B][output_padded]
+  struct Held {
+    int64_t padded = 0;  // floats of a position
+    Region data;         // [lanes][B][padded]; of outputs [modules][lanes][B][padded]
+    float* floats() const { return data.floats(); }
+  };
+  Held held[plan::count_of(plan::Value{})];  // values that products write, of routes the experts' logits; DeltaNet's
+  Held& of(plan::Value value) { return held[(int)value]; }
+  const Held& of(plan::Value value) const { return held[(int)value]; }
   Region streams;    // [sums][lanes][B][hidden_size], touched for those with a mean
-  Region projected;  // [lanes][B][projected_padded]
   Region parts;      // [lanes][kChunks][B][heads][head_dim + 2], of the widest attention
-  Region hiddens;    // [lanes][B][hidden_padded]
-  Region routes;     // [lanes][B][routes_padded]: logits of the experts
   Region finals;     // [kMostRows][lanes][hidden_size]
   Region logits, z;  // [kMostRows][vocab]: as the model makes them; with penalty and temperature
   struct Drawn {
@@ -210,7 +246,9 @@ struct DecodeState {
   std::string reason;
 
  private:
+  void check_sizes() const;
   void make_ops();
+  void number_caches();
   void make_buffers();
 };
 

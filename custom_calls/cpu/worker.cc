@@ -54,6 +54,7 @@ Worker::Worker(DecodeState& state, int index)
       packed.bytes += (share.last - share.first) * product->unit_bytes();
       const int64_t rows = kTile * (share.last - share.first);
       if (product->gated) rows_of_y = std::max(rows_of_y, 2 * rows * kBlock);
+      if (product->added || product->blocks) rows_of_y = std::max(rows_of_y, rows * kBlock);
       if (product == &d_.head) rows_of_y = std::max(rows_of_y, rows * kMostRows);
     }
     widest = std::max(widest, product->columns);
@@ -71,6 +72,9 @@ Worker::Worker(DecodeState& state, int index)
   }
   if ((int)d_.products.size() > d_.head.number + 1) {  // there are routers
     routes_.resize(last_lane_ - first_lane_);
+    for (const Product* product : d_.products)
+      if (product->apart) choice_.resize(std::max((int64_t)choice_.size(), 2 * product->rows));
+    groups_.resize(std::max<size_t>(choice_.size(), 2));
     own_.resize(kBlock * widest);
     each_ = Region(summed * sizeof(float));
   }
@@ -85,20 +89,35 @@ Worker::Worker(DecodeState& state, int index)
   name_head_tiles();
 
   const int64_t d = m_.hidden_size;
-  for (int layer = 0; layer < m_.num_layers(); layer++) {
-    const plan::Attend& attend = d_.attend_of(layer);
-    heads = std::max(heads, (int64_t)attend.heads * attend.head_dim);
-    kv_heads = std::max(kv_heads, (int64_t)attend.kv_heads * attend.head_dim);
-  }
+  int64_t queries = 0, space = 0;
+  for (int m = 0; m < m_.num_modules(); m++)
+    for (const plan::Op& op : m_.module(m).ops) {
+      if (const auto* attend = std::get_if<plan::Attend>(&op)) {
+        heads = std::max(heads, (int64_t)attend->heads * attend->head_dim);
+        kv_heads = std::max(kv_heads, (int64_t)attend->kv_heads * attend->head_dim);
+      }
+      if (const auto* attend = std::get_if<plan::LatentAttend>(&op)) {
+        const int64_t entry = attend->rank + plan::rotating_channels(attend->rotary, m_);
+        queries = std::max(queries, attend->heads * entry);
+        heads = std::max(heads, (int64_t)attend->rank);
+        kv_heads = std::max(kv_heads, entry);
+        space = std::max(space, latent_floats(entry, attend->rank));
+      }
+      if (const auto* delta = std::get_if<plan::DeltaNet>(&op); delta && !recurrence_) {
+        recurrence_ = std::make_unique<Recurrence>(*delta);
+        widest = std::max<int64_t>(widest, delta->key_dim);
+      }
+    }
   x_.resize((last_lane_ - first_lane_) * kBlock * d);
   size_t apart = 0;
   for (const auto& events : m_.events)
     for (const plan::Event& event : events) apart = std::max(apart, event.apart.size());
-  h_.resize(kBlock * d);
+  h_.resize(kBlock * widest);
   a_.resize(kBlock * heads);
-  prepared_.resize(prepared_floats(widest, kBlock));
+  prepared_.resize(std::max(prepared_floats(widest, kBlock), queries));
   y_.resize(rows_of_y);
-  q_.resize(kBlock * heads);
+  q_.resize(kBlock * std::max(heads, queries));
+  space_.resize(space);
   key_.resize(kv_heads);
   turns_.resize(m_.rotaries.size());
   for (size_t i = 0; i < turns_.size(); i++) {
@@ -235,22 +254,22 @@ void Worker::module(int number) {
   }
 }
 
-// What a lane's product reads.
-Worker::Vectors Worker::vectors_of(const Product& product, int lane) {
-  const int64_t d = m_.hidden_size;
-  Vectors found{h_.data(), product.columns, positions_};
-  if (product.normed) {
-    const float* gain = d_.small(product.norm.gain, lane);
-    for (int p = 0; p < positions_; p++) k_.rms_norm(stream(lane, p), gain, product.norm.eps, d, h_.data() + p * d);
-  } else if (product.reads == plan::Value::stream) {
-    found.x = stream(lane, 0);
-  } else if (product.reads == plan::Value::attended) {
-    merge(lane);
-    found.x = a_.data();
+// What a lane's product reads, or a block of it.
+Worker::Vectors Worker::vectors_of(const Product& product, int lane, int block) {
+  Vectors found{a_.data(), product.columns, positions_};
+  if (product.reads == plan::Value::stream) {
+    found = {stream(lane, 0), m_.hidden_size, positions_};
+  } else if (product.reads == plan::Value::attended && (attend_ || latent_)) {
+    latent_ ? merge(lane, block) : merge(lane);
   } else {
-    found.x = target(product.reads, 0, lane, &found.stride);
+    found.x = target(product.reads, 0, lane, &found.stride) + block * product.block_step;
   }
-  return found;
+  if (!product.normed) return found;
+  const float* gain = d_.small(product.norm.gain, lane);
+  const int64_t n = product.columns;
+  for (int p = 0; p < positions_; p++)
+    k_.rms_norm(found.x + p * found.stride, gain, product.norm.eps, n, h_.data() + p * n);
+  return {h_.data(), n, positions_};
 }
 
 // The vectors as the tiles of a piece read them.
@@ -275,13 +294,9 @@ void Worker::prepare(const Product& product, const Piece& piece, const Vectors& 
 
 // Where a lane's rows of a value are for position 0; stride: from one position to the next.
 float* Worker::target(plan::Value value, int module, int lane, int64_t* stride) const {
-  if (value == plan::Value::output) {
-    *stride = d_.output_padded;
-    return output(module, lane, 0);
-  }
-  const bool hidden = value == plan::Value::hidden, routes = value == plan::Value::routes;
-  *stride = hidden ? d_.hidden_padded : routes ? d_.routes_padded : d_.projected_padded;
-  return (hidden ? d_.hiddens : routes ? d_.routes : d_.projected).floats() + lane * kBlock * *stride;
+  const auto& held = d_.of(value);
+  *stride = held.padded;
+  return value == plan::Value::output ? output(module, lane, 0) : held.floats() + lane * kBlock * *stride;
 }
 
 // A tile in the session's dtype, by its number: among those that this worker packs, or among those of all experts.
@@ -354,6 +369,7 @@ void Worker::activate(const Product& product, int64_t units, float* tiles, float
 
 void Worker::run(const Product& product, int module) {
   if (product.experts) return run_experts(product, module);
+  if (product.blocks) return run_blocks(product, module);
   int64_t tile = 0;
   for (const Share& share : shares(product)) {
     const int64_t units = share.last - share.first, first = share.first * kTile;
@@ -372,6 +388,20 @@ void Worker::run(const Product& product, int module) {
     add_biases(product, lane, share, positions_, y, stride);
     for (int p = 0; p < positions_ && product.activation != Activation::kNone; p++)
       activate(product, units, y + p * stride, y + p * stride);
+  }
+}
+
+// Rows of a block may end within a tile, and the next block's follow them.
+void Worker::run_blocks(const Product& product, int module) {
+  int64_t tile = 0, stride;
+  for (const Share& share : shares(product)) {
+    const int64_t first = share.first * kTile, last = std::min(product.rows, share.last * kTile);
+    const int64_t ldy = (share.last - share.first) * kTile;
+    const int lane = share.matrix / product.blocks, block = share.matrix % product.blocks;
+    tile = times(product, share, tile, vectors_of(product, lane, block), y_.data(), ldy);
+    float* const to = target(product.writes, module, lane, &stride) + block * product.rows + first;
+    for (int p = 0; p < positions_; p++)
+      std::memcpy(to + p * stride, y_.data() + p * ldy, (last - first) * sizeof(float));
   }
 }
 

@@ -69,7 +69,7 @@ class Worker {
     int64_t stride;
     int positions;
   };
-  Vectors vectors_of(const Product& product, int lane);
+  Vectors vectors_of(const Product& product, int lane, int block = 0);
   int64_t times(const Product& product, const Share& share, int64_t tile, const Vectors& x, float* y, int64_t ldy);
   void add_biases(const Product& product, int lane, const Share& share, int positions, float* y, int64_t ldy) const;
   void activate(const Product& product, int64_t units, float* tiles, float* out) const;
@@ -93,7 +93,11 @@ class Worker {
     std::vector<int32_t> places;   // of each use among the members
   };
   void choose(const Product& product, int lane);
+  void weigh(const float* logits, int experts, int used, int32_t* numbers, float* shares) const;
+  void weigh_sigmoids(const float* logits, int experts, int used, int lane, int32_t* numbers, float* shares);
+  void add(const Product& product, bool gated, int module);
   void run_experts(const Product& product, int module);
+  void run_blocks(const Product& product, int module);
   void write_each(const Product& product, int lane, int module);
   void write_sum(const Product& product, int lane, int module);
   struct Part {
@@ -102,16 +106,51 @@ class Worker {
   Part part_of(int lane, int64_t count) const;  // of things in a lane that its workers share out
   Vectors read_by(const Routes& routes, const Group& group, int used, const Vectors& x, int64_t step, int64_t columns);
   uint64_t read_experts(const Product& product) const;
+  void turn_pairs(float* x, const plan::RotaryIndex& rotary, int p) const;
   void rotate(float* heads, int count, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p);
+  static constexpr int64_t kNoWindow = INT64_MAX / 2;
   struct Unit {  // of attention
     const Run* run;
     int chunk;
     Keys keys;
+    int first_head, last_head;
   };
+  const std::vector<Unit>& cut_keys(int64_t window, int heads, int least);
   void queries(const plan::Attend& op, const Run& run, int lane);
   void attend(const plan::Attend& op, int layer, const Unit& unit, const Unit* next, int64_t window);
   void merge(int lane);
+  void merge_chunks(int run, int lane, int p, int64_t head, int64_t heads, int64_t channels, float sink, float* a);
+  void queries(const plan::LatentAttend& op, const Unit& unit);
+  void attend(const plan::LatentAttend& op, int layer, const Unit& unit, const Unit* next);
+  void merge(int lane, int head);
   void round_trip(float* x, int64_t n);
+
+  // Gated DeltaNet.
+  struct Recurrence {  // space for a key head
+    explicit Recurrence(const plan::DeltaNet&);
+    std::vector<float> inputs;            // [taps - 1 + B][channels]
+    std::vector<float> mixed;             // [B][channels, padded]
+    std::vector<float> rows;              // [2 kTile][key_dim]: keys, then queries
+    std::vector<float> products;          // [2 kTile][delta_width]: with the matrices
+    std::vector<float> likeness;          // [2 kTile][kTile]: with the keys of a stretch
+    std::vector<float> scaled;            // [kTile][value_dim, padded]
+    std::vector<float> scratch;           // the matrices after positions that may be taken back
+    std::vector<float> unit, unit_query;  // [key_dim]
+  };
+  struct Stretch {
+    float *keys, *deltas, *decays;  // [key_dim][kTile], [kTile][delta_width], [kTile][value heads]
+  };
+  struct Rows {  // block positions from `first` on of a lane and key head; the first one's place in its stretch
+    int lane, head, first, count, at;
+  };
+  void recur(const plan::DeltaNet& op, int layer, const Run& run, int lane, int head);
+  void read_inputs(const plan::DeltaNet& op, const Run& run, int lane, int head, char* kept);
+  int64_t convolve(const plan::DeltaNet& op, const Run& run, int lane, int head);
+  Stretch stretch_of(const plan::DeltaNet& op, float* entries, int64_t from) const;
+  void advance(const plan::DeltaNet& op, const float* from, const Stretch& by, float* to);
+  void respond(const plan::DeltaNet& op, const Rows& rows, const float* matrices, float* x, int64_t stride,
+               const Stretch& stretch);
+  void write_row(const plan::DeltaNet& op, const Rows& rows, int i, int head, float* values, const Stretch& stretch);
 
   // The schedule.
   void keep_streams(int payload);
@@ -146,7 +185,8 @@ class Worker {
   int64_t clock() const { return tracing_ ? now_ns() : 0; }
 
   float* output(int module, int lane, int position) const {
-    return d_.outputs.floats() + (((int64_t)module * m_.lanes + lane) * kBlock + position) * d_.output_padded;
+    const auto& outputs = d_.of(plan::Value::output);
+    return outputs.floats() + (((int64_t)module * m_.lanes + lane) * kBlock + position) * outputs.padded;
   }
   float* stream(int lane, int position) {
     return x_.data() + ((int64_t)(lane - first_lane_) * kBlock + position) * m_.hidden_size;
@@ -179,9 +219,11 @@ class Worker {
   uint64_t random_;
 
   const Pass* pass_ = nullptr;
-  int positions_ = 0;                     // of the pass
-  const plan::Attend* attend_ = nullptr;  // the module's, once it has attended
-  int chunks_[kMostRows] = {};            // into which it cut a lane's keys, of each run
+  int positions_ = 0;                           // of the pass
+  const plan::Attend* attend_ = nullptr;        // the module's, once it has attended
+  const plan::LatentAttend* latent_ = nullptr;  // likewise; both null: ATTENDED is held
+  int chunks_[kMostRows] = {};                  // into which it cut a lane's keys, of each run
+  std::vector<Unit> units_;                     // of these, the worker's
 
   std::vector<float> x_;            // [own lanes][B][hidden_size]
   std::vector<float> h_, a_;        // [B][widest]
@@ -190,10 +232,14 @@ class Worker {
   std::vector<float> y_;            // [B][own gate and up rows], or the own logits
   std::vector<Routes> routes_;      // of the own lanes
   const Router* router_ = nullptr;  // the module's, until its experts are chosen
+  std::vector<float> choice_;       // [experts], by which they are chosen, and of groups of them
+  std::vector<int32_t> groups_;     // the chosen ones
   std::vector<float> own_;          // [B][columns], what the members of a group read
   Region each_;                     // [B used][own rows], before they are summed
-  std::vector<float> q_, key_;      // [B][heads][head_dim], [kv_heads][head_dim]
-  struct Turns {                    // of each position, [B][pairs]
+  std::unique_ptr<Recurrence> recurrence_;
+  std::vector<float> q_, key_;  // [B][heads][head_dim], [kv_heads][head_dim]
+  std::vector<float> space_;    // of attention to latents
+  struct Turns {                // of each position, [B][pairs]
     std::vector<float> cos, sin;
   };
   std::vector<Turns> turns_;         // of each rotary

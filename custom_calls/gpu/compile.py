@@ -72,8 +72,8 @@ def image(
 
 
 def kernel_sources(kernel: str) -> list[Path]:
-    """All files of a kernel but model.h."""
-    return sorted((*SOURCES.glob("*.h"), *SHARED, SOURCES / kernel))
+    """All files of a kernel but model.h. They are compiled in one folder."""
+    return sorted((*SOURCES.rglob("*.h"), *SHARED, SOURCES / kernel))
 
 
 def compiler(architecture: str) -> Callable[[Path, Path, str], None]:

@@ -7,26 +7,26 @@ the two cannot disagree.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from custom_calls.gpu.codes import Codes
 from custom_calls.gpu.formats import MOST_UNITS, Bf12, Plain
+from custom_calls.gpu.supported import unknown
 from custom_calls.gpu.tiling import Machine, Pieces, Tiling, tile
 from custom_calls.library import ring_slots
 from custom_calls.plan import Dtype, Plan
-from laneformer.ops import Activation, Attend, HeadKind, Layer, Module, Op, Product, Rotary, Route, Value, Weight
+from laneformer.ops import Attend, HeadKind, Module, Op, Product, Rotary, Route, Value, Weight
 
 # Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
 SLOT_LINES = 8
 SPLIT_KEYS = 64  # keys that are worth another CTA in attention
 MAX_SPLITS = 16  # of a key/value head's keys: merging them costs every CTA
-MOST_USED = 16  # experts of a token: a thread of each warp has the place of one's pieces
 FEW_SLOTS = 5  # of the ring; a head of many rows is computed in turns to leave room for as many
 ORDER_BYTES = 104  # of a warp's orders, without its pieces
 TURNS = (1, 2, 4, 8, 16)
+MOST_ROWS = 8  # of a pass; kMaxRows of gpu/kernel/params.h
 STEPS = ("begin", "embed", "final", "head", "op")  # as in gpu/kernel/params.h; ops of a layer follow each other
 WIDTH = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
@@ -94,10 +94,18 @@ class Layout:
     """Products packed in 12 bits, by their numbers; the head's is the last."""
     codes: Mapping[int, Codes] = field(default_factory=dict)
     """Quantized products, by their numbers."""
+    rows: int = 1
+    """Most rows of a pass."""
 
     def __post_init__(self):
+        if not 1 <= self.rows <= MOST_ROWS:
+            raise ValueError(f"a pass has 1 to {MOST_ROWS} rows, got {self.rows}")
+        if self.rows > 1 and (self.peer_ctas or any(isinstance(op, Route) for op in self._ops)):
+            raise ValueError(
+                "passes of several rows need a model without experts and no emulated lanes: leave --draft-max out"
+            )
         for number, layer in enumerate(self.plan.ops.layers):
-            for problem in _unknown(layer, self.plan.ops.hidden_size):
+            for problem in unknown(layer, self.plan.ops.hidden_size):
                 raise ValueError(f"the GPU kernel cannot run layer {number}: {problem}; use backend xla")
         if len({_signature(dataclasses.replace(module, ops=())) for module in self.modules}) > 1:
             raise ValueError("the GPU kernel needs modules that differ in their ops and weights alone; use backend xla")
@@ -105,6 +113,10 @@ class Layout:
     @property
     def table(self):
         return self.plan.schedule
+
+    @property
+    def _ops(self) -> Iterator[Op]:
+        return (op for layer in self.plan.ops.layers for op in layer.ops)
 
     @property
     def modules(self) -> list[Module]:
@@ -215,10 +227,11 @@ class Layout:
         def in_turns(turns: int) -> Tiling:
             return replace(self._tile(len(self.numbers), head.weight.shape[0], columns, ctas * turns), turns=turns)
 
+        # Whatever rows a pass has, as turns may decide the order of sums.
         enough = FEW_SLOTS if self.machine.bulk_copies else 1
 
         def room(tiling: Tiling) -> int:
-            return min(self._slots_with(tiling), enough)
+            return min(self._slots_with(tiling, 1), enough)
 
         one = in_turns(1)
         if one.units or (isinstance(one.format, Codes) and one.format.factors) or room(one) == enough:
@@ -229,6 +242,18 @@ class Layout:
     def head_rows(self) -> int:
         """Rows of the head that a CTA has."""
         return self.head.rows * self.head.turns
+
+    @property
+    def head_parts(self) -> int:
+        """Parts of the head's steps whose sums are read one after the other where a pass has several rows: as many as
+        rows, so that they take the room of one row's, or the nearest that divides them.
+        """
+        return _parts(self.head, self.rows)
+
+    @property
+    def draft_ints(self) -> int:
+        """Words of a CTA's drafts in shared memory; see custom_calls/gpu/kernel/pass/drafts.h."""
+        return 3 * self.rows + 9 + 2 * MOST_ROWS + 1 + self.machine.warps if self.rows > 1 else 0
 
     @cached_property
     def tilings(self) -> list[Tiling]:
@@ -339,7 +364,7 @@ class Layout:
         """Splits of a key/value head's keys: as many as there are CTAs for."""
         return max(1, min(MAX_SPLITS, self.ctas // op.kv_heads))
 
-    def _attention_floats(self, op: Attend) -> int:
+    def _attention_floats(self, op: Attend, rows: int) -> int:
         group_heads, width = op.heads // op.kv_heads, WIDTH[self.plan.cache_dtype]
         per = 16 // width if op.head_dim * width % 16 == 0 else 1
         pieces, threads = op.head_dim // per, 1
@@ -348,18 +373,18 @@ class Layout:
         own = -(-pieces // threads) * per
         at_once = max(1, min(group_heads, 64 // own))
         return (
-            (group_heads + 2) * op.head_dim
+            (group_heads + 2 * rows) * op.head_dim
             + self.machine.warps * at_once * (op.head_dim + 2)
             + 2 * self.max_splits(op) * op.heads
         )
 
     @cached_property
     def shared_floats(self) -> int:
-        return self._floats_with(self.head)
+        return self._floats_with(self.head, self.rows)
 
     @property
     def _merged(self) -> int:
-        return max(op.heads * op.head_dim for op in self.attends)
+        return max(op.heads * op.head_dim for op in self.attends)  # of each row
 
     def _z_in_merged(self, head: Tiling) -> bool:
         """Whether the sampler's second copy of the logits is where the layers merge attention."""
@@ -369,24 +394,29 @@ class Layout:
     def z_in_merged(self) -> bool:
         return self._z_in_merged(self.head)
 
-    def _floats_with(self, head: Tiling) -> int:
-        warps, rows, tilings = self.machine.warps, self.stream_rows, [*self._of_layers, head]
+    def _floats_with(self, head: Tiling, rows: int) -> int:
+        warps, tilings = self.machine.warps, [*self._of_layers, head]
 
         def even(n):
             return n + n % 2
 
-        partial = max(tiling.partial_floats for tiling in tilings)
+        partial = max(
+            *(tiling.partial_floats(rows) for tiling in self._of_layers),
+            head.partial_floats(),
+            head.partial_floats(rows, _parts(head, rows)),
+        )
         sampler = 2 * 2048 + 2 * 64 + 4 * warps + 16
         return (
             2 * even(partial)
-            + 2 * even(warps)
-            + even(max(sampler, *map(self._attention_floats, self.attends)))
-            + even(self._merged)
+            + 2 * even(rows * warps)
+            + even(max(sampler, *(self._attention_floats(op, rows) for op in self.attends)))
+            + even(rows * self._merged)
             + even(max(tiling.brought_floats for tiling in tilings))
-            + even(rows)
-            + even(self.table.history * rows)
-            + (1 if self._z_in_merged(head) else 2) * even(head.rows * head.turns)
+            + even(rows * self.stream_rows)
+            + even(rows * self.table.history * self.stream_rows)
+            + (1 if self._z_in_merged(head) else 2) * even(rows * head.rows * head.turns)
             + 2
+            + even(self.draft_ints if rows > 1 else 0)
         )
 
     @cached_property
@@ -394,7 +424,7 @@ class Layout:
         """Slots of each warp's ring: as many as shared memory holds, up to 64 KiB for a warp. Raises ValueError for
         too few.
         """
-        slots = self._slots_with(self.head)
+        slots = self._slots_with(self.head, self.rows)
         if slots < (max(4, self._slots_taken(self.tilings)) if self.machine.bulk_copies else 1):
             raise ValueError(
                 f"the kernel needs {4 * self.shared_floats} bytes of shared memory beside the weights' ring, which"
@@ -402,11 +432,11 @@ class Layout:
             )
         return slots
 
-    def _slots_with(self, head: Tiling) -> int:
+    def _slots_with(self, head: Tiling, rows: int) -> int:
         if not self.machine.bulk_copies:  # weights take no shared memory
-            return int(4 * self._floats_with(head) <= self.machine.shared_bytes)
+            return int(4 * self._floats_with(head, rows) <= self.machine.shared_bytes)
         each = self.machine.warps * (SLOT_LINES * self.machine.warp_size * 16 + 8)
-        beside = 128 + self.machine.warps * self._order_bytes + 4 * self._floats_with(head)
+        beside = 128 + self.machine.warps * self._order_bytes + 4 * self._floats_with(head, rows)
         return min(16, (self.machine.shared_bytes - beside) // each)
 
     @staticmethod
@@ -480,7 +510,7 @@ class Layout:
         return (each + each % 2) * op.chosen.used if op.chosen else op.channels
 
     def boards(self) -> Iterator[tuple[str, int]]:
-        """Memory between the CTAs of a lane, in words."""
+        """Memory between the CTAs of a lane, for each of a pass's rows, in words."""
         yield "StreamBoard", self.hidden
         yield "OtherStreamBoard", self.hidden
         yield "ProjectedBoard", max(op.channels for op in self._products if op.writes is Value.PROJECTED)
@@ -499,14 +529,14 @@ class Layout:
 
     def shared(self) -> Iterator[tuple[str, int]]:
         """Memory between the lanes, on each device, in words. The first word is the call's failure."""
-        vocab, packets = self.plan.ops.vocab_size, self.lanes * self.ctas
+        vocab, packets, turns = self.plan.ops.vocab_size, self.lanes * self.ctas, 2 * self.rows
         yield "Abort", 16
         yield "CheckIn", packets
-        yield "Packets", 2 * packets * 6
-        yield "LargestZ", 2 * packets
-        yield "Z", 2 * vocab
-        yield "Logits", 2 * vocab
-        yield "Mail", self.mail_slots * self.lanes * self.hidden
+        yield "Packets", turns * packets * 6
+        yield "LargestZ", turns * packets
+        yield "Z", turns * vocab
+        yield "Logits", turns * vocab
+        yield "Mail", self.mail_slots * self.lanes * self.rows * self.hidden
 
     @staticmethod
     def places(parts: Iterator[tuple[str, int]]) -> tuple[dict[str, int], int]:
@@ -525,51 +555,10 @@ class Layout:
         return self.places(self.shared())[1]
 
 
-# What a module passes on from op to op, for each of a layer's two
-CHAINS = ((Value.STREAM, Value.PROJECTED, Value.ATTENDED, Value.OUTPUT), (Value.STREAM, Value.HIDDEN, Value.OUTPUT))
-
-
-def _unknown(layer: Layer, hidden: int) -> Iterator[str]:
-    """What a layer has that the kernel has not."""
-    for module, chain in zip(layer.modules, CHAINS, strict=True):
-        routed = module is layer.feed_forward and isinstance(module.ops[0], Route)
-        yield from _unknown_experts(module.ops[0] if routed else None, module.ops[routed:])
-        ops = module.ops[routed:]
-        steps = [(op.reads, op.writes) for op in ops]
-        values = [ops[0].reads, *(op.writes for op in ops)]  # twice after an op in place
-        if steps != list(itertools.pairwise(values)) or tuple(value for value, _ in itertools.groupby(values)) != chain:
-            yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for a, b in steps)}"
-    for op in layer.ops:
-        if isinstance(op, Attend):
-            projected = layer.attention.ops[0].channels
-            if projected != op.projected or op.heads % op.kv_heads:
-                yield f"{op.heads} query and {op.kv_heads} key heads of {op.head_dim} do not fit {projected} channels"
-        if not isinstance(op, Product):
-            continue
-        if (op.limit is not None or op.up_offset) and not op.gated:
-            yield f"product {op.name.name} has limits and no gate"
-        if op.norm and op.reads is not Value.STREAM:
-            yield f"product {op.name.name} reads {op.reads.name} with a norm"
-        if op.writes is Value.OUTPUT and (op.gated or op.activation is not Activation.NONE):
-            yield f"product {op.name.name} writes OUTPUT {'gated' if op.gated else f'through {op.activation.name}'}"
-        if op.writes is Value.OUTPUT and op.rows != hidden:
-            yield f"product {op.name.name} writes {op.rows} of {hidden} channels"
-        if len({matrix.bias is None for matrix in op.matrices}) > 1:
-            yield f"product {op.name.name} has biases for some of its matrices"
-
-
-def _unknown_experts(route: Route | None, ops: tuple[Op, ...]) -> Iterator[str]:
-    """What the kernel has not of a router and the ops behind it."""
-    products = [op for op in ops if isinstance(op, Product)]
-    if route is None:
-        yield from (f"product {op.name.name} is of experts, but has no router" for op in products if op.chosen)
-        return
-    if route.used > MOST_USED:
-        yield f"a token uses {route.used} experts, more than {MOST_USED}"
-    if [op.chosen and (op.chosen.used, op.chosen.summed) for op in products] != [
-        (route.used, False),
-        (route.used, True),
-    ]:
-        yield "products behind a router are not of its experts"
-    elif {op.matrices[0].weight.experts for op in products} != {route.matrix.rows}:
-        yield f"products have other experts than the {route.matrix.rows} of their router"
+def _parts(head: Tiling, wanted: int) -> int:
+    """Parts of a head's steps: the fewest from `wanted` on, or else the most."""
+    if head.segments > 1:
+        return 1
+    takes = head.steps // head.together
+    divisors = [n for n in range(1, min(takes, 4 * wanted) + 1) if takes % n == 0]
+    return next((n for n in divisors if n >= wanted), divisors[-1])

@@ -4,7 +4,7 @@ import ctypes
 import hashlib
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,14 +21,14 @@ from custom_calls.gpu.codes import CodesChoice, Header
 from custom_calls.gpu.compile import PERSISTENT, STEPS, image
 from custom_calls.gpu.formats import Bf12Choice, product_weights
 from custom_calls.gpu.header import model_header
-from custom_calls.gpu.layout import Layout
+from custom_calls.gpu.layout import MOST_ROWS, Layout
 from custom_calls.gpu.packing import Placement, chunks, filled, filled_codes, gathered, normal, placed, placed_codes
 from custom_calls.gpu.tiling import H200, MI300X, Machine
 from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
-from custom_calls.session import Bf12Weights, DecodeSession
+from custom_calls.session import Bf12Weights, DecodeSession, Drafting
 from laneformer.formats import BF12_TABLE
-from laneformer.ops import TRACE_NAMES, HeadKind, Product, Rotary, Route
+from laneformer.ops import TRACE_NAMES, GpuOp, HeadKind, Product, Rotary, Route, without_kernel
 from laneformer.quantized import Quantized
 
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
@@ -39,6 +39,9 @@ CAPABILITIES = {
     "cuda": ("9.0", "H100 and H200"),
     "hip": ("gfx942", "MI300X"),
 }  # of a device as JAX reports it, and the devices that have it
+# Times of passes of 1, 2, ... rows over that of one row from which the worth of drafts is computed: assumed, as nothing
+# has been measured on a GPU
+PRICES = (1.0, 1.03, 1.06, 1.1, 1.2, 1.3, 1.4, 1.5)
 LAUNCHES = {
     "persistent": "one kernel for a whole answer",
     "graph": "one kernel per op, under a CUDA graph",
@@ -103,6 +106,7 @@ class GpuSession(DecodeSession):
         launch: str = "persistent",
         bf12: Bf12Choice | None = None,
         codes: CodesChoice | None = None,
+        rows: int = 1,
         compile_with: Callable[[Path, Path, str], None] | None = None,
         driver: Path | None = None,
     ):
@@ -116,11 +120,16 @@ class GpuSession(DecodeSession):
         itself, from a graph, "overlapping graph" loads the next op's weights while one ends (CUDA only): both measure
         what the persistent kernel saves. bf12: products whose bfloat16 weights are packed in 12 bits, with the same
         results bit for bit. codes: products whose weights are quantized. Both are made from the weights that will be
-        packed. Raises NativeError, BuildError if the kernel cannot be compiled, and what the group raises when a
-        process is missing.
+        packed. rows: the most of a pass; several for drafts (`speculate`) and for prompts, whose tokens then go through
+        the kernel that many at a time. Raises NativeError, BuildError if the kernel cannot be compiled, and what the
+        group raises when a process is missing.
         """
+        if reason := without_kernel(plan.ops, GpuOp):
+            raise NativeError(f"the GPU kernel does not run this model ({reason})")
         if launch not in LAUNCHES:
             raise NativeError(f"unknown launch {launch!r}; choose {', '.join(LAUNCHES)}")
+        if launch != "persistent" and rows > 1:
+            raise NativeError(f"passes of {rows} rows need launch 'persistent', got {launch!r}")
         if launch != "persistent" and peer_ctas:
             raise NativeError(f"peer_ctas needs launch 'persistent', got {launch!r}")
         self._group = group
@@ -137,9 +146,8 @@ class GpuSession(DecodeSession):
             lanes_here = 1 if peer_ctas else lanes // len(devices)
             self._bf12, self._codes = bf12 or Bf12Choice(), codes or CodesChoice()
             machine = machine or machine_of(platform, devices[0])
-            self.layout = Layout(
-                plan, machine, lanes_here, peer_ctas, frozenset(self._bf12.tables), self._codes.formats
-            )
+            packed = frozenset(self._bf12.tables), self._codes.formats
+            self.layout = Layout(plan, machine, lanes_here, peer_ctas, *packed, rows)
             header = model_header(self.layout)
         except ValueError as error:
             raise NativeError(str(error)) from None
@@ -177,7 +185,8 @@ class GpuSession(DecodeSession):
             "grid": layout.grid,
             "threads": layout.threads,
             "shared_bytes": layout.shared_bytes,
-            "lane_words": layout.lane_words,
+            "lane_words": layout.rows * layout.lane_words,
+            "rows": layout.rows,
             "shared_words": layout.shared_words,
             "pass_tags": layout.pass_tags,
             "exchanges": len(layout.table.sums) + 1,
@@ -463,14 +472,51 @@ class GpuSession(DecodeSession):
 
     # ---- the running call
 
-    def begin(self) -> None:
+    def begin(self) -> int:
         call("gpu_begin", self.id)
+        return 0
 
     @property
     def failure(self) -> str | None:
         """Why the last call failed on the devices; None if it did not."""
         text = ctypes.create_string_buffer(1000)
         return text.value.decode() if self._lib.laneformer_gpu_failure(self.id, text, len(text)) else None
+
+    def speculate(self, most: int, prices: Sequence[float] | None = None) -> None:
+        """Lets the next calls check up to `most` drafts in a pass, 0 for none, at most rows - 1. Drafts are copied from
+        the text so far; they change the speed alone, no bit of a result.
+
+        prices: time of passes of 1, 2, ... rows over that of one row, by default PRICES; the same in all processes.
+        Raises NativeError.
+        """
+        given = np.asarray(PRICES[: self.layout.rows] if prices is None else prices, np.float32)
+        call("gpu_speculate", self.id, most, given.ctypes.data, given.size)
+
+    def give_texts(
+        self,
+        *,
+        before: Sequence[int] = (),
+        forced: Sequence[int] = (),
+        given: Sequence[int] = (),
+        most: int | None = None,
+    ) -> None:
+        """Texts of the next call, as those of a CPU session's slot (cpu/session.py). Needs rows > 1. Raises NativeError
+        for tokens outside the vocabulary.
+        """
+        texts = [np.ascontiguousarray(text, np.int32) for text in (before, forced, given)]
+        arrays = (word for text in texts for word in (text.ctypes.data, text.size))
+        call("gpu_give_texts", self.id, *arrays, MOST_ROWS if most is None else min(most, MOST_ROWS))
+
+    @property
+    def drafting(self) -> Drafting | None:
+        """What drafts were worth in the last call, once it has ended; None where a pass has one row."""
+        if self.layout.rows == 1:
+            return None
+        counts = np.zeros(2 * MOST_ROWS + 1, np.int64)
+        self._lib.laneformer_gpu_drafting(self.id, counts.ctypes.data)
+        rows, accepted, others = np.split(counts, [MOST_ROWS, 2 * MOST_ROWS - 1])
+        most = self.layout.rows
+        return Drafting(tuple(rows[:most].tolist()), tuple(accepted[: most - 1].tolist()), *others.tolist())
 
     def read_pass(self) -> float:
         """Seconds in which the devices read what they stream for one token, without computing: the bound of decoding.

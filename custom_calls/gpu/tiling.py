@@ -215,11 +215,12 @@ class Tiling:
         values = jnp.pad(values, [(0, 0)] * (len(lead) + 1) + [(0, each * self.warps - self.rows)])
         return values.reshape(*lead, self.ctas, self.warps, each)
 
-    @property
-    def partial_floats(self) -> int:
-        """Floats of the warps' sums, and of the rows' factors."""
+    def partial_floats(self, vectors: int = 1, parts: int = 1) -> int:
+        """Floats of the warps' sums with each vector of a pass, of one of the parts of all steps, and of the rows'
+        factors.
+        """
         factors = isinstance(self.format, Codes) and self.format.factors
-        return (self._cta_warps * self.padded_rows + factors * self.rows) * self.sum_sets
+        return (vectors * self._cta_warps * self.padded_rows // parts + factors * self.rows) * self.sum_sets
 
     @property
     def sum_sets(self) -> int:

@@ -25,6 +25,102 @@ LF_INLINE void add_pairs(Bf16DotLine, vu pairs, const float* x, vf (&sums)[N]) {
   });
 }
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// Eight rows of columns 0-3 of a unit (half 0) or 4-7 without an exception, of one position: first += those of a line,
+// second += those of the next. The sums of three tiles leave four registers.
+template <int half>
+LF_INLINE void add_half(const char* unit, const vb& table, const float* x, vf& first, vf& second) {
+  typedef const char Vector[sizeof(vb)];
+  alignas(sizeof(vb)) static constexpr uint32_t kNibbles[] = {0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f,
+                                                              0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f, 0x0f0f0f0f};
+  vu a, b, c, high;
+#define LF_LINE(pairs, sum, even, odd)                   \
+  "vbroadcastss " even ", %[a]\n\tvpslld $16, " pairs    \
+  ", %[c]\n\t"                                           \
+  "vfmadd231ps %[a], %[c], " sum "\n\tvbroadcastss " odd \
+  ", %[a]\n\t"                                           \
+  "vpand %[mask], " pairs ", " pairs "\n\tvfmadd231ps %[a], " pairs ", " sum "\n\t"
+  __asm__(
+      "vmovdqu %[codes], %[a]\n\tvpsrld %[shift], %[a], %[a]\n\tvpand %[nibbles], %[a], %[a]\n\t"
+      "vmovdqa %[table], %[high]\n\tvpshufb %[a], %[high], %[high]\n\tvmovdqu %[low], %[a]\n\t"
+      "vpunpcklbw %[high], %[a], %[b]\n\tvpunpckhbw %[high], %[a], %[high]\n\t"  //
+      LF_LINE("%[b]", "%[first]", "%[x0]", "%[x1]") LF_LINE("%[high]", "%[second]", "%[x2]", "%[x3]")
+      : [first] "+x"(first), [second] "+x"(second), [a] "=&x"(a), [b] "=&x"(b), [c] "=&x"(c), [high] "=&x"(high)
+      : [codes] "m"(*(Vector*)unit), [low] "m"(*(Vector*)(unit + 64 * (1 + half))), [table] "m"(table),
+        [nibbles] "m"(kNibbles), [mask] "m"(kUpperHalf), [shift] "i"(4 * half), [x0] "m"(x[0]), [x1] "m"(x[1]),
+        [x2] "m"(x[2]), [x3] "m"(x[3]));
+#undef LF_LINE
+}
+
+template <int T>
+using OneSums = vf[kChains][T][kVectors];
+
+// Units without exceptions of T tiles, to w + bytes. The table is read from memory.
+template <int T, Reader reader>
+__attribute__((noinline)) void multiply_units(const char* w, int64_t bytes, int64_t tile, const vb* table,
+                                              const float* x, Fetching<T, reader>& fetching, OneSums<T>& all) {
+  vf sums[kChains][T][kVectors];
+  each<kChains * T * kVectors>([&](auto i) LF_INLINED { (&sums[0][0][0])[i()] = (&all[0][0][0])[i()]; });
+  Fetching<T, reader> ahead = fetching;
+  for (const char* const end = w + bytes; w < end; w += kUnitBytes, x += laneformer::kUnitColumns) {
+    ahead.template fetch<kUnitBytes>();
+    each<T>([&](auto t) LF_INLINED {
+      each<kVectors>([&](auto v) LF_INLINED {
+        each<2>([&](auto half) LF_INLINED {
+          add_half<half()>(w + t() * tile + v() * sizeof(vb), *table, x + 4 * half(), sums[0][t()][v()],
+                           sums[1][t()][v()]);
+        });
+      });
+    });
+  }
+  each<kChains * T * kVectors>([&](auto i) LF_INLINED { (&all[0][0][0])[i()] = (&sums[0][0][0])[i()]; });
+  fetching = ahead;
+}
+
+// The first `lines` lines of one unit of T tiles, with its exceptions.
+template <int T>
+__attribute__((noinline)) void multiply_unit(const char* w, int64_t tile, vb table, const uint32_t* (&exceptions)[T],
+                                             uint32_t unit, int lines, const float* x, OneSums<T>& sums) {
+  for (int t = 0; t < T; t++) {
+    each<kVectors>([&](auto v) LF_INLINED {
+      unit_lines(w + t * tile, table, v(), exceptions[t], unit, [&](auto line, vu pairs) LF_INLINED {
+        vf(&sum)[1] = (vf(&)[1])sums[line() % kChains][t][v()];
+        if (line() < lines) add_pairs(Bf16Line{}, pairs, x + line() * Bf16Line::step, sum);
+      });
+    });
+    exceptions[t] = after(exceptions[t], unit);
+  }
+}
+
+// One position, T tiles side by side, in the order of multiply_few.
+template <int T, Reader reader>
+void multiply_one_bf12(const Bf12& weights, int64_t first, const float* x, int64_t lines, float* y) {
+  const uint32_t units = (uint32_t)(lines / kUnitLines), rest = (uint32_t)(lines % kUnitLines);
+  const int64_t tile = (lines + kUnitLines - 1) / kUnitLines * kUnitBytes;
+  const vb table = table_of(weights);
+  const char* const w = weights.data + first * tile;
+  const uint32_t* exceptions[T];
+  for (int t = 0; t < T; t++) exceptions[t] = weights.exceptions + weights.starts[first + t];
+  OneSums<T> sums = {};
+  Fetching<T, reader> ahead(w, tile);
+  for (uint32_t unit = 0;; unit++) {
+    uint32_t next = units;  // with an exception
+    for (int t = 0; t < T; t++) next = exceptions[t][0] >> 15 < next ? exceptions[t][0] >> 15 : next;
+    multiply_units(w + unit * kUnitBytes, (next - unit) * kUnitBytes, tile, &table, x + unit * laneformer::kUnitColumns,
+                   ahead, sums);
+    unit = next;
+    const int here = unit < units ? kUnitLines : (int)rest;
+    if (here)
+      multiply_unit(w + unit * kUnitBytes, tile, table, exceptions, unit, here, x + unit * laneformer::kUnitColumns,
+                    sums);
+    if (unit == units) break;
+    ahead.template fetch<kUnitBytes>();
+  }
+  for (int t = 0; t < T; t++)
+    for (int v = 0; v < kVectors; v++) storef(y + t * kTile + v * kWidth, sums[0][t][v] + sums[kChains - 1][t][v]);
+}
+#endif
+
 // Few positions, T tiles side by side: multiply_few of the lines that the units hold.
 template <class Line, int N, int T, Reader reader>
 __attribute__((noinline)) void multiply_few_bf12(const Bf12& weights, int64_t first, const float* x, int64_t lines,
@@ -72,10 +168,17 @@ __attribute__((noinline)) void multiply_few_bf12(const Bf12& weights, int64_t fi
 template <class Line, int N, int T, Reader reader>
 void tiles_of_few_bf12(const Bf12& weights, int64_t first, const float* x, int64_t lines, int64_t tiles, int positions,
                        float* y, int64_t ldy) {
-  for (; tiles >= T; tiles -= T, first += T, y += T * kTile)
+  for (; tiles >= T; tiles -= T, first += T, y += T * kTile) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+    if constexpr (N == 1 && std::is_same_v<Line, Bf16Line>) {
+      multiply_one_bf12<T, reader>(weights, first, x, lines, y);
+      continue;
+    }
+#endif
     multiply_few_bf12<Line, N, T, reader>(weights, first, x, lines, positions, y, ldy);
+  }
   if constexpr (T > 1) {
-    if (tiles) tiles_of_few_bf12<Line, N, T / 2, reader>(weights, first, x, lines, tiles, positions, y, ldy);
+    if (tiles) tiles_of_few_bf12<Line, N, (T + 1) / 2, reader>(weights, first, x, lines, tiles, positions, y, ldy);
   }
 }
 
@@ -86,7 +189,7 @@ void tiles_of_several_bf12(const Bf12& weights, const float* x, int64_t lines, i
   constexpr int64_t kLines = kPiece / Line::bytes;
   alignas(64) char piece[kPiece];
   float odd[kChains > 1 ? laneformer::kMostPositions * kTile : 1];
-  const bool fetches = reader() == Reader::follows_several;
+  const bool fetches = reader() == Reader::other;
   const vb table = table_of(weights);
   const int parts = (positions + N - 1) / N;
   const int64_t tile = (lines + kUnitLines - 1) / kUnitLines * kUnitBytes;
@@ -115,7 +218,7 @@ void product_of_bf12(const Bf12& weights, const float* x, int64_t columns, int64
                      int64_t ldy) {
   const int64_t lines = (columns + Line::columns - 1) / Line::columns;
   with_part(positions, [&](auto n) {
-    constexpr int kSide = n() == 1 ? (kStreams + 1) / 2 : kStreams / n() > 1 ? kStreams / n() : 1;
+    constexpr int kSide = n() == 1 && kVectors == 1 ? (kStreams + 1) / 2 : kStreams / n() > 1 ? kStreams / n() : 1;
     if constexpr (kFew<n(), kSide>) {
       with_reader<kSide>([&](auto t, auto by) {
         tiles_of_few_bf12<Line, n(), t(), (Reader)by()>(weights, 0, x, lines, tiles, positions, y, ldy);

@@ -349,6 +349,86 @@ struct Sums<code, P, columns, Way::words> {
 };
 #endif
 
+#if defined(__AVX2__) && !defined(__AVX512F__)
+// The sums of a block for both vectors of a tile's rows, which share the loads of digits. Both are kept in registers by
+// order: GCC would compute all products first and put them into memory.
+template <Code code, int P, int columns>
+struct BothSums {
+  struct Found {
+    vi of_low, of_high;
+    vi low() const { return of_low; }
+    vi high() const { return of_high; }
+  };
+  vi low[kVectors], high[kVectors];
+
+  // line(number): of a block's codes.
+  template <class Line>
+  LF_INLINED void add(const Head& head, const char* digits, const Line& line) {
+    each<kVectors>([&](auto v) LF_INLINED {
+      low[v()] = (vi)splat_u((uint32_t)head.low), high[v()] = (vi)splat_u((uint32_t)head.high);
+    });
+    if constexpr (way_of<code>() == Way::words) {
+      each<columns / 4>([&](auto q) LF_INLINED { add_words(line(q()), digits + q() * (P - 1) * 8); });
+    } else {
+      constexpr int kLines = columns / 8 / Sums<code, P, columns>::kParts;  // whose sums fit words
+      each<columns / 8 / kLines>([&](auto part) LF_INLINED {
+        vs of[P][kVectors] = {};
+        each<kLines>([&](auto l) LF_INLINED {
+          constexpr int number = part() * kLines + l();
+          add_bytes(line(number), digits + number * 2 * P * 4, of);
+        });
+        each<kVectors>([&](auto v) LF_INLINED {
+          vi whole[P];
+          each<P>([&](auto d) LF_INLINED { whole[d()] = multiply_words(of[d()][v()], vs{} + (int16_t)1); });
+          low[v()] += P == 3 ? whole[0] : whole[0] + (vi)((vu)whole[1] << 8);
+          if constexpr (P == 3) high[v()] += whole[1] + (vi)((vu)whole[2] << 8);
+        });
+      });
+    }
+  }
+  LF_INLINED Found of(int v) const { return {low[v], high[v]}; }
+
+ private:
+  LF_INLINED static void add_bytes(const char* line, const char* digits, vs (&of)[P][kVectors]) {
+    vb quads[2][kVectors];
+    each<kVectors>([&](auto v)
+                       LF_INLINED { quads_of<code>(load<vb>(line + v() * sizeof(vb)), quads[0][v()], quads[1][v()]); });
+    each<2>([&](auto q) LF_INLINED {
+      each<P>([&](auto d) LF_INLINED {
+        const vu digit = splat_word(digits + (q() * P + d()) * 4);
+        each<kVectors>([&](auto v) LF_INLINED {
+          of[d()][v()] += multiply_bytes(quads[q()][v()], digit);
+          in_order(of[d()][v()]);
+        });
+      });
+    });
+  }
+  LF_INLINED void add_words(const char* line, const char* digits) {
+    vs even[kVectors], odd[kVectors];
+    each<kVectors>([&](auto v) LF_INLINED {
+      typedef uint16_t vus __attribute__((vector_size(4 * kWidth)));
+      const vb weights = load<vb>(line + v() * sizeof(vb));
+      even[v()] = (vs)((vu)weights & 0x00ff00ff), odd[v()] = (vs)((vus)weights >> 8);
+    });
+    each<P - 1>([&](auto s) LF_INLINED {
+      const char* const pairs = digits + s() * 8;
+      const vs first = (vs)splat_word(pairs), second = (vs)splat_word(pairs + 4);
+      each<kVectors>([&](auto v) LF_INLINED {
+        vi& sum = P == 3 && s() == 0 ? high[v()] : low[v()];
+        sum += multiply_words(even[v()], first);
+        in_order(sum);
+        sum += multiply_words(odd[v()], second);
+        in_order(sum);
+      });
+    });
+  }
+  template <class V>
+  LF_INLINED static void in_order(V& sum) {
+    __asm__("" : "+x"(sum));
+  }
+};
+#endif
+
 // Products of integers and their sums are exact in float32 here: below 2^24.
 template <Code code, int P, int columns>
 struct Sums<code, P, columns, Way::floats> {

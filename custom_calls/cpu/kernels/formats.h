@@ -25,16 +25,18 @@ constexpr bool kHasDot = false;
 #endif
 
 // x & 0xffff0000; the mask is read from memory where no register is left for it.
+#if defined(__x86_64__) && !defined(__AVX512F__)
+alignas(sizeof(vu)) constexpr uint32_t kUpperHalf[] = {~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu,
+                                                       ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu};
+#endif
 template <bool kTight>
 LF_INLINE vu upper_half(vu x) {
 #if defined(__x86_64__) && !defined(__AVX512F__)
   if (kTight) {
-    alignas(sizeof(vu)) static const uint32_t mask[] = {~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu,
-                                                        ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu};
 #if defined(__AVX2__)
-    __asm__("vpand %1, %0, %0" : "+x"(x) : "m"(mask));
+    __asm__("vpand %1, %0, %0" : "+x"(x) : "m"(kUpperHalf));
 #else
-    __asm__("pand %1, %0" : "+x"(x) : "m"(mask));
+    __asm__("pand %1, %0" : "+x"(x) : "m"(kUpperHalf));
 #endif
     return x;
   }
@@ -70,9 +72,19 @@ template <class Format>
 struct Line {
   template <int T, int N>
   LF_INLINE void add(const char* w, int64_t tile, const float* x, vf (&sums)[T][kVectors][N]) {
-    constexpr bool kTight = kVectors * N >= 8;
+    constexpr bool kTight = T * kVectors * N >= (N == 1 ? 4 : 8);
     each<Format::columns>([&](auto c) LF_INLINED {
-      if constexpr (kWidth > 4 || kRegisters == 32) {
+      if constexpr (N <= T && T > 1 &&
+                    kRegisters < 32) {  // the values of a column fit the registers, not those of the tiles
+        vf values[N];
+        each<N>([&](auto p) LF_INLINED { values[p()] = splat(x[c() * N + p()]); });
+        each<T>([&](auto t) LF_INLINED {
+          each<kVectors>([&](auto v) LF_INLINED {
+            const vf column = Format::template column<kTight>(w + t() * tile, v(), c());
+            each<N>([&](auto p) LF_INLINED { multiply_add<kTight>(sums[t()][v()][p()], column, values[p()]); });
+          });
+        });
+      } else if constexpr (kWidth > 4 || kRegisters == 32) {
         vf column[T][kVectors];
         each<T>([&](auto t) LF_INLINED {
           each<kVectors>(
@@ -95,7 +107,7 @@ struct Line {
         });
       }
       // The next column loads the line again: there is no register to keep it in.
-      if (kRegisters < 32 && kVectors * N > 8) __asm__("" : "+r"(w));
+      if (kRegisters < 32 && T * kVectors * N > 8) __asm__("" : "+r"(w));
     });
   }
 };
@@ -107,6 +119,32 @@ struct Bf16Line : Line<Bf16Line> {
     const vu pair = load<vu>(w + v * sizeof(vu));
     return as_float(c == 0 ? pair << 16 : upper_half<kTight>(pair));
   }
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  // Eight rows of a line.
+  LF_INLINE void add_vector(const char* w, vf even, vf odd, vf& sum) {
+    vu first, second;
+    __asm__(
+        "vmovdqu %[line], %[first]\n\t"
+        "vpand %[mask], %[first], %[second]\n\t"
+        "vpslld $16, %[first], %[first]\n\t"
+        "vfmadd231ps %[even], %[first], %[sum]\n\t"
+        "vfmadd231ps %[odd], %[second], %[sum]"
+        : [sum] "+x"(sum), [first] "=&x"(first), [second] "=&x"(second)
+        : [line] "m"(*(const char (*)[sizeof(vu)])w), [mask] "m"(kUpperHalf), [even] "x"(even), [odd] "x"(odd));
+  }
+  template <int T, int N>
+  LF_INLINE void add(const char* w, int64_t tile, const float* x, vf (&sums)[T][kVectors][N]) {
+    if constexpr (N > 1 || T == 1) {
+      Line<Bf16Line>::add(w, tile, x, sums);
+    } else {  // three tiles leave four registers, for both columns and their values
+      const vf even = splat(x[0]), odd = splat(x[1]);
+      each<T>([&](auto t) LF_INLINED {
+        each<kVectors>([&](auto v)
+                           LF_INLINED { add_vector(w + t() * tile + v() * sizeof(vu), even, odd, sums[t()][v()][0]); });
+      });
+    }
+  }
+#endif
 };
 
 struct F16Line : Line<F16Line> {

@@ -58,6 +58,28 @@ struct Attend {
   int64_t next;                         // how many of each; 0 where that is not known
 };
 
+constexpr int kLatentEntries = 48;  // of a block, whose scores are computed together
+constexpr int kLatentQueries = 64;  // that use a block before the next one is read
+
+struct AttendLatents {
+  const float* q;       // [positions][of][e], of which the first `heads` count, times the scale
+  const void* entries;  // this lane's cache [t][e]: keys of all heads, of which the first `values` channels are values
+  float* out;           // [positions][of][values + 2], as Attend's
+  Dtype dtype;          // of the cache
+  int heads, of, e, values;
+  int64_t first, last;  // entries of this part: first <= t < last
+  int64_t start;        // position of query 0
+  int positions;
+  const char* next;    // what will be wanted after these
+  int64_t next_bytes;  // 0 where that is not known
+  float* space;        // latent_floats()
+};
+
+// Floats of memory for attention to latents.
+inline int64_t latent_floats(int64_t e, int64_t values) {
+  return kLatentQueries * (e + values) + kLatentEntries * e + 16;
+}
+
 struct Best {
   float value;
   int32_t token;
@@ -86,6 +108,7 @@ struct Kernels {
   void (*limit_gated)(float limit, float offset, int64_t tiles, float* x);
   void (*gate)(const float* gates, int64_t n, float* x);  // x *= sigmoid(gates)
   void (*attend)(const Attend&);
+  void (*attend_latents)(const AttendLatents&);
   void (*widen)(Dtype, const void* from, int64_t n, float* to);
   void (*narrow)(Dtype, const float* from, int64_t n, void* to);
 
@@ -110,10 +133,10 @@ inline int64_t prepared_floats(int64_t columns, int positions) {
 
 extern "C" {
 extern const Kernels laneformer_kernels_portable;
-#if defined(__x86_64__)
-extern const Kernels laneformer_kernels_avx2;
-extern const Kernels laneformer_kernels_avx512;
-extern const Kernels laneformer_kernels_avx512_bf16;
+#if defined(__x86_64__)  // null where a set was not compiled
+extern const Kernels laneformer_kernels_avx2 __attribute__((weak));
+extern const Kernels laneformer_kernels_avx512 __attribute__((weak));
+extern const Kernels laneformer_kernels_avx512_bf16 __attribute__((weak));
 // Those of `others` with products of bf16 weights on tile registers (amx.cc). There is one such table.
 const Kernels* laneformer_kernels_amx(const Kernels* others);
 bool laneformer_agrees_amx();    // whether one position and several have the same bits: runs the instructions

@@ -23,21 +23,23 @@ constexpr int64_t kPartChunk = 8192, kChunk = kWidth == 16 ? 32768 : 16384;
 constexpr int kChains = kVectors < 4 ? 2 : 1;  // one would have each multiply-add of one position wait for the last
 
 // How few positions read weights from memory: tiles side by side, which are as many streams, and how many bytes ahead
-// they are fetched into the first level and into the second. AMD's prefetchers follow one stream best, and lose it
-// where lines that they would bring are asked for.
+// they are fetched into the first level and into the second. With AVX-512, AMD's prefetchers follow one stream best,
+// and lose it where lines that they would bring are asked for; with AVX2 (Zen 3) three streams are faster than one or
+// two.
 #if defined(__clang__)
-constexpr int kStreams = kVectors == 1 ? 4 : 1;  // with eight it keeps sums in memory
+constexpr int kStreams = kVectors == 1 ? 4 : kVectors == 2 ? 3 : 1;  // with eight it keeps sums in memory
 #else
-constexpr int kStreams = kVectors == 1 ? 8 : 1;
+constexpr int kStreams = kVectors == 1 ? 8 : kVectors == 2 ? 3 : 1;
 #endif
-enum class Reader { follows_one, follows_several };
-constexpr int64_t kFar = 4096;  // of a reader of several streams
-constexpr int64_t near_of(Reader reader) { return reader == Reader::follows_one ? 384 : 1024; }
+enum class Reader { amd, other };
+constexpr int streams_of(Reader reader, int wanted) { return reader == Reader::amd && kVectors == 1 ? 1 : wanted; }
+constexpr int64_t kFar = 4096;  // not for AMD's
+constexpr int64_t near_of(Reader reader) { return reader == Reader::other ? 1024 : kVectors == 2 ? 768 : 384; }
 LF_INLINE Reader reader() {
 #if defined(__x86_64__)
-  if (__builtin_cpu_is("amd")) return Reader::follows_one;
+  if (__builtin_cpu_is("amd")) return Reader::amd;
 #endif
-  return Reader::follows_several;
+  return Reader::other;
 }
 
 bool uses_dot(Dtype dtype, Activations activations) {
@@ -51,15 +53,17 @@ int part_of(int positions) {
   return kPartPositions < 8 || size < 3 ? size : (size + 3) / 4 * 4;
 }
 
-// Tiles that N positions read side by side where the prefetchers follow several streams.
+// Tiles that N positions read side by side.
 constexpr int side_of(int n) {
+  if (kVectors == 2) return n == 1 ? kStreams : n == 2 ? 2 : 1;
   if (kStreams / n > 1) return kStreams / n;
   return kVectors == 1 && n <= 12 ? 2 : 1;  // each value of a vector is then loaded once for both
 }
 
 // Whether the sums of both chains fit the registers at once, and N positions are never one part of several.
 template <int N, int T>
-constexpr bool kFew = N < kPartPositions && kChains * T * kVectors * N <= kRegisters / 2;
+constexpr bool kFew =
+    N < kPartPositions && kChains * T * kVectors * N <= (N == 1 ? kRegisters * 3 / 4 : kRegisters / 2);
 
 // What is fetched ahead of T tiles side by side, behind whose end the next T tiles begin.
 template <int T, Reader reader>
@@ -72,11 +76,11 @@ struct Fetching {
   template <int bytes>
   LF_INLINED void fetch() {
     skip<bytes>(near);
-    if constexpr (reader == Reader::follows_several) skip<bytes>(far);
+    if constexpr (reader == Reader::other) skip<bytes>(far);
     each<bytes / 64>([&](auto line) LF_INLINED {
       each<T>([&](auto t) LF_INLINED {
         __builtin_prefetch(near + 64 * line() + t() * tile);
-        if constexpr (reader == Reader::follows_several) __builtin_prefetch(far + 64 * line() + t() * tile, 0, 2);
+        if constexpr (reader == Reader::other) __builtin_prefetch(far + 64 * line() + t() * tile, 0, 2);
       });
     });
     near += bytes, far += bytes;
@@ -112,13 +116,13 @@ __attribute__((noinline)) void multiply_few(const char* w, const float* x, int64
   });
 }
 
-// As many tiles as fit, T at a time; then half as many at a time.
+// As many tiles as fit, T at a time; then about half as many at a time.
 template <class Line, int N, int T, Reader reader>
 void tiles_of_few(const char* w, const float* x, int64_t lines, int64_t tiles, int positions, float* y, int64_t ldy) {
   for (; tiles >= T; tiles -= T, w += T * lines * Line::bytes, y += T * kTile)
     multiply_few<Line, N, T, reader>(w, x, lines, positions, y, ldy);
   if constexpr (T > 1) {
-    if (tiles) tiles_of_few<Line, N, T / 2, reader>(w, x, lines, tiles, positions, y, ldy);
+    if (tiles) tiles_of_few<Line, N, (T + 1) / 2, reader>(w, x, lines, tiles, positions, y, ldy);
   }
 }
 
@@ -215,8 +219,8 @@ void with_part(int positions, F f) {
 // f(Count<T>{}, Count<reader>{}): the tiles that are read side by side here, `side` or 1.
 template <int side, class F>
 void with_reader(F f) {
-  reader() == Reader::follows_one ? f(Count<1>{}, Count<(int)Reader::follows_one>{})
-                                  : f(Count<side>{}, Count<(int)Reader::follows_several>{});
+  const auto with = [&](auto by) { f(Count<streams_of((Reader)by(), side)>{}, by); };
+  reader() == Reader::amd ? with(Count<(int)Reader::amd>{}) : with(Count<(int)Reader::other>{});
 }
 
 template <class Line>

@@ -75,10 +75,10 @@ struct QuantizedKernels {
 
 extern "C" {
 extern const QuantizedKernels laneformer_quantized_portable;
-#if defined(__x86_64__)
-extern const QuantizedKernels laneformer_quantized_avx2;
-extern const QuantizedKernels laneformer_quantized_avx512;
-extern const QuantizedKernels laneformer_quantized_avx512_vnni;
+#if defined(__x86_64__)  // null where a set was not compiled
+extern const QuantizedKernels laneformer_quantized_avx2 __attribute__((weak));
+extern const QuantizedKernels laneformer_quantized_avx512 __attribute__((weak));
+extern const QuantizedKernels laneformer_quantized_avx512_vnni __attribute__((weak));
 #endif
 }
 

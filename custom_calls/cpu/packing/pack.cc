@@ -69,6 +69,13 @@ int64_t not_finite(Dtype dtype, const void* values, int64_t n) {
                              : first_not_finite(dtype, (const uint16_t*)values, n);
 }
 
+// [rows][columns] to [columns][rows]: vectors run over the channels of a convolution.
+void transpose(float* values, int64_t rows, int64_t columns) {
+  const std::vector<float> old(values, values + rows * columns);
+  for (int64_t r = 0; r < rows; r++)
+    for (int64_t c = 0; c < columns; c++) values[c * rows + r] = old[r * columns + c];
+}
+
 // The least of the places that several threads find.
 class First {
  public:
@@ -153,6 +160,7 @@ int64_t Decoder::pack(int number, const void* data, int64_t count, Dtype dtype) 
       state_.kernels->widen(dtype, (const char*)data + lane * each * bytes_of(dtype), each, to);
       const int64_t finite = not_finite(Dtype::f32, to, each);
       if (finite < each) first.found(lane * each + finite);
+      if (weight.shape.size() > 1) transpose(to, weight.shape[0], each / weight.shape[0]);
     }
   if (options().bf12) stage(number);
   for (const Rows& rows : places_[number]) first.found(pack_rows(rows, weight, data, dtype));

@@ -115,10 +115,12 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(LF_PARAMS p, const Job j
   lists.begin(0);
   typename Shape::Weights::Reader weights(p, lists, 0);
   weights.begin();
-  typename Operand<Shape>::Part x;
+  typename Operand<Shape>::Part x[1];
   const auto load = [](int, auto& own) {
-    constexpr int n = sizeof own / sizeof own[0], per = sizeof own[0] / sizeof(float);
-    LF_UNROLL for (int v = 0; v < n; v++) LF_UNROLL for (int i = 0; i < per; i++) own[v][i] = (float)(thread() + v * i);
+    constexpr int n = sizeof own[0] / sizeof own[0][0], per = sizeof own[0][0] / sizeof(float);
+    LF_UNROLL for (int v = 0; v < n; v++) {
+      LF_UNROLL for (int i = 0; i < per; i++) own[0][v][i] = (float)(thread() + v * i);
+    }
   };
   Operand<Shape>::bring(0, brought + warp() * (kBrought<Shape> / kWarps), load, x);
   float sums[rows] = {};
@@ -128,8 +130,11 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(LF_PARAMS p, const Job j
     beside.take(stream);
     stream.take(taken);
     [[maybe_unused]] const auto scales = beside.scales(taken);
-    LF_UNROLL for (int r = 0; r < rows; r++) sums[r] +=
-        Operand<Shape>::template sum<vectors>(weights, taken, scales, r, x);
+    LF_UNROLL for (int r = 0; r < rows; r++) {
+      float own[1];
+      Operand<Shape>::template sum<vectors>(weights, taken, scales, r, x, own);
+      sums[r] += own[0];
+    }
   }
   end(job, 0);
   stream.drain();

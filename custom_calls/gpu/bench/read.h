@@ -1,7 +1,7 @@
 // Reading the weights of a token without computing anything: the bound of decoding, which benchmarks measure beside it.
 #pragma once
 
-#include "decoder.h"
+#include "call.h"
 
 namespace laneformer {
 namespace gpu {

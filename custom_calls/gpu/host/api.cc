@@ -1,5 +1,8 @@
 // The C interface of the GPU sessions (custom_calls/gpu/session.py), and the handler that XLA calls
 // (custom_calls/decode.py).
+#include <algorithm>
+#include <iterator>
+
 #include "../../common/sessions.h"
 #include "session.h"
 #include "xla/ffi/api/ffi.h"
@@ -191,6 +194,30 @@ int32_t laneformer_gpu_failure(int64_t id, char* text, int64_t size) {
   const std::string failure = sessions.find(id)->failure();
   put_text(failure.c_str(), text, size);
   return !failure.empty();
+}
+int64_t laneformer_gpu_speculate(int64_t id, int32_t most, const float* prices, int64_t count, char* error,
+                                 int64_t size) {
+  return guarded(error, size, [&] {
+    sessions.find(id)->speculate(most, {prices, prices + count});
+    return 0;
+  });
+}
+int64_t laneformer_gpu_give_texts(int64_t id, const int32_t* before, int64_t num_before, const int32_t* forced,
+                                  int64_t num_forced, const int32_t* drafts, int64_t num_drafts, int32_t most,
+                                  char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    sessions.find(id)->give_texts({before, before + num_before}, {forced, forced + num_forced},
+                                  {drafts, drafts + num_drafts}, most);
+    return 0;
+  });
+}
+// Passes after the prompt's by their rows, right drafts by their place, drafts from another text, and right ones of
+// these.
+void laneformer_gpu_drafting(int64_t id, int64_t* to) {
+  const DraftCounts found = sessions.find(id)->draft_counts();
+  to = std::copy(std::begin(found.passes), std::end(found.passes), to);
+  to = std::copy(std::begin(found.accepted), std::end(found.accepted), to);
+  to[0] = found.other, to[1] = found.other_accepted;
 }
 int64_t laneformer_gpu_read_pass(int64_t id, const void* const* weights, char* error, int64_t size) {
   return guarded(error, size, [&] { return (int64_t)(1e9 * sessions.find(id)->read_pass(weights)); });

@@ -65,6 +65,7 @@ Model::Model(plan::Plan decoded, const Numbers& numbers)
       shared_words(numbers.one("shared_words")),
       pass_tags((int)numbers.one("pass_tags")),
       exchanges((int)numbers.one("exchanges")),
+      rows((int)numbers.one("rows")),
       steps(numbers.many("steps")),
       overlapping((int)numbers.one("overlapping")),
       kept_floats((int)numbers.one("kept_floats")),

@@ -46,6 +46,7 @@ Session::Session(Model numbers, const char* driver, const char* library, const v
         device.progress = driver_.allocate(sizeof(Progress) * (size_t)grid);
         device.kept = driver_.allocate(sizeof(float) * (size_t)grid * (size_t)model.kept_floats);
       }
+      if (model.rows > 1) give_room(device, 0);
       for (const int peer : model.devices)
         if (peer != ordinal) driver_.share(ordinal, peer);
     }
@@ -111,11 +112,11 @@ void Session::free_all() {
     }
     close_peers(device);
     for (const Address address :
-         {device.boards, device.shared, device.spans, device.num_spans, device.progress, device.kept})
+         {device.boards, device.shared, device.spans, device.num_spans, device.progress, device.kept, device.text})
       if (address) driver_.release(address);
     if (device.module) driver_.unload(device.module);
   }
-  for (void* memory : {(void*)host_, (void*)emitted_, (void*)emitted_tokens_, (void*)emitted_logprobs_})
+  for (void* memory : {(void*)host_, (void*)emitted_, (void*)emitted_tokens_, (void*)emitted_logprobs_, (void*)given_})
     if (memory) driver_.release_host(memory);
 }
 
@@ -147,6 +148,7 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
     throw std::runtime_error("the previous call has failed (" + failure() + "): call begin first");
   if (index == 0) {
     if (!armed_) host_->cancel = host_->count = host_->done = 0;
+    host_->drafts = {};
     armed_ = false;
   }
   params.boards = (unsigned long long*)device.boards;
@@ -168,6 +170,7 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   params.max_spans = (int)max_spans_;
   params.progress = (Progress*)device.progress;
   params.kept = (float*)device.kept;
+  if (model_.rows > 1) params.texts = texts_of(device);
   lock.unlock();
   driver_.use(device.ordinal);
   params.op = kStepBegin, params.layer = -1;
@@ -195,6 +198,68 @@ void Session::launch_steps(const Device& device, Params& params, int64_t passes,
     throw;
   }
   driver_.release_recorded(pass);
+}
+
+// Memory for texts of that many tokens beside those of a prompt and an answer.
+void Session::give_room(Device& device, size_t texts) {
+  const size_t wanted = texts + 2 * (size_t)model_.plan.context;
+  if (device.text_ints >= wanted) return;
+  if (device.text) driver_.release(device.text);
+  device.text = 0, device.text_ints = 0;
+  device.text = driver_.allocate(sizeof(int) * wanted);
+  device.text_ints = wanted;
+}
+
+void Session::speculate(int most, const std::vector<float>& prices) {
+  const std::lock_guard<std::mutex> lock(launching_);
+  if (most < 0 || most >= std::max(model_.rows, 1) || (int)prices.size() != model_.rows)
+    throw std::runtime_error("a pass has at most " + std::to_string(model_.rows) + " rows, got " +
+                             std::to_string(most) + " drafts and " + std::to_string(prices.size()) + " prices");
+  most_drafts_ = most;
+  prices_ = prices;
+}
+
+void Session::give_texts(const std::vector<int>& before, const std::vector<int>& forced, const std::vector<int>& drafts,
+                         int most) {
+  const std::lock_guard<std::mutex> lock(launching_);
+  if (model_.rows == 1) throw std::runtime_error("the kernel was compiled for passes of one row: it takes no texts");
+  for (const std::vector<int>* text : {&before, &forced, &drafts})
+    for (const int token : *text)
+      if (token >= model_.plan.vocab_size || token < (text == &forced ? 0 : -1))
+        throw std::runtime_error("token " + std::to_string(token) + " is outside the vocabulary of " +
+                                 std::to_string(model_.plan.vocab_size));
+  const size_t all = before.size() + forced.size() + drafts.size();
+  if (all > given_ints_) {
+    if (given_) driver_.release_host(given_);
+    given_ = nullptr, given_ints_ = 0;
+    given_ = (int*)driver_.allocate_host(sizeof(int) * 2 * all);
+    given_ints_ = 2 * all;
+  }
+  for (Device& device : devices_) {
+    driver_.use(device.ordinal);
+    give_room(device, all);
+  }
+  int* end = given_;
+  for (const std::vector<int>* text : {&before, &forced, &drafts}) end = std::copy(text->begin(), text->end(), end);
+  texts_ = {};
+  texts_.given = given_;
+  texts_.before = (int)before.size(), texts_.forced = (int)forced.size(), texts_.drafts = (int)drafts.size();
+  texts_.other = (int)(before.rend() - std::find(before.rbegin(), before.rend(), -1));
+  texts_.most = most;
+  launches_left_ = devices_.size();
+}
+
+// What a call drafts from on a device.
+Texts Session::texts_of(const Device& device) {
+  Texts texts{};
+  texts.most = kMaxRows;
+  if (launches_left_ > 0) texts = texts_, launches_left_--;
+  texts.most = std::min(texts.most, most_drafts_);
+  std::fill_n(texts.prices, kMaxRows, 1.0f);
+  std::copy(prices_.begin(), prices_.end(), texts.prices);
+  texts.room = texts.before + 2 * (int)model_.plan.context;  // prompt and answer take no more than the context
+  texts.text = (int*)device.text;
+  return texts;
 }
 
 int32_t Session::wait(int32_t have, int timeout_ms) {

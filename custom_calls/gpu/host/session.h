@@ -42,6 +42,14 @@ class Session {
   void cancel() { *(volatile int*)&host_->cancel = 1; }
   void drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
              int32_t* top_tokens, float* top_logprobs) const;
+  // Of a kernel for several rows. speculate: from the next call on, drafts of a pass at most, 0 for none, and times of
+  // passes of 1, 2, ... rows. give_texts: of the next call alone, see Texts. Throw std::runtime_error for what does not
+  // fit.
+  void speculate(int most, const std::vector<float>& prices);
+  void give_texts(const std::vector<int>& before, const std::vector<int>& forced, const std::vector<int>& drafts,
+                  int most);
+  DraftCounts draft_counts() const { return host_->drafts; }  // of the last call, once it has ended
+
   std::string failure() const;  // why the last call failed on the devices; empty if it did not
 
   // Seconds that the slowest device takes to only read the weights of one token. weights: by device.
@@ -55,13 +63,16 @@ class Session {
     int ordinal, place;
     void *module = nullptr, *function = nullptr, *read = nullptr;
     std::vector<Address> peers;  // addresses of all devices' shared memory on this one
-    Address boards = 0, shared = 0, spans = 0, num_spans = 0, progress = 0, kept = 0;
+    Address boards = 0, shared = 0, spans = 0, num_spans = 0, progress = 0, kept = 0, text = 0;
+    size_t text_ints = 0;                     // that the text's memory has room for
     uint32_t pass_tag = 0, exchange_tag = 1;  // no word of cleared memory is valid
   };
 
   bool connected() const;
   int64_t timeout_ms(int where) const;  // a value of Waits
   void close_peers(Device&);
+  Texts texts_of(const Device&);
+  void give_room(Device&, size_t texts);
   void launch_steps(const Device&, Params&, int64_t passes, void* stream);
   void free_all();
 
@@ -72,6 +83,12 @@ class Session {
   EmittedToken* emitted_ = nullptr;
   int* emitted_tokens_ = nullptr;
   float* emitted_logprobs_ = nullptr;
+  // What the next call drafts from: each device's launch takes it.
+  Texts texts_{};
+  int* given_ = nullptr;
+  size_t given_ints_ = 0, launches_left_ = 0;
+  int most_drafts_ = 0;
+  std::vector<float> prices_;
   int64_t max_spans_ = 0;
   bool armed_ = false;
   std::mutex launching_;

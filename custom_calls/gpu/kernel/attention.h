@@ -4,6 +4,9 @@
 // the weights (Flash-Decoding's split; scores in units of log 2). The consumers merge the splits.
 //
 // Queries and keys arrive as the product made them: norm and rotation are applied here.
+//
+// Each of a pass's rows has its own splits, which follow from its position. Keys of the pass that a row has before its
+// own are not in the cache yet: a task takes them from the boards, and adds them where it would add them from there.
 #pragma once
 
 #include "product.h"
@@ -23,7 +26,7 @@ struct Splits {
   int first, size, count;  // keys; split s has those from first + s * size
 };
 
-template <class Op>
+template <class Op, int most = 1>
 struct Attention {
   static constexpr int kHeads = Op::kHeads, kKvHeads = Op::kKvHeads, kHeadDim = Op::kHeadDim,
                        kMaxSplits = Op::kMaxSplits;
@@ -40,7 +43,7 @@ struct Attention {
 
   // Shared memory, in floats.
   static constexpr int kFloats =
-      (kGroupHeads + 2) * kHeadDim + kWarps * kHeadsAtOnce * (kHeadDim + 2) + 2 * kMaxSplits * kHeads;
+      (kGroupHeads + 2 * most) * kHeadDim + kWarps * kHeadsAtOnce * (kHeadDim + 2) + 2 * kMaxSplits * kHeads;
 
   LF_DEVICE static Splits splits_of(int position, int window) {
     const int first = window > 0 && position + 1 > window ? position + 1 - window : 0, keys = position + 1 - first;
@@ -49,12 +52,17 @@ struct Attention {
   }
 
   const Params& p;
-  const u64* qkv;  // board
-  u64* parts;      // board [heads][kMaxSplits][kPartWords]
+  const u64* qkv_of_first;  // boards of the first row
+  u64* parts_of_first;      // [heads][kMaxSplits][kPartWords]
   float* scratch;
   Watch& watch;
-  int lane_here, layer, position;
+  int lane_here, layer, window;
+  Run<most> pass;
   u32 tag;
+
+  LF_DEVICE const u64* qkv(int m) const { return qkv_of_first + (i64)m * kLaneWords; }
+  LF_DEVICE u64* parts(int m) const { return parts_of_first + (i64)m * kLaneWords; }
+  LF_DEVICE Splits splits(int m) const { return splits_of(pass.position + m, window); }
 
   // The thread's elements of a key or value, as memory holds them.
   struct Pieces {
@@ -111,12 +119,15 @@ struct Attention {
     return rsqrt_of(sum / (float)n + eps);
   }
 
-  // Norm and rotation of the heads in shared memory; a head each warp. The last one is the new key. squares: of the
-  // norms over all heads, [2][kWarps].
-  LF_DEVICE void norm_and_rotate(float* heads, int count, int kv_head, const float* squares) const {
-    const float* rotation = p.rotations + Op::kRotations + (i64)position * kHeadDim;
+  // Norm and rotation of the heads in shared memory, a head each warp: row m's queries, then keys of the pass's rows
+  // from `from` on. squares: of the norms over all heads, [1 + most][kWarps].
+  LF_DEVICE void norm_and_rotate(float* heads, int m, int from, int count, int kv_head, const float* squares) const {
+    const float* rotation = p.rotations + Op::kRotations + (i64)pass.position * kHeadDim;
     for (int h = warp(); h < count; h += kWarps) {
-      const bool is_key = h == kGroupHeads;
+      const bool is_key = most == 1 ? h == kGroupHeads : h >= kGroupHeads;
+      const int key = most == 1 ? 0 : h - kGroupHeads;
+      if constexpr (most > 1)
+        rotation = p.rotations + Op::kRotations + (i64)(pass.position + (is_key ? from + key : m)) * kHeadDim;
       const bool normed = is_key ? Op::kKNormed : Op::kQNormed;
       float* x = heads + h * kHeadDim;
       float factor = 1;
@@ -124,7 +135,7 @@ struct Attention {
                            (i64)(p.first_lane + lane_here) * (is_key ? Op::kKNormStride : Op::kQNormStride);
       if (is_key ? Op::kKNormOfAll : Op::kQNormOfAll) {
         gains += (is_key ? kv_head : kv_head * kGroupHeads + h) * kHeadDim;
-        factor = is_key ? factor_of_all(squares + kWarps, kKvHeads * kHeadDim, Op::kKNormEps)
+        factor = is_key ? factor_of_all(squares + (1 + key) * kWarps, kKvHeads * kHeadDim, Op::kKNormEps)
                         : factor_of_all(squares, kHeads * kHeadDim, Op::kQNormEps);
       } else if (normed) {
         float sum = 0;
@@ -142,23 +153,39 @@ struct Attention {
     }
   }
 
-  LF_DEVICE void run(int cta, const Splits& splits) const {
-    for (int task = cta; task < kKvHeads * splits.count; task += kCtas) {
-      run_task(task % kKvHeads, task / kKvHeads, splits);
-      sync_cta();  // before the next one overwrites the scratch
+  LF_DEVICE void run(int cta) const {
+    int before = 0;  // tasks of the rows before
+    for (int m = 0; m < pass.count(); m++) {
+      const Splits splits = this->splits(m);
+      const int first = most == 1 ? cta : (cta + kCtas - before % kCtas) % kCtas;
+      for (int task = first; task < kKvHeads * splits.count; task += kCtas) {
+        run_task(m, task % kKvHeads, task / kKvHeads, splits);
+        sync_cta();  // before the next one overwrites the scratch
+      }
+      before += kKvHeads * splits.count;
     }
   }
 
-  LF_DEVICE void run_task(int kv_head, int split, const Splits& splits) const {
+  LF_DEVICE void run_task(int m, int kv_head, int split, const Splits& splits) const {
+    const int position = pass.position + m;
     const i64 lane_offset = (i64)lane_here * p.capacity * kKvHeads * kHeadDim * kKvBytes;
     char* keys = (char*)p.keys[layer] + lane_offset;
     char* values = (char*)p.values[layer] + lane_offset;
     const int first = splits.first + split * splits.size, last = smaller(first + splits.size, position + 1);
     const bool newest = last == position + 1;  // this task has the new position, which is not in the cache yet
     const int old = newest ? last - 1 : last;
-    float* heads = scratch;  // queries, new key, new value
-    float* new_value = heads + (kGroupHeads + 1) * kHeadDim;
-    float* sums = new_value + kHeadDim;
+    // Keys of the pass that the task has, by row: the new one, and those of the rows before.
+    int from = 0, until = 1;
+    bool any_new = newest;
+    if constexpr (most > 1) {
+      from = larger(0, first - pass.position), until = last - pass.position;
+      any_new = until > from;
+    }
+    float* heads = scratch;  // queries, new keys, new values
+    float* new_keys = heads + kGroupHeads * kHeadDim;
+    float* new_values = heads + (kGroupHeads + most) * kHeadDim;
+    float* sums = new_values + most * kHeadDim;
+    const u64* qkv = this->qkv(m);
 
     // The first keys are on their way before the queries arrive. Those that a thread has none of are read and not
     // used.
@@ -168,25 +195,35 @@ struct Attention {
     load(keys, smaller(key, last - 1), kv_head, k), load(values, smaller(key, last - 1), kv_head, v);
 
     gather<kThreads>(qkv + kv_head * kGroupHeads * kHeadDim, kGroupHeads * kHeadDim, tag, heads, watch, kAtAttention);
-    if (newest) {
-      gather<kThreads>(qkv + (kHeads + kv_head) * kHeadDim, kHeadDim, tag, heads + kGroupHeads * kHeadDim, watch,
-                       kAtAttention);
-      gather<kThreads>(qkv + (kHeads + kKvHeads + kv_head) * kHeadDim, kHeadDim, tag, new_value, watch, kAtAttention);
+    if (any_new) {
+      for (int row = from; row < until; row++) {
+        const u64* of_row = this->qkv(row);
+        const int at = (row - from) * kHeadDim;
+        gather<kThreads>(of_row + (kHeads + kv_head) * kHeadDim, kHeadDim, tag, new_keys + at, watch, kAtAttention);
+        gather<kThreads>(of_row + (kHeads + kKvHeads + kv_head) * kHeadDim, kHeadDim, tag, new_values + at, watch,
+                         kAtAttention);
+      }
     }
     if constexpr (Op::kQNormOfAll) add_squares(qkv, kHeads * kHeadDim, sums);
-    if constexpr (Op::kKNormOfAll) add_squares(qkv + kHeads * kHeadDim, kKvHeads * kHeadDim, sums + kWarps);
+    if constexpr (Op::kKNormOfAll) {
+      for (int row = from; row < until; row++)
+        add_squares(this->qkv(row) + kHeads * kHeadDim, kKvHeads * kHeadDim, sums + (1 + row - from) * kWarps);
+    }
     sync_cta();
-    norm_and_rotate(heads, newest ? kGroupHeads + 1 : kGroupHeads, kv_head, sums);
-    if (newest) {
+    norm_and_rotate(heads, m, from, any_new ? kGroupHeads + until - from : kGroupHeads, kv_head, sums);
+    if (any_new) {
       sync_cta();
       // Into the cache, and read here as it will be read from there.
-      const i64 at = ((i64)position * kKvHeads + kv_head) * kHeadDim;
-      for (int i = opaque(thread()); i < kHeadDim; i += kThreads) {
-        float* new_key = heads + kGroupHeads * kHeadDim;
-        new_key[i] = rounded(new_key[i]);
-        new_value[i] = rounded(new_value[i]);
-        put_element<kCache>(keys, at + i, new_key[i]);
-        put_element<kCache>(values, at + i, new_value[i]);
+      for (int row = from; row < until; row++) {
+        const i64 at = ((i64)(pass.position + row) * kKvHeads + kv_head) * kHeadDim;
+        float *new_key = new_keys + (row - from) * kHeadDim, *new_value = new_values + (row - from) * kHeadDim;
+        for (int i = opaque(thread()); i < kHeadDim; i += kThreads) {
+          new_key[i] = rounded(new_key[i]);
+          new_value[i] = rounded(new_value[i]);
+          if (most > 1 && row != m) continue;  // a task of that row writes it
+          put_element<kCache>(keys, at + i, new_key[i]);
+          put_element<kCache>(values, at + i, new_value[i]);
+        }
       }
     }
     sync_cta();
@@ -208,18 +245,23 @@ struct Attention {
         const int next = key + kKeysAtOnce;
         load(keys, smaller(next, last - 1), kv_head, next_k), load(values, smaller(next, last - 1), kv_head, next_v);
         float own[kOwn], score[kHeadsAtOnce];
+        const bool is_new = most > 1 && key >= pass.position && key < old;
+        const int of_row = (key - pass.position - from) * kHeadDim;
         unpack_pieces(k, own);
+        if (is_new) own_part(new_keys + of_row, own);
         score_key(heads, h0, own, score);
         unpack_pieces(v, own);
+        if (is_new) own_part(new_values + of_row, own);
         if (key < old) add_value(score, own, largest, weight, sum);
         key = next;
         k = next_k, v = next_v;
       }
       if (newest && warp() == 0) {
         float own[kOwn], score[kHeadsAtOnce];
-        own_part(heads + kGroupHeads * kHeadDim, own);
+        const int of_row = most == 1 ? 0 : (m - from) * kHeadDim;
+        own_part(new_keys + of_row, own);
         score_key(heads, h0, own, score);
-        own_part(new_value, own);
+        own_part(new_values + of_row, own);
         if (warp_lane() < kKeyThreads) add_value(score, own, largest, weight, sum);
       }
       merge_warp(largest, weight, sum);
@@ -231,7 +273,7 @@ struct Attention {
         if (warp_lane() == 0) out[kHeadDim] = largest[h], out[kHeadDim + 1] = weight[h];
       }
       sync_cta();
-      publish(kv_head * kGroupHeads + h0, smaller(kHeadsAtOnce, kGroupHeads - h0), split, sums);
+      publish(parts(m), kv_head * kGroupHeads + h0, smaller(kHeadsAtOnce, kGroupHeads - h0), split, sums);
       if (h0 + kHeadsAtOnce < kGroupHeads) sync_cta();
     }
   }
@@ -290,7 +332,7 @@ struct Attention {
   }
 
   // Over the warps, in their order.
-  LF_DEVICE void publish(int head, int count, int split, const float* sums) const {
+  LF_DEVICE void publish(u64* parts, int head, int count, int split, const float* sums) const {
     watch.delay();
     for (int at = opaque(thread()); at < count * kHeadDim; at += kThreads) {
       const int h = at / kHeadDim, element = at % kHeadDim;
@@ -313,8 +355,11 @@ struct Attention {
   }
 
  public:
-  // The attention's output [heads][head_dim] into shared memory, by all CTAs of the lane; a sync_cta makes it visible.
-  LF_DEVICE void merge(const Splits& splits, float* out) const {
+  // The attention's output of row m [heads][head_dim] into shared memory, by all CTAs of the lane; a sync_cta makes it
+  // visible.
+  LF_DEVICE void merge(int m, float* out) const {
+    const Splits splits = this->splits(m);
+    const u64 *qkv = this->qkv(m), *parts = this->parts(m);
     float* factors = scratch + kFloats - 2 * kMaxSplits * kHeads;  // [heads][splits][2]
     for (int at = opaque(thread()); at < kHeads * splits.count * 2; at += kThreads) {
       const int head = at / (2 * splits.count), split = at / 2 % splits.count;

@@ -1,11 +1,63 @@
 // The persistent decode kernel: one launch generates a whole answer. A lane has kCtas CTAs, all resident; they meet
 // only through edges.h.
-#include "decoder.h"
+#include "call.h"
+#include "drafts.h"
 #include "peers.h"
 #include "read.h"
 
 namespace laneformer {
 namespace gpu {
+
+constexpr int kSeveral = larger_of(2, kPassRows);
+
+template <int most>
+LF_DEVICE void run_pass(Decoder& decoder, const Run<most>& run, const Drafts& drafts, bool draws, int head_rows,
+                        Stream& stream, u32 tag, u32 sequence) {
+  decoder.embed(run, [&](int m) { return drafts.token(m); }, tag);
+  for (int layer = 0; layer < kLayers; layer++) decoder.run(run, layer, tag, sequence);
+  stream.skip_padding(kLayerPadding);
+  if (!draws) return;
+  decoder.final(run, tag, sequence);
+  decoder.head(run, tag, head_rows);
+}
+
+// A whole answer by passes of several rows: the prompt but for its last token, then the last token of the text and
+// drafts of those after it.
+template <int most>
+LF_DEVICE void decode_rows(const Params& p, const Control& control, Decoder& decoder, Sampler& sampler, Stream& stream,
+                           Drafts& drafts) {
+  Progress now = {0, 0, 0, kLength, 0};  // pass: positions of the prompt
+  int got = 0;                           // tokens of the last pass
+  drafts.begin(control.prompt);
+  for (u32 tag = p.pass_tag + 1, sequence = p.exchange_tag;; tag += kPassTags, sequence += kNumSums + 1) {
+    const int left = control.prompt - 1 - now.pass;
+    const bool draws = left <= 0;
+    if (!draws) {
+      drafts.take_prompt(now.pass, smaller(left, kPassRows));
+    } else if (now.drawn == 0) {
+      drafts.first(p.prompt[control.prompt - 1], control.limit - 1);
+    } else {
+      drafts.next(now.drawn - got, got, control.limit - now.drawn - 1);
+    }
+    const int rows = drafts.rows(), position = control.start + smaller(now.pass, control.prompt - 1) + now.drawn;
+    if (rows == 1) {
+      run_pass(decoder, Run<1>{position}, drafts, draws, sampler.count, stream, tag, sequence);
+    } else {
+      const Run<most> run = {position, rows};
+      run_pass(decoder, run, drafts, draws, sampler.count, stream, tag, sequence);
+    }
+    if (draws) {
+      now.pass = control.prompt;
+      got = decoder.draw(sampler, drafts, position, tag, now);
+    } else {
+      now.end = sampler.end_of_pass(tag, (int)(tag / kPassTags & 1));
+      now.pass += rows;
+    }
+    if (now.end != kLength || now.drawn == control.limit) break;
+  }
+  if (thread() == 0 && cta() == 0 && p.reports) drafts.report(now.drawn - got, got);
+  finish(p, control, now);
+}
 
 LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   LF_SHARED(memory);
@@ -18,22 +70,28 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   if constexpr (kPeerCtas > 0) {
     if (lane_here >= kLanesHere) return Peers{p, cta() - kLanesHere * kCtas}.run(control.prompt + control.limit);
   }
-  Stream stream(weights_of_cta(p), memory, barriers, Course{control.prompt - 1});
+  Stream stream(weights_of_cta(p), memory, barriers, Course{(control.prompt - 1 + kPassRows - 1) / kPassRows});
+  Drafts drafts(p, shared.drafts);
+  if constexpr (kPassRows > 1) drafts.bring_texts(control.prompt);
   check_in(p, watch, place, p.pass_tag);
 
   Decoder decoder(p, shared, stream, watch, lane_here, c);
   Sampler sampler = sampler_of(p, shared, watch, lane, c);
   sampler.configure();
+  if constexpr (kPassRows > 1) {
+    decode_rows<kSeveral>(p, control, decoder, sampler, stream, drafts);
+    return stream.drain();
+  }
 
   Progress now = {0, p.prompt[0], 0, kLength, 0};
   for (u32 tag = p.pass_tag + 1, sequence = p.exchange_tag;; tag += kPassTags, sequence += kNumSums + 1) {
-    const int position = control.start + now.pass;
-    decoder.embed(now.token, tag);
-    for (int layer = 0; layer < kLayers; layer++) decoder.run(layer, position, tag, sequence);
+    const Run<1> run = {control.start + now.pass};
+    decoder.embed(run, [&](int) { return now.token; }, tag);
+    for (int layer = 0; layer < kLayers; layer++) decoder.run(run, layer, tag, sequence);
     stream.skip_padding(kLayerPadding);
     if (now.pass + 1 >= control.prompt) {
-      decoder.final(tag, sequence);
-      decoder.head(tag, sampler.count);
+      decoder.final(run, tag, sequence);
+      decoder.head(run, tag, sampler.count);
     }
     decoder.next(sampler, control, tag, now);
     if (now.over) {

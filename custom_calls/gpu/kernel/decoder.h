@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention.h"
+#include "drafts.h"
 #include "experts.h"
 #include "residual.h"
 #include "sampling.h"
@@ -20,7 +21,7 @@ enum Names { kNameEmbed, kNameMerge, kNameFinal, kNameHead, kNameSample, kNameOp
 struct Partials {
   template <class Op>
   static constexpr int of() {
-    if constexpr (Op::kTiled) return kPartials<Op> * Op::kSumSets;
+    if constexpr (Op::kTiled) return kPartials<Op, kPassRows> * Op::kSumSets;
     return 0;
   }
 };
@@ -34,35 +35,37 @@ struct BroughtFloats {
 struct AttentionFloats {
   template <class Op>
   static constexpr int of() {
-    if constexpr (Op::kIsAttend) return Attention<Op>::kFloats;
+    if constexpr (Op::kIsAttend) return Attention<Op, kPassRows>::kFloats;
     return 0;
   }
 };
 struct MergedFloats {
   template <class Op>
   static constexpr int of() {
-    if constexpr (Op::kIsAttend) return Op::kHeads * Op::kHeadDim;
+    if constexpr (Op::kIsAttend) return Op::kHeads * Op::kHeadDim;  // of each row
     return 0;
   }
 };
 
-constexpr int kPartialFloats = larger_of(most_of<Partials>(Layers{}), kPartials<Head>);
+constexpr int kPartialFloats =
+    larger_of(most_of<Partials>(Layers{}), larger_of(kPartials<Head>, kPartials<Head, kPassRows, kHeadParts>));
 constexpr int kBroughtFloats = larger_of(most_of<BroughtFloats>(Layers{}), kBrought<Head>);
 constexpr int kScratchFloats = larger_of(most_of<AttentionFloats>(Layers{}), kSampleFloats);
 constexpr int kMergedFloats = most_of<MergedFloats>(Layers{});
 constexpr int even(int n) { return n + n % 2; }
 
-static_assert(2 * kWarps + kStreamRows <= kScratchFloats, "the residual stream uses it too");
+static_assert(2 * kWarps + kPassRows * kStreamRows <= kScratchFloats, "the residual stream uses it too");
 static_assert(kPassTags > 2 * kLayers + 2, "every edge of a pass has its own tag");
 
 // Shared memory after the ring: barriers, then floats.
 struct Shared {
   float *partial[2], *squares[2], *scratch, *merged, *brought, *x, *history, *logits, *z;
-  int* end;
+  int *end, *drafts;
 
-  static constexpr int kFloats = 2 * even(kPartialFloats) + 2 * even(kWarps) + even(kScratchFloats) +
-                                 even(kMergedFloats) + even(kBroughtFloats) + even(kStreamRows) +
-                                 even(kHistory * kStreamRows) + (kZInMerged ? 1 : 2) * even(kHeadRows) + 2;
+  static constexpr int kFloats = 2 * even(kPartialFloats) + 2 * even(kPassRows * kWarps) + even(kScratchFloats) +
+                                 even(kPassRows * kMergedFloats) + even(kBroughtFloats) +
+                                 even(kPassRows * kStreamRows) + even(kPassRows * kHistory * kStreamRows) +
+                                 (kZInMerged ? 1 : 2) * even(kPassRows * kHeadRows) + 2 + even(kDraftInts);
 
   static_assert(kFloats == kSharedFloats, "custom_calls/gpu/layout.py counts otherwise");
 
@@ -74,13 +77,14 @@ struct Shared {
     };
     scratch = take(kScratchFloats);  // first, for it holds 8-byte numbers
     partial[0] = take(kPartialFloats), partial[1] = take(kPartialFloats);
-    squares[0] = take(kWarps), squares[1] = take(kWarps);
-    merged = take(kMergedFloats);
+    squares[0] = take(kPassRows * kWarps), squares[1] = take(kPassRows * kWarps);
+    merged = take(kPassRows * kMergedFloats);
     brought = take(kBroughtFloats);
-    x = take(kStreamRows), history = take(kHistory * kStreamRows);
-    logits = take(kHeadRows);
-    z = kZInMerged ? merged : take(kHeadRows);  // the layers and the sampler take turns
+    x = take(kPassRows * kStreamRows), history = take(kPassRows * kHistory * kStreamRows);
+    logits = take(kPassRows * kHeadRows);
+    z = kZInMerged ? merged : take(kPassRows * kHeadRows);  // the layers and the sampler take turns
     end = (int*)take(1);
+    drafts = (int*)take(kDraftInts);
   }
 };
 
@@ -118,65 +122,88 @@ class Decoder {
         lane_(p.first_lane + lane_here),
         c_(c),
         lists_(p),
-        boards_(p.boards + (i64)lane_here * kLaneWords) {}
+        boards_(p.boards + (i64)lane_here * kPassRows * kLaneWords) {}
 
   Residual residual;
 
-  LF_DEVICE void embed(int token, u32 tag) {
+  // token(m): of row m.
+  template <int most, class Token>
+  LF_DEVICE void embed(const Run<most>& run, Token token, u32 tag) {
     const Clock clock(*this, kNameEmbed, -1);
     if (kListed) lists_.begin(0);
-    residual.begin(token);
-    residual.publish(stream_board(0), tag);
+    residual.begin(run, token);
+    residual.publish(run, stream_board(0), tag);
     clock.end();
   }
 
   // All ops of a layer.
-  LF_DEVICE void run(int layer, int position, u32 tag, u32 sequence) {
+  template <int most>
+  LF_DEVICE void run(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     watch_.layer = layer;
-    run_layer(Layers{}, layer, position, tag, sequence);
+    run_layer(Layers{}, run, layer, tag, sequence);
     if constexpr (kAnyExperts) end_part(stream_);
   }
 
   // One of them, by its place among them.
-  LF_DEVICE void run_one(int number, int layer, int position, u32 tag, u32 sequence) {
-    run_one_of(Layers{}, number, layer, position, tag, sequence);
+  LF_DEVICE void run_one(const Run<1>& run, int number, int layer, u32 tag, u32 sequence) {
+    run_one_of(Layers{}, run, number, layer, tag, sequence);
   }
 
   // What a head over all lanes needs of them.
-  LF_DEVICE void final(u32 tag, u32 sequence) {
+  template <int most>
+  LF_DEVICE void final(const Run<most>& run, u32 tag, u32 sequence) {
     const Clock clock(*this, kNameFinal, kLayers);
-    if (kHeadOfAll) combine_lanes(final_gains(), tag, sequence);
+    if (kHeadOfAll) combine_lanes(run, final_gains(), tag, sequence);
     clock.end();
   }
 
-  // Logits of the CTA's rows into shared memory.
-  LF_DEVICE void head(u32 tag, int rows) {
+  // Logits of the CTA's rows of the head into shared memory.
+  template <int most>
+  LF_DEVICE void head(const Run<most>& run, u32 tag, int rows) {
     const Clock clock(*this, kNameHead, kLayers);
     constexpr bool normed = !kHeadOfAll || Head::kNormOfSum;
+    constexpr int parts = most == 1 ? 1 : kHeadParts, part_rows = kPaddedRows<Head> / parts;
     for (int turn = 0; turn < kHeadTurns; turn++) {
       float* partial = next_partial();
       const u64* vector = kHeadOfAll ? boards_ + kHeadBoard : stream_board(2 * kLayers);
-      const FromBoard<Reading<Head>> board = {vector, tag + (kHeadOfAll ? kHeadEdge : 2 * kLayers), watch_};
+      const FromBoard<Reading<Head>, most> board = {boards_of(vector, run),
+                                                    tag + (kHeadOfAll ? kHeadEdge : 2 * kLayers), watch_};
       float* squares = this->squares(turn_);
+      const int here = kHeadTurns == 1 ? rows : smaller(rows - turn * Head::kRows, Head::kRows);
+      // What a part has of them.
+      const auto finish = [&](int part) {
+        float factor = 1;
+        if constexpr (normed && most == 1) factor = norm_factor(squares, Head::kNormEps);
+        float* logits = shared_.logits + turn * Head::kRows + part * part_rows;
+        each_of_rows<part_rows>(
+            run, parts == 1 ? here : smaller(here - part * part_rows, part_rows), [&](int m, int r) {
+              if constexpr (normed && most > 1) factor = norm_factor(squares + m * kWarps, Head::kNormEps);
+              logits[m * kHeadRows + r] = row_sum<Head, most, parts>(partial, r, m, part * part_rows) * factor;
+            });
+      };
+      const auto each_part = [&](int part) {
+        sync_cta();
+        finish(part);
+        sync_cta();
+      };
       if constexpr (normed) {
         if constexpr (Head::kColumns == kHidden)
-          product<Head>(stream_, weights<Head>(0), partial, shared_.brought,
-                        NormedFromBoard<Reading<Head>>{board, final_gains(), squares});
+          product<Head, most, parts>(stream_, weights<Head>(0), partial, shared_.brought,
+                                     NormedFromBoard<Reading<Head>, most>{board, final_gains(), squares}, false,
+                                     each_part);
       } else {
-        product<Head>(stream_, weights<Head>(0), partial, shared_.brought, board);
+        product<Head, most, parts>(stream_, weights<Head>(0), partial, shared_.brought, board, false, each_part);
       }
       if (!kSteps && turn == kHeadTurns - 1) stream_.skip_padding(kHeadPadding);
       sync_cta();
-      const float factor = normed ? norm_factor(squares, Head::kNormEps) : 1.0f;
-      float* logits = shared_.logits + turn * Head::kRows;
-      const int here = kHeadTurns == 1 ? rows : smaller(rows - turn * Head::kRows, Head::kRows);
-      for (int r = opaque(thread()); r < here; r += kThreads) logits[r] = row_sum<Head>(partial, r) * factor;
+      if constexpr (parts == 1) finish(0);
     }
-    if constexpr (kHeadTurns > 1) sync_cta();  // the sampler's threads have other rows than those that wrote them
+    if constexpr (kHeadTurns > 1 || most > 1)
+      sync_cta();  // the sampler's threads have other rows than those that wrote them
     clock.end();
   }
 
-  // The end of a pass: the token of the next one, which the prompt has or the sampler draws.
+  // The end of a pass of one row: the token of the next one, which the prompt has or the sampler draws.
   LF_DEVICE void next(Sampler& sampler, const Control& control, u32 tag, Progress& now) {
     const Clock clock(*this, kNameSample, kLayers);
     const int parity = (int)(tag / kPassTags & 1);
@@ -197,6 +224,35 @@ class Decoder {
     clock.end();
     now.over = now.end != kLength || now.drawn == control.limit;
     now.pass++;
+  }
+
+  // The end of a pass whose rows draw, the first one's position being `position`. A draft is right if it is what the
+  // row before it has drawn; the first row whose token is another ends the run. Returns the tokens that are drawn.
+  LF_DEVICE int draw(Sampler& sampler, const Drafts& drafts, int position, u32 tag, Progress& now) {
+    const Clock clock(*this, kNameSample, kLayers);
+    const int parity = (int)(tag / kPassTags & 1), rows = drafts.rows(), before = now.drawn;
+    for (int m = 0; m < rows; m++)
+      sampler.offer_row(tag, parity, m, position + m + 1, drafts.tokens(), drafts.forced(before + m));
+    for (int m = 0; m < rows; m++) {
+      const Sampled sampled = sampler.settle_row(tag, parity, m, now.drawn);
+      if (sampled.end) {
+        now.end = sampled.end;
+        break;
+      }
+      drafts.draw(m, sampled.token);
+      now.drawn++;
+      if (stops(sampled.token)) now.end = kStop;
+      if (now.end != kLength || (m + 1 < rows && drafts.token(m + 1) != sampled.token)) break;
+    }
+    clock.end();
+    return now.drawn - before;
+  }
+
+  LF_DEVICE bool stops(int token) const {
+    bool found = false;
+    for (int i = 0; i < p_.num_stops; i++)
+      if (p_.stops[i] == token) found = true;
+    return found;
   }
 
   // One op on the trace.
@@ -242,50 +298,50 @@ class Decoder {
     return value;
   }
 
-  template <class... Kind>
-  LF_DEVICE void run_layer(Kinds<Kind...>, int layer, int position, u32 tag, u32 sequence) {
+  template <int most, class... Kind>
+  LF_DEVICE void run_layer(Kinds<Kind...>, const Run<most>& run, int layer, u32 tag, u32 sequence) {
     const int kind = kind_of(layer);
     int number = 0;
-    ((kind == number++ ? run_all(Kind{}, layer, position, tag, sequence) : void()), ...);
+    ((kind == number++ ? run_all(Kind{}, run, layer, tag, sequence) : void()), ...);
   }
-  template <class... Op>
-  LF_DEVICE void run_all(Ops<Op...>, int layer, int position, u32 tag, u32 sequence) {
-    (run_op<Op>(layer, position, tag, sequence), ...);
+  template <int most, class... Op>
+  LF_DEVICE void run_all(Ops<Op...>, const Run<most>& run, int layer, u32 tag, u32 sequence) {
+    (run_op<Op>(run, layer, tag, sequence), ...);
   }
   template <class... Kind>
-  LF_DEVICE void run_one_of(Kinds<Kind...>, int wanted, int layer, int position, u32 tag, u32 sequence) {
+  LF_DEVICE void run_one_of(Kinds<Kind...>, const Run<1>& run, int wanted, int layer, u32 tag, u32 sequence) {
     const int kind = kind_of(layer);
     int number = 0;
-    ((kind == number++ ? run_number(Kind{}, wanted, layer, position, tag, sequence) : void()), ...);
+    ((kind == number++ ? run_number(Kind{}, run, wanted, layer, tag, sequence) : void()), ...);
   }
   template <class... Op>
-  LF_DEVICE void run_number(Ops<Op...>, int wanted, int layer, int position, u32 tag, u32 sequence) {
+  LF_DEVICE void run_number(Ops<Op...>, const Run<1>& run, int wanted, int layer, u32 tag, u32 sequence) {
     int number = 0;
-    ((wanted == number++ ? run_op<Op>(layer, position, tag, sequence) : void()), ...);
+    ((wanted == number++ ? run_op<Op>(run, layer, tag, sequence) : void()), ...);
   }
 
-  template <class Op>
-  LF_DEVICE void run_op(int layer, int position, u32 tag, u32 sequence) {
+  template <class Op, int most>
+  LF_DEVICE void run_op(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     if constexpr (Op::kChosen) {
-      multiply_chosen<Op>(layer, tag, sequence);
+      multiply_chosen<Op>(run, layer, tag, sequence);
     } else if constexpr (Op::kIsProduct) {
-      multiply<Op>(layer, position, tag, sequence);
+      multiply<Op>(run, layer, tag, sequence);
     } else {
       const Clock clock(*this, kNameOp + Op::kTraced, layer);
       if constexpr (Op::kIsAttend) {
-        attention<Op>(layer, position, tag).run(c_, Attention<Op>::splits_of(position, Op::window(layer)));
+        attention<Op>(run, layer, tag).run(c_);
       } else if constexpr (Op::kIsRoute) {
-        route<Op>(layer, tag);
+        route<Op>(run, layer, tag);
       } else {
-        residual.run<Op>(layer, tag);
-        if constexpr (Op::kEndsModule) end_module<Op>(layer, tag, sequence);
+        residual.template run<Op>(run, layer, tag);
+        if constexpr (Op::kEndsModule) end_module<Op>(run, layer, tag, sequence);
       }
       clock.end();
     }
   }
 
-  template <class Op>
-  LF_DEVICE Attention<Op> attention(int layer, int position, u32 tag) const {
+  template <class Op, int most>
+  LF_DEVICE Attention<Op, most> attention(const Run<most>& run, int layer, u32 tag) const {
     return {p_,
             boards_ + kProjectedBoard,
             boards_ + kPartsBoard,
@@ -293,60 +349,66 @@ class Decoder {
             watch_,
             lane_here_,
             layer,
-            position,
+            Op::window(layer),
+            run,
             tag + layer};
   }
 
-  template <class Op>
-  LF_DEVICE void multiply(int layer, int position, u32 tag, u32 sequence) {
+  template <class Op, int most>
+  LF_DEVICE void multiply(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     if constexpr (Op::kReads == Value::kAttended) {
       using Attended = typename Op::Attended;
       const Clock clock(*this, kNameMerge, layer);
-      attention<Attended>(layer, position, tag)
-          .merge(Attention<Attended>::splits_of(position, Attended::window(layer)), shared_.merged);
-      sync_cta();
+      const auto attended = attention<Attended>(run, layer, tag);
+      for (int m = 0; m < run.count(); m++) {
+        attended.merge(m, shared_.merged + m * kMergedFloats);
+        sync_cta();
+      }
       clock.end();
     }
     const Clock clock(*this, kNameOp + Op::kTraced, layer);
     const int time = 2 * layer + Op::kModule;
     float* partial = next_partial();
     if constexpr (Op::kReads == Value::kStream) {
-      multiply_stream<Op>(layer, tag, partial);
+      multiply_stream<Op>(run, layer, tag, partial);
     } else if constexpr (Op::kReads == Value::kAttended) {
-      product<Op>(stream_, weights<Op>(layer), partial, shared_.brought, FromShared<Reading<Op>>{shared_.merged});
+      product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
+                        FromShared<Reading<Op>, most>{shared_.merged, kMergedFloats});
     } else {
-      product<Op>(stream_, weights<Op>(layer), partial, shared_.brought,
-                  FromBoard<Reading<Op>>{boards_ + kHiddenBoard, tag + layer, watch_});
+      product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
+                        FromBoard<Reading<Op>, most>{boards_of(boards_ + kHiddenBoard, run), tag + layer, watch_});
     }
     sync_cta();
     if constexpr (Op::kWrites == Value::kOutput) {
-      residual.set_output(time, [&](int r) { return biased<Op>(row_sum<Op>(partial, r), layer, residual.first + r); });
-      if constexpr (Op::kEndsModule) end_module<Op>(layer, tag, sequence);
+      residual.set_output(run, time, [&](int m, int r) {
+        return biased<Op>(row_sum<Op, most>(partial, r, m), layer, residual.first + r);
+      });
+      if constexpr (Op::kEndsModule) end_module<Op>(run, layer, tag, sequence);
     } else {
       watch_.delay();
-      write<Op>(partial, layer, tag + layer);
+      write<Op>(run, partial, layer, tag + layer);
     }
     clock.end();
   }
 
-  template <class Op>
-  LF_DEVICE void multiply_stream(int layer, u32 tag, float* partial) {
+  template <class Op, int most>
+  LF_DEVICE void multiply_stream(const Run<most>& run, int layer, u32 tag, float* partial) {
     const int time = 2 * layer + Op::kModule;
-    const FromBoard<Reading<Op>> board = {stream_board(time), tag + time, watch_};
+    const FromBoard<Reading<Op>, most> board = {boards_of(stream_board(time), run), tag + time, watch_};
     if constexpr (Op::kNormed) {
       const float* gains = small(Op::norm(layer), Op::kNormStride);
-      product<Op>(stream_, weights<Op>(layer), partial, shared_.brought,
-                  NormedFromBoard<Reading<Op>>{board, gains, squares(turn_)});
+      product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
+                        NormedFromBoard<Reading<Op>, most>{board, gains, squares(turn_)});
     } else {
-      product<Op>(stream_, weights<Op>(layer), partial, shared_.brought, board);
+      product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought, board);
     }
   }
 
   // The router's logits of the CTA's experts, for all CTAs of the lane.
   template <class Op>
-  LF_DEVICE void route(int layer, u32 tag) {
+  LF_DEVICE void route(const Run<1>& run, int layer, u32 tag) {
     float* partial = next_partial();
-    multiply_stream<Op>(layer, tag, partial);
+    multiply_stream<Op>(run, layer, tag, partial);
     end_part(stream_);
     sync_cta();
     watch_.delay();
@@ -360,7 +422,7 @@ class Decoder {
 
   // A product with the chosen experts' matrices.
   template <class Op>
-  LF_DEVICE void multiply_chosen(int layer, u32 tag, u32 sequence) {
+  LF_DEVICE void multiply_chosen(const Run<1>& run, int layer, u32 tag, u32 sequence) {
     const Clock clock(*this, kNameOp + Op::kTraced, layer);
     if constexpr (kSteps || !Op::kSummed) {
       routes_ = choose<typename Op::Router>(boards_ + kRoutesBoard, tag + layer, watch_);
@@ -381,14 +443,14 @@ class Decoder {
         product<Op>(stream_, weights<Op>(layer), partial, shared_.brought,
                     FromExpert<Reading<Op>>{board, tag + layer, watch_, pieces.part(i), share}, i > 0);
       } else {
-        multiply_stream<Op>(layer, tag, partial + i * kPartials<Op>);
+        multiply_stream<Op>(run, layer, tag, partial + i * kPartials<Op>);
       }
       end_part(stream_);
     }
     if constexpr (kSteps || Op::kSummed) close(stream_);
     sync_cta();
     if constexpr (Op::kSummed) {
-      add_experts<Op>(partial, layer, tag, sequence);
+      add_experts<Op>(run, partial, layer, tag, sequence);
     } else {
       watch_.delay();
       for (int i = 0; i < count; i++) write_expert<Op>(partial + i * kPartials<Op>, layer, tag + layer, pieces, i);
@@ -413,14 +475,14 @@ class Decoder {
 
   // The sum of the chosen experts' outputs: their channels were multiplied by their shares, their biases are here.
   template <class Op>
-  LF_DEVICE void add_experts(const float* partial, int layer, u32 tag, u32 sequence) {
+  LF_DEVICE void add_experts(const Run<1>& run, const float* partial, int layer, u32 tag, u32 sequence) {
     int expert[Op::kUsed];
     float share[Op::kUsed];
     LF_UNROLL for (int j = 0; j < Op::kUsed; j++) {
       expert[j] = (int)broadcast((u32)routes_.expert, j);
       share[j] = bits_to_float(broadcast(float_to_bits(routes_.share), j));
     }
-    residual.set_output(2 * layer + Op::kModule, [&](int r) {
+    residual.set_output(run, 2 * layer + Op::kModule, [&](int, int r) {
       float sum = row_sum<Op>(partial, r);
       if constexpr (Op::kBiased) {
         const float* biases = small(Op::bias(layer), Op::kBiasStride) + residual.first + r;
@@ -428,38 +490,39 @@ class Decoder {
       }
       return sum;
     });
-    if constexpr (Op::kEndsModule) end_module<Op>(layer, tag, sequence);
+    if constexpr (Op::kEndsModule) end_module<Op>(run, layer, tag, sequence);
   }
 
   // The output goes where the schedule says, and the stream to all CTAs of the lane.
-  template <class Op>
-  LF_DEVICE void end_module(int layer, u32 tag, u32 sequence) {
+  template <class Op, int most>
+  LF_DEVICE void end_module(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     const int time = 2 * layer + Op::kModule;
-    residual.add_output(time, tag, sequence);
-    if (Op::kModule == 1 && layer == kLayers - 1) residual.apply(2 * kLayers, tag, sequence);
-    residual.publish(stream_board(time + 1), tag + time + 1);
+    residual.add_output(run, time, tag, sequence);
+    if (Op::kModule == 1 && layer == kLayers - 1) residual.apply(run, 2 * kLayers, tag, sequence);
+    residual.publish(run, stream_board(time + 1), tag + time + 1);
   }
 
   // The CTA's rows of a product of the stream, for all CTAs of the lane.
-  template <class Op>
-  LF_DEVICE void write(const float* partial, int layer, u32 tag) {
+  template <class Op, int most>
+  LF_DEVICE void write(const Run<most>& run, const float* partial, int layer, u32 tag) {
     constexpr int own = Op::kGated ? Op::kRows / 2 : Op::kRows;
     u64* board = boards_ + (Op::kWrites == Value::kProjected ? kProjectedBoard : kHiddenBoard);
     float factor = 1;
-    if constexpr (Op::kNormed) factor = norm_factor(squares(turn_), Op::kNormEps);
+    if constexpr (Op::kNormed && most == 1) factor = norm_factor(squares(turn_), Op::kNormEps);
     const int first = c_ * own, count = rows_of(first, own, Op::kChannels);
-    for (int r = opaque(thread()); r < count; r += kThreads) {
-      const float value = finished<Op>(partial, r, factor, layer, first + r, Op::kChannels);
-      store_word(board + first + r, word_of(value, tag));
-    }
+    each_of_rows<own>(run, count, [&](int m, int r) {
+      if constexpr (Op::kNormed && most > 1) factor = norm_factor(squares(turn_) + m * kWarps, Op::kNormEps);
+      const float value = finished<Op, most>(partial, r, factor, layer, first + r, Op::kChannels, m);
+      store_word(board + (i64)m * kLaneWords + first + r, word_of(value, tag));
+    });
   }
 
   // What is written of a row, or of a pair of them. row: of the bias; up: biases between those of gate and up.
-  template <class Op>
-  LF_DEVICE float finished(const float* partial, int r, float factor, int layer, int row, int up_row) const {
+  template <class Op, int most = 1>
+  LF_DEVICE float finished(const float* partial, int r, float factor, int layer, int row, int up_row, int m = 0) const {
     if constexpr (Op::kGated) {  // the rows of gate and up take turns
-      float gate = biased<Op>(row_sum<Op>(partial, 2 * r) * factor, layer, row),
-            up = biased<Op>(row_sum<Op>(partial, 2 * r + 1) * factor, layer, up_row + row);
+      float gate = biased<Op>(row_sum<Op, most>(partial, 2 * r, m) * factor, layer, row),
+            up = biased<Op>(row_sum<Op, most>(partial, 2 * r + 1, m) * factor, layer, up_row + row);
       if constexpr (Op::kLimited) {  // a NaN stays one
         gate = gate > Op::kLimit ? Op::kLimit : gate;
         up = up > Op::kLimit ? Op::kLimit : up < -Op::kLimit ? -Op::kLimit : up;
@@ -467,45 +530,54 @@ class Decoder {
       if constexpr (Op::kUpOffset != 0) up += Op::kUpOffset;
       return activated<Op::kActivation, Numbers>(gate) * up;
     } else {
-      return activated<Op::kActivation, Numbers>(biased<Op>(row_sum<Op>(partial, r) * factor, layer, row));
+      return activated<Op::kActivation, Numbers>(biased<Op>(row_sum<Op, most>(partial, r, m) * factor, layer, row));
     }
   }
 
   // What a head over all lanes reads: the mean of their norms, the sum of their streams, or their norms end to end.
-  LF_DEVICE void combine_lanes(const float* gains, u32 tag, u32 sequence) {
-    float factor = 1;
+  template <int most>
+  LF_DEVICE void combine_lanes(const Run<most>& run, const float* gains, u32 tag, u32 sequence) {
+    float* squares = this->squares(turn_ ^ 1);
     if (!Head::kNormOfSum) {
-      float sum = 0;
-      float* squares = this->squares(turn_ ^ 1);
       constexpr int each = ((kHidden + 1) / 2 + kThreads - 1) / kThreads;
-      float values[each][2];
+      float values[most][each][2];
       read_words<kHidden % (2 * kThreads) == 0>(
-          stream_board(2 * kLayers), 2 * thread(), kHidden, tag + 2 * kLayers,
+          boards_of(stream_board(2 * kLayers), run), 2 * thread(), kHidden, tag + 2 * kLayers,
           [](int v, int) { return 2 * v * kThreads; }, values, watch_, kAtVector);
-      LF_UNROLL for (int i = 0; i < each; i++) sum += values[i][0] * values[i][0] + values[i][1] * values[i][1];
-      sum = sum_over_warp(sum);
-      if (warp_lane() == 0) squares[warp()] = sum;
+      LF_UNROLL for (int m = 0; m < most; m++) {
+        float sum = 0;
+        LF_UNROLL for (int i = 0; i < each; i++) sum +=
+            values[m][i][0] * values[m][i][0] + values[m][i][1] * values[m][i][1];
+        sum = sum_over_warp(sum);
+        if (warp_lane() == 0) squares[m * kWarps + warp()] = sum;
+      }
       sync_cta();
-      factor = norm_factor(squares, Head::kNormEps);
     }
+    const auto factor = [&](int m) {
+      return Head::kNormOfSum ? 1.0f : norm_factor(squares + m * kWarps, Head::kNormEps);
+    };
+    float of_first = 1;
+    if constexpr (most == 1) of_first = factor(0);
     watch_.delay();
-    residual.each([&](int r) {
+    residual.each(run, [&](int m, int r) {
       const int row = residual.first + r;
-      LaneExchange::push(p_, kMailAt, sequence + kNumSums, lane_, row,
-                         Head::kNormOfSum ? shared_.x[r] : shared_.x[r] * factor * gains[row]);
+      const float own = most == 1 ? of_first : factor(m), value = residual.stream(m, r);
+      LaneExchange::push(p_, kMailAt, sequence + kNumSums, lane_, m * kHidden + row,
+                         Head::kNormOfSum ? value : value * own * gains[row]);
     });
-    residual.each([&](int r) {
+    residual.each(run, [&](int m, int r) {
       const int row = residual.first + r;
+      u64* board = boards_ + (i64)m * kLaneWords + kHeadBoard + row;
       float values[kLanes];
-      LaneExchange::pull(p_.shared[p_.device] + kMailAt, sequence + kNumSums, row, values, watch_, kAtLanding);
+      LaneExchange::pull(p_.shared[p_.device] + kMailAt, sequence + kNumSums, m * kHidden + row, values, watch_,
+                         kAtLanding);
       if (Head::kKind == HeadKind::kLane) {
         LF_UNROLL for (int l = 0; l < kLanes; l++)
-            store_word(boards_ + kHeadBoard + (i64)l * kHidden + row, word_of(values[l], tag + kHeadEdge));
+            store_word(board + (i64)l * kHidden, word_of(values[l], tag + kHeadEdge));
       } else {
         float total = values[0];
         LF_UNROLL for (int l = 1; l < kLanes; l++) total += values[l];
-        store_word(boards_ + kHeadBoard + row,
-                   word_of(Head::kNormOfSum ? total : total / (float)kLanes, tag + kHeadEdge));
+        store_word(board, word_of(Head::kNormOfSum ? total : total / (float)kLanes, tag + kHeadEdge));
       }
     });
   }
@@ -520,69 +592,6 @@ class Decoder {
   int turn_ = 0;
   Routes routes_ = {0, 0};
 };
-
-LF_DEVICE Sampler sampler_of(const Params& p, Shared& shared, Watch& watch, int lane, int c) {
-  const int place = lane * kCtas + c;
-  const int first =
-      Head::kKind == HeadKind::kVocabParallel ? lane * (kVocab / kLanes) + c * kHeadRows : place * kHeadRows;
-  const int rows = Decoder::rows_of(first, kHeadRows,
-                                    Head::kKind == HeadKind::kVocabParallel ? (lane + 1) * (kVocab / kLanes) : kVocab);
-  return {p, shared.logits, shared.z, shared.scratch, shared.end, watch, place, first, rows, cta() == 0};
-}
-
-// Waits until all CTAs of all devices have ended the call before: what they read in it may be written again.
-LF_DEVICE void check_in(const Params& p, Watch& watch, int place, u32 tag) {
-  if (thread() == 0)
-    for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + kCheckInAt + place, word_of(0, tag));
-  for (int from = opaque(thread()); from < kPackets; from += kThreads)
-    for (u32 spins = 0; !arrived(load_word(p.shared[p.device] + kCheckInAt + from), tag);)
-      if (!watch.keep_waiting(spins, kAtCheckIn, from / kCtas)) break;
-  sync_cta();
-}
-
-// The results of a device, by one of its CTAs. One device of a process reports to its host, also another one's failure.
-LF_DEVICE void write_results(const Params& p, int drawn, int end, int position) {
-  for (int i = drawn + thread(); i < p.room; i += kThreads) p.tokens[i] = 0, p.logprobs[i] = 0;
-  sync_cta();  // another thread emitted the last token
-  if (thread() != 0) return;
-  if (kPeerCtas > 0) store_word(p.shared[0] + 1, p.pass_tag);
-  p.status[0] = drawn;
-  const u64 failure = load_word(p.shared[p.device]);
-  const bool failed = has_failed(failure, p.pass_tag);
-  p.status[1] = failed ? (int)kFailed : end;
-  p.status[2] = position;
-  if (!p.reports) return;
-  if (failed) p.host->failure = failure;
-  *(volatile unsigned*)&p.host->ended = p.pass_tag;
-  fence_system();
-  *(volatile int*)&p.host->done = 1;
-}
-
-// The host does not see these numbers: they are on the device.
-LF_DEVICE bool possible(const Params& p, const Control& control) {
-  const auto [prompt, start, limit] = control;
-  if (prompt < 1 || prompt > p.room_of_prompt || start < 0 || limit < 1 || limit > p.room) return false;
-  if ((i64)start + prompt + limit - 1 > p.capacity) return false;
-  for (int i = 0; i < prompt; i++)
-    if (p.prompt[i] < 0 || p.prompt[i] >= kVocab) return false;
-  return true;
-}
-
-// Whether there is a call to run; if not, that is its result.
-LF_DEVICE bool accept(const Params& p, const Control& control) {
-  if (possible(p, control)) return true;
-  if (cta() == 0 && thread() == 0) p.host->failure = failure_word(p.pass_tag, kBadCall, 0, -1, 0);
-  if (cta() == 0) write_results(p, 0, kFailed, control.start);
-  return false;
-}
-
-LF_DEVICE void finish(const Params& p, const Control& control, const Progress& now) {
-  if (cta() == 0) write_results(p, now.drawn, now.end, control.start + smaller(now.pass, control.prompt) + now.drawn);
-}
-
-LF_DEVICE const char* weights_of_cta(const Params& p) {
-  return (const char*)p.weights + (i64)cta() * kWarps * kRowLines * kLineBytes;
-}
 
 }  // namespace gpu
 }  // namespace laneformer

@@ -87,14 +87,30 @@ class Watch {
   u64 began_ = 0;
 };
 
-// What each thread reads of a board: n times `per` words in pairs, the pair of word i being distance(v, i) behind the
-// thread's first (those beyond `end` are 0; whole: there are none). patient: one word is looked at alone until it is
-// valid, since many CTAs that poll all words all the time take bandwidth from the weights.
-template <bool whole, bool patient = true, int n, int per, class Distance>
-LF_DEVICE void read_words(const u64* board, int first, int end, u32 tag, Distance distance, float (&out)[n][per],
-                          Watch& watch, Waits where) {
+// The boards of a pass's rows, `stride` words apart. Those of the rows beyond the pass's are the last one's.
+template <int rows>
+struct Boards {
+  const u64* first;
+  int stride, last;
+
+  LF_DEVICE const u64* of(int row) const { return first + (i64)smaller(row, last) * stride; }
+};
+template <>
+struct Boards<1> {
+  const u64* first;
+
+  LF_DEVICE Boards(const u64* board) : first(board) {}
+  LF_DEVICE const u64* of(int) const { return first; }
+};
+
+// What each thread reads of each row's board: n times `per` words in pairs, the pair of word i being distance(v, i)
+// behind the thread's first (those beyond `end` are 0; whole: there are none). patient: one word is looked at alone
+// until it is valid, since many CTAs that poll all words all the time take bandwidth from the weights.
+template <bool whole, bool patient = true, int rows, int n, int per, class Distance>
+LF_DEVICE void read_words(const Boards<rows>& boards, int first, int end, u32 tag, Distance distance,
+                          float (&out)[rows][n][per], Watch& watch, Waits where) {
   static_assert(per % 2 == 0, "words are read in pairs");
-  const u64* own = board + first;
+  const u64* own = boards.of(0) + first;
   u32 spins = 0;
   if (patient && (!kSteps || where == kAtPacket) && (whole || first < end))  // an earlier launch's words are all valid
     while (!arrived(load_word(own), tag))
@@ -102,22 +118,31 @@ LF_DEVICE void read_words(const u64* board, int first, int end, u32 tag, Distanc
   for (;;) {
     bool all = true;
     int missing = 0;
-    LF_UNROLL for (int v = 0; v < n; v++) {
-      LF_UNROLL for (int i = 0; i < per; i += 2) {
-        const int at = distance(v, i);
-        if (whole || first + at < end) {  // boards have an even number of words
-          const Words words = load_words(own + at);
-          const bool both = whole || first + at + 1 < end;
-          out[v][i] = value_of(words.a);
-          out[v][i + 1] = both ? value_of(words.b) : 0.0f;
-          if (!arrived(words.a, tag) || (both && !arrived(words.b, tag))) all = false, missing = first + at;
-        } else {
-          out[v][i] = out[v][i + 1] = 0;
+    LF_UNROLL for (int m = 0; m < rows; m++) {
+      const u64* of_row = rows == 1 ? own : boards.of(m) + first;
+      LF_UNROLL for (int v = 0; v < n; v++) {
+        LF_UNROLL for (int i = 0; i < per; i += 2) {
+          const int at = distance(v, i);
+          if (whole || first + at < end) {  // boards have an even number of words
+            const Words words = load_words(of_row + at);
+            const bool both = whole || first + at + 1 < end;
+            out[m][v][i] = value_of(words.a);
+            out[m][v][i + 1] = both ? value_of(words.b) : 0.0f;
+            if (!arrived(words.a, tag) || (both && !arrived(words.b, tag))) all = false, missing = first + at;
+          } else {
+            out[m][v][i] = out[m][v][i + 1] = 0;
+          }
         }
       }
     }
     if (all || !watch.keep_waiting(spins, where, missing)) return;
   }
+}
+template <bool whole, bool patient = true, int n, int per, class Distance>
+LF_DEVICE void read_words(const u64* board, int first, int end, u32 tag, Distance distance, float (&out)[n][per],
+                          Watch& watch, Waits where) {
+  read_words<whole, patient>(Boards<1>(board), first, end, tag, distance, reinterpret_cast<float (&)[1][n][per]>(out),
+                             watch, where);
 }
 
 // All of the CTA's threads bring n words into shared memory; a sync_cta makes them visible.

@@ -126,11 +126,11 @@ struct FromExpert {
   int part;
   float share;
 
-  LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer<Shape>]) const {
-    read_words<kWhole<Shape>>(board, column<Shape>(segment, part), Shape::kColumns, tag, distance<Shape>, x, watch,
-                              kAtVector);
+  LF_DEVICE void operator()(int segment, float (&x)[1][Shape::kVectors][kPer<Shape>]) const {
+    read_words<kWhole<Shape>>(Boards<1>(board), column<Shape>(segment, part), Shape::kColumns, tag, distance<Shape>, x,
+                              watch, kAtVector);
     LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
-      LF_UNROLL for (int i = 0; i < kPer<Shape>; i++) x[v][i] *= share;
+      LF_UNROLL for (int i = 0; i < kPer<Shape>; i++) x[0][v][i] *= share;
     }
   }
 };

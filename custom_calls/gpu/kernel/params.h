@@ -13,10 +13,18 @@ enum Waits { kNothing, kAtCheckIn, kAtVector, kAtAttention, kAtLanding, kAtPacke
 
 constexpr int kPacketWords = 6;  // of a CTA, at the end of a pass
 
+constexpr int kMaxRows = 8;  // of a pass
+
 struct EmittedToken {  // in memory of the host
   int token;
   float logprob;
   unsigned long long time_ns;
+};
+
+// What drafts were worth in a call: passes after the prompt's by their rows, right drafts by their place, and those
+// from another text.
+struct DraftCounts {
+  int passes[kMaxRows], accepted[kMaxRows - 1], other, other_accepted;
 };
 
 // Memory of the host that the kernel sees; one for all devices of a process.
@@ -27,6 +35,20 @@ struct Host {
   unsigned long long failure;  // failure_word of edges.h; 0 for none
   unsigned read;
   unsigned ended;  // the first pass tag of the last call that has ended
+  DraftCounts drafts;
+};
+
+// What a call of a kernel for several rows drafts from.
+struct Texts {
+  const int* given;        // in memory of the host, one after the other:
+  int before;              //   another text, and what is before the prompt
+  int forced;              //   the answer's first tokens, whatever is drawn
+  int drafts;              //   drafts of the answer's tokens by number, -1 for none, for tests: at any price
+  int other;               // tokens of `before` that are another text
+  int most;                // drafts of a pass; 0: none
+  int room;                // tokens of before, prompt and answer
+  float prices[kMaxRows];  // time of a pass of 1, 2, ... rows over that of one
+  int* text;               // of the device: [room], then forced and drafts
 };
 
 // What a launch of steps.cu does. kStepOp and those after it: the first, second, ... op of a layer.
@@ -93,6 +115,8 @@ struct Params {
   int op, layer;
   Progress* progress;  // [CTAs]
   float* kept;         // [CTAs][1 + kHistory][rows]: of the residual stream
+
+  Texts texts;
 };
 
 }  // namespace gpu

@@ -1,6 +1,9 @@
 // Matrix times vector: a CTA has some rows of the matrix, its warps share the columns, and so do the threads of a warp
 // in groups, one row for each group. Every thread keeps its columns of the vector in registers, for all rows.
 //
+// A pass of several rows (rows.h) has as many vectors: each line is read once for all of them, and each sum is the one
+// that its vector has alone.
+//
 // A shape (custom_calls/gpu/tiling.py makes them, and packs the weights to match):
 //   kRows      of a CTA                    kColumns   of the matrix
 //   kGroup     threads for a row           kVectors   of 16 bytes that a thread has of a row, in each of kSegments
@@ -15,13 +18,12 @@
 
 #include "edges.h"
 #include "formats.h"
+#include "rows.h"
 #include "stream.h"
 #include "tensor.h"
 
 namespace laneformer {
 namespace gpu {
-
-constexpr int kThreads = kWarps * kWarpSize;
 
 template <class Shape>
 constexpr int kPer = Shape::Weights::kPer;
@@ -38,9 +40,13 @@ constexpr int kRowsAtOnce = kWarpSize / Shape::kGroup;
 template <class Shape>
 constexpr int kPaddedRows = Shape::kSteps * kRowsAtOnce<Shape>;
 
-// Floats of a CTA in shared memory: its warps' sums, and the factors of its rows.
-template <class Shape>
-constexpr int kPartials = kWarps * kPaddedRows<Shape> + (kHasFactors<typename Shape::Weights> ? Shape::kRows : 0);
+// Sums of a CTA's warps: of the steps between two calls of `each_part`, or of all of them.
+template <class Shape, int parts = 1>
+constexpr int kSumFloats = kWarps * kPaddedRows<Shape> / parts;
+
+// Floats of a CTA in shared memory: its warps' sums for each of a pass's rows, and the factors of the matrix's rows.
+template <class Shape, int rows = 1, int parts = 1>
+constexpr int kPartials = rows * kSumFloats<Shape, parts> + (kHasFactors<typename Shape::Weights> ? Shape::kRows : 0);
 
 // Rows whose factors a thread brings, at least 1.
 template <class Shape>
@@ -69,27 +75,29 @@ struct Floats {
   static constexpr int kFloats = 0, per = kPer<Shape>, vectors = Shape::kVectors;
   using Part = float[vectors][per];
 
-  template <class Load>
-  LF_DEVICE static void bring(int segment, float*, Load load, Part& x) {
+  template <int rows, class Load>
+  LF_DEVICE static void bring(int segment, float*, Load load, Part (&x)[rows]) {
     load(segment, x);
   }
 
-  // The products with row `at` of a step's lines.
-  template <int n, class Held>
-  LF_DEVICE static float sum(typename Shape::Weights::Reader& weights,
-                             const Vec (&lines)[Shape::Weights::template kLines<n>], const Held& scales, int at,
-                             const Part& x) {
-    float sum = 0;
+  // The products of the vectors with row `at` of a step's lines.
+  template <int n, int rows, class Held>
+  LF_DEVICE static void sum(typename Shape::Weights::Reader& weights,
+                            const Vec (&lines)[Shape::Weights::template kLines<n>], const Held& scales, int at,
+                            const Part (&x)[rows], float (&sums)[rows]) {
+    LF_UNROLL for (int m = 0; m < rows; m++) sums[m] = 0;
     LF_UNROLL for (int v = 0; v < vectors; v++) {
       if constexpr (kQuantized<typename Shape::Weights>) {
-        sum = Shape::Weights::template add<n>(sum, lines, scales, at * vectors + v, x[v]);
+        LF_UNROLL for (int m = 0; m < rows; m++) sums[m] =
+            Shape::Weights::template add<n>(sums[m], lines, scales, at * vectors + v, x[m][v]);
       } else {
         float w[per];
         weights.template read<n>(lines, at * vectors + v, w);
-        LF_UNROLL for (int i = 0; i < per; i++) sum += w[i] * x[v][i];
+        LF_UNROLL for (int m = 0; m < rows; m++) {
+          LF_UNROLL for (int i = 0; i < per; i++) sums[m] += w[i] * x[m][v][i];
+        }
       }
     }
-    return sum;
   }
 };
 
@@ -110,14 +118,23 @@ using Operand = typename OperandOf<Shape, kByTensor<typename Shape::Weights>>::T
 template <class Shape>
 constexpr int kBrought = kWarps * Operand<Shape>::kFloats;
 
-// Each warp's sums of its columns into partial[warp][padded rows]. load(segment, x) brings the thread's part of the
-// vector, while the first weights are on their way; brought: kBrought floats; adds: to sums that are there.
-template <class Shape, class Load>
+struct Whole {  // a product's sums are read once it has ended
+  LF_DEVICE void operator()(int) const {}
+};
+
+// Each warp's sums of its columns into partial[vector][warp][padded rows]. load(segment, x) brings the thread's part of
+// the vectors, while the first weights are on their way; brought: kBrought floats; adds: to sums that are there.
+// parts: in which the steps are divided, if there is one segment; each_part(number) follows the sums of each of them,
+// which are overwritten by the next one's.
+template <class Shape, int vectors_of_pass = 1, int parts = 1, class Load, class EachPart = Whole>
 LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, float* partial, float* brought,
-                       Load load, bool adds = false) {
+                       Load load, bool adds = false, EachPart each_part = {}) {
   constexpr int together = Shape::kTogether, vectors = Shape::kVectors, rows = kRowsAtOnce<Shape>,
-                owners = kOwners<Shape>, taken = Shape::Weights::template kLines<together * vectors>;
-  float* out = partial + opaque(warp() * kPaddedRows<Shape>);
+                owners = kOwners<Shape>, taken = Shape::Weights::template kLines<together * vectors>,
+                part_steps = Shape::kSteps / parts;
+  static_assert(parts == 1 || (Shape::kSegments == 1 && Shape::kSteps % (parts * together) == 0),
+                "custom_calls/gpu/layout.py chooses others");
+  float* out = partial + opaque(warp() * (kPaddedRows<Shape> / parts));
   [[maybe_unused]] float factors[kFactors<Shape>];  // read while the vector is awaited
   if constexpr (kHasFactors<typename Shape::Weights>) weights.template load_factors<Shape::kRows>(factors);
   Beside<typename Shape::Weights, together * vectors, Shape::kCluster> beside;
@@ -127,41 +144,51 @@ LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, 
     beside.take(stream);
     stream.take(lines);
 #endif
-    typename Operand<Shape>::Part x;
+    typename Operand<Shape>::Part x[vectors_of_pass];
     Operand<Shape>::bring(segment, brought + warp() * (kBrought<Shape> / kWarps), load, x);
     if (segment == 0) {
       weights.begin();
       if constexpr (kHasFactors<typename Shape::Weights>) {
         LF_UNROLL for (int i = 0; i < kFactors<Shape>; i++) {
           const int row = opaque(thread()) + i * kThreads;
-          if (row < Shape::kRows) partial[kWarps * kPaddedRows<Shape> + row] = factors[i];
+          if (row < Shape::kRows) partial[vectors_of_pass * kSumFloats<Shape, parts> + row] = factors[i];
         }
       }
     }
     const auto multiply = [&](int step) {
-      float sums[together];
+      float all[vectors_of_pass][together];
       [[maybe_unused]] const auto scales = beside.scales(lines);
-      LF_UNROLL for (int t = 0; t < together; t++) sums[t] =
-          Operand<Shape>::template sum<together * vectors>(weights, lines, scales, t, x);
+      LF_UNROLL for (int t = 0; t < together; t++) {
+        float own[vectors_of_pass];
+        Operand<Shape>::template sum<together * vectors>(weights, lines, scales, t, x, own);
+        LF_UNROLL for (int m = 0; m < vectors_of_pass; m++) all[m][t] = own[m];
+      }
       // Over the group's threads, in pairs that keep half of the sums each as long as there are several: thread i ends
       // with sum i % owners.
-      LF_UNROLL for (int mask = 1; mask < Shape::kGroup; mask *= 2) {
-        if (mask < owners) {
-          const bool upper = warp_lane() & mask;
-          LF_UNROLL for (int t = 0; t < together / mask; t += 2) {
-            const float kept = upper ? sums[t + 1] : sums[t], given = upper ? sums[t] : sums[t + 1];
-            sums[t / 2] = kept + shuffle(given, mask);
+      LF_UNROLL for (int m = 0; m < vectors_of_pass; m++) {
+        float (&sums)[together] = all[m];
+        LF_UNROLL for (int mask = 1; mask < Shape::kGroup; mask *= 2) {
+          if (mask < owners) {
+            const bool upper = warp_lane() & mask;
+            LF_UNROLL for (int t = 0; t < together / mask; t += 2) {
+              const float kept = upper ? sums[t + 1] : sums[t], given = upper ? sums[t] : sums[t + 1];
+              sums[t / 2] = kept + shuffle(given, mask);
+            }
+          } else {
+            LF_UNROLL for (int t = 0; t < together / owners; t++) sums[t] += shuffle(sums[t], mask);
           }
-        } else {
-          LF_UNROLL for (int t = 0; t < together / owners; t++) sums[t] += shuffle(sums[t], mask);
+        }
+        const int own = warp_lane() % Shape::kGroup, first = parts == 1 ? step : step % part_steps;
+        if (own < owners) {
+          LF_UNROLL for (int t = 0; t < together / owners; t++) {
+            float& sum =
+                out[m * kSumFloats<Shape, parts> + (first + t * owners + own) * rows + warp_lane() / Shape::kGroup];
+            sum = segment == 0 && !adds ? sums[t] : sum + sums[t];
+          }
         }
       }
-      const int own = warp_lane() % Shape::kGroup;
-      if (own < owners) {
-        LF_UNROLL for (int t = 0; t < together / owners; t++) {
-          float& sum = out[(step + t * owners + own) * rows + warp_lane() / Shape::kGroup];
-          sum = segment == 0 && !adds ? sums[t] : sum + sums[t];
-        }
+      if constexpr (parts > 1) {
+        if ((step + together) % part_steps == 0) each_part(step / part_steps);
       }
     };
 #if LF_BULK
@@ -186,36 +213,40 @@ LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, 
   weights.end();
 }
 
-template <class Shape>
-LF_DEVICE float row_sum(const float* partial, int row) {
+// The sum of a row of the matrix with vector m. first: the matrix's row whose sum is the first of its part's.
+template <class Shape, int vectors_of_pass = 1, int parts = 1>
+LF_DEVICE float row_sum(const float* partial, int row, int m = 0, int first = 0) {
+  const float* own = partial + m * kSumFloats<Shape, parts>;
   float sum = 0;
-  LF_UNROLL for (int w = 0; w < kWarps; w++) sum += partial[w * kPaddedRows<Shape> + row];
-  if constexpr (kHasFactors<typename Shape::Weights>) sum *= partial[kWarps * kPaddedRows<Shape> + row];
+  LF_UNROLL for (int w = 0; w < kWarps; w++) sum += own[w * (kPaddedRows<Shape> / parts) + row];
+  if constexpr (kHasFactors<typename Shape::Weights>)
+    sum *= partial[vectors_of_pass * kSumFloats<Shape, parts> + first + row];
   return sum;
 }
 
-// A vector from a board, as the threads of a product need it.
-template <class Shape>
+// A vector from a board, as the threads of a product need it, or those of several rows.
+template <class Shape, int rows = 1>
 struct FromBoard {
-  const u64* board;
+  Boards<rows> board;
   u32 tag;
   Watch& watch;
 
-  LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer<Shape>]) const {
+  LF_DEVICE void operator()(int segment, float (&x)[rows][Shape::kVectors][kPer<Shape>]) const {
     read_words<kWhole<Shape>>(board, column<Shape>(segment), Shape::kColumns, tag, distance<Shape>, x, watch,
                               kAtVector);
   }
 };
 
 // The same under an RMS norm (Zhang & Sennrich, arXiv 1910.07467): the gains are applied here, the factor of the whole
-// vector to the results, so that no thread waits for it before multiplying. squares: [kWarps], of each warp's columns.
-template <class Shape>
+// vector to the results, so that no thread waits for it before multiplying. squares: [rows][kWarps], of each warp's
+// columns.
+template <class Shape, int rows = 1>
 struct NormedFromBoard {
-  FromBoard<Shape> board;
+  FromBoard<Shape, rows> board;
   const float* gains;
   float* squares;
 
-  LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer<Shape>]) const {
+  LF_DEVICE void operator()(int segment, float (&x)[rows][Shape::kVectors][kPer<Shape>]) const {
     float gain[Shape::kVectors][kPer<Shape>];
     const int first = column<Shape>(segment);
     const float* own = gains + first;
@@ -233,30 +264,36 @@ struct NormedFromBoard {
       }
     }
     board(segment, x);
-    float sum = 0;
-    LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
-      LF_UNROLL for (int i = 0; i < kPer<Shape>; i++) {
-        sum += x[v][i] * x[v][i];
-        x[v][i] *= gain[v][i];
+    LF_UNROLL for (int m = 0; m < rows; m++) {
+      float sum = 0;
+      LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
+        LF_UNROLL for (int i = 0; i < kPer<Shape>; i++) {
+          sum += x[m][v][i] * x[m][v][i];
+          x[m][v][i] *= gain[v][i];
+        }
       }
+      LF_UNROLL for (int mask = 1; mask < Shape::kGroup; mask *= 2) sum += shuffle(sum, mask);
+      float& own = squares[m * kWarps + warp()];
+      if (warp_lane() == 0) own = segment == 0 ? sum : own + sum;
     }
-    LF_UNROLL for (int mask = 1; mask < Shape::kGroup; mask *= 2) sum += shuffle(sum, mask);
-    if (warp_lane() == 0) squares[warp()] = segment == 0 ? sum : squares[warp()] + sum;
   }
 };
 
-// A vector in shared memory.
-template <class Shape>
+// A vector in shared memory, or those of several rows, `stride` apart.
+template <class Shape, int rows = 1>
 struct FromShared {
   const float* data;
+  int stride = 0;
 
-  LF_DEVICE void operator()(int segment, float (&x)[Shape::kVectors][kPer<Shape>]) const {
+  LF_DEVICE void operator()(int segment, float (&x)[rows][Shape::kVectors][kPer<Shape>]) const {
     const int first = column<Shape>(segment);
-    const float* own = data + first;
-    LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
-      LF_UNROLL for (int i = 0; i < kPer<Shape>; i++) {
-        const int at = distance<Shape>(v, i / 2 * 2) + i % 2;
-        x[v][i] = kWhole<Shape> || first + at < Shape::kColumns ? own[at] : 0.0f;
+    LF_UNROLL for (int m = 0; m < rows; m++) {
+      const float* own = data + m * stride + first;
+      LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
+        LF_UNROLL for (int i = 0; i < kPer<Shape>; i++) {
+          const int at = distance<Shape>(v, i / 2 * 2) + i % 2;
+          x[m][v][i] = kWhole<Shape> || first + at < Shape::kColumns ? own[at] : 0.0f;
+        }
       }
     }
   }

@@ -1,6 +1,7 @@
 // The next token, as infer/sampling.py defines it. Each CTA has the logits of its rows of the head and publishes what
 // it finds in them as a packet; every CTA reads all packets and draws the same token. Filters need all logits: these
 // are published and read only when a call has filters.
+// Of a pass with several rows each is drawn like this, with the noise of its position.
 #pragma once
 
 #include "product.h"
@@ -40,7 +41,7 @@ constexpr int kEndWord = kPacketWords - 1, kPackets = kLanes * kCtas;
 constexpr int kBuckets = 1 << 11, kBucketGroups = 64;  // of a histogram: 32 bits in three passes
 constexpr float kLowest = -3.4e38f;                    // just above -FLT_MAX: no logit yet
 
-static_assert(kZAt >= kPacketsAt + 2 * kPackets * kPacketWords, "gpu/layout.py reserves fewer words");
+static_assert(kZAt >= kPacketsAt + 2 * kPassRows * kPackets * kPacketWords, "gpu/layout.py reserves fewer words");
 
 // Shared memory of the sampler, in floats: histogram, sums of its groups, values of the warps.
 constexpr int kSampleFloats = 2 * kBuckets + 2 * kBucketGroups + 4 * kWarps + 16;
@@ -52,7 +53,7 @@ struct Sampled {
 
 struct Sampler {
   const Params& p;
-  float* logits;  // shared memory, [rows of the head here]
+  float* logits;  // shared memory, of each of the pass's rows [rows of the head here]
   float* z;
   float* scratch;
   int* end;  // shared memory, kept between passes: how the next packet ends the call, kCancelled, kFailed, or 0
@@ -79,14 +80,51 @@ struct Sampler {
   LF_DEVICE int end_of_pass(u32 tag, int parity) {
     record_timeout();
     sync_cta();  // the scratch is free
-    publish(tag, parity, 0, 0, {0, -1}, 0);
+    const Edge edge = {tag, parity * kPassRows};
+    publish(edge, 0, 0, {0, -1}, 0);
     Best best;
     float largest, sum, logit;
-    return collect(tag, parity, largest, sum, best, logit);
+    return collect<true>(edge, largest, sum, best, logit);
   }
 
   // Draws the token at `position` from the logits in shared memory. drawn: tokens before it.
   LF_DEVICE Sampled sample(u32 tag, int parity, int position, int drawn) {
+    const Edge edge = {tag, parity * kPassRows};
+    offer(edge, 0, position, nullptr, -1);
+    return settle<true>(edge, drawn);
+  }
+
+  // For several rows: what this CTA has for row m. position: of its token; tokens: of the pass's rows, the first one
+  // being part of the text already; forced: the token that is taken for drawn, or -1.
+  LF_DEVICE void offer_row(u32 tag, int parity, int m, int position, const int* tokens, int forced) {
+    if (m > 0) sync_cta();  // the scratch is free
+    offer({tag, parity * kPassRows + m}, m, position, tokens, forced);
+  }
+  // The row's token, once this CTA has offered all rows.
+  LF_DEVICE Sampled settle_row(u32 tag, int parity, int m, int drawn) {
+    const Edge edge = {tag, parity * kPassRows + m};
+    return m == 0 ? settle<true>(edge, drawn) : settle<false>(edge, drawn);
+  }
+
+ private:
+  // Where the words of a row are: with this tag, in the boards of this number.
+  struct Edge {
+    u32 tag;
+    int number;
+  };
+
+  // Whether a token is a draft before row m, and so part of its text.
+  LF_DEVICE static bool is_draft(int token, int m, const int* tokens) {
+    bool found = false;
+    if constexpr (kPassRows > 1) {
+      for (int i = 1; i <= m; i++) found = found || tokens[i] == token;
+    }
+    return found;
+  }
+
+  LF_DEVICE void offer(const Edge& edge, int m, int position, const int* tokens, int forced) {
+    const u32 tag = edge.tag;
+    float *logits = this->logits + m * kHeadRows, *z = this->z + m * kHeadRows;
     const bool ranked = temperature > 0 && (top_k > 0 || top_p < 1),
                filtered = ranked || (temperature > 0 && min_p > 0);
     const bool published = p.top > 0 || p.logits != nullptr;
@@ -95,19 +133,19 @@ struct Sampler {
     for (int r = opaque(thread()); r < count; r += kThreads) {
       const float raw = logits[r];
       float value = raw;
-      if (p.seen[first + r]) value = value > 0 ? value / penalty : value * penalty;
+      if (p.seen[first + r] || is_draft(first + r, m, tokens)) value = value > 0 ? value / penalty : value * penalty;
       if (temperature > 0) value /= temperature;
       z[r] = value;
       largest = larger(largest, raw), largest_z = larger(largest_z, value);
       broken = broken || raw != raw;
       for (int d = 0; d < p.devices; d++) {
-        if (ranked) store_word(p.shared[d] + kZAt + (i64)parity * kVocab + first + r, word_of(value, tag));
-        if (published) store_word(p.shared[d] + kLogitsAt + (i64)parity * kVocab + first + r, word_of(raw, tag));
+        if (ranked) store_word(p.shared[d] + kZAt + (i64)edge.number * kVocab + first + r, word_of(value, tag));
+        if (published) store_word(p.shared[d] + kLogitsAt + (i64)edge.number * kVocab + first + r, word_of(raw, tag));
       }
     }
     sync_cta();
     largest = max_over_cta(largest, warps());
-    const float least = filtered ? threshold(tag, parity, max_over_cta(largest_z, warps())) : kLowest;
+    const float least = filtered ? threshold(edge, max_over_cta(largest_z, warps())) : kLowest;
     float sum = 0;
     Best best = {kLowest, -1};
     for (int r = opaque(thread()); r < count; r += kThreads) {
@@ -120,22 +158,27 @@ struct Sampler {
     sync_cta();
     sum = sum_over_cta(broken ? bits_to_float(0x7fc00000u) : sum, warps());
     best = best_over_cta(best);
-    publish(tag, parity, largest, sum, best, best.token < 0 ? 0.0f : logits[best.token - first]);
+    if (kPassRows > 1 && forced >= 0) best = {0, forced >= first && forced < first + count ? forced : -1};
+    publish(edge, largest, sum, best, best.token < 0 ? 0.0f : logits[best.token - first]);
+  }
 
-    float logit;
-    const int end = collect(tag, parity, largest, sum, best, logit);
+  // ends_pass: whether this is the pass's first row, with which the host's cancel flag is read.
+  template <bool ends_pass>
+  LF_DEVICE Sampled settle(const Edge& edge, int drawn) {
+    float largest, sum, logit;
+    Best best;
+    const int end = collect<ends_pass>(edge, largest, sum, best, logit);
     int token = best.token;
     if (token < 0 || token >= kVocab) token = 0;  // no logit was a number: the log-probability is NaN
     if (end) return {token, end};
     const float lse = largest + log_of(sum);
     if (thread() == 0 && (leader || (token >= first && token < first + count))) p.seen[token] = 1;
-    if (leader && p.logits != nullptr) copy_logits(tag, parity, p.logits + (i64)drawn * kVocab);
-    if (leader && p.top > 0) rank(tag, parity, lse, drawn);
+    if (leader && p.logits != nullptr) copy_logits(edge, p.logits + (i64)drawn * kVocab);
+    if (leader && p.top > 0) rank(edge, lse, drawn);
     if (leader && host_writer()) emit(token, logit - lse, drawn);
     return {token, 0};
   }
 
- private:
   // A thread that has timed out has computed from stale words: this CTA's packet ends the call, without a token.
   LF_DEVICE void record_timeout() const {
     if (watch.ended()) *end = kFailed;
@@ -181,32 +224,34 @@ struct Sampler {
     return best;
   }
 
-  LF_DEVICE i64 packet(int parity, int from) const {
-    return kPacketsAt + ((i64)parity * kPackets + from) * kPacketWords;
+  LF_DEVICE i64 packet(const Edge& edge, int from) const {
+    return kPacketsAt + ((i64)edge.number * kPackets + from) * kPacketWords;
   }
 
-  LF_DEVICE void publish(u32 tag, int parity, float largest, float sum, const Best& best, float logit) const {
+  LF_DEVICE void publish(const Edge& edge, float largest, float sum, const Best& best, float logit) const {
     watch.delay();
     if (thread() >= kPacketWords) return;
     fence_device();  // readers of this packet see what this CTA has written to the cache (ordered by sync_cta)
     const float values[kPacketWords] = {largest, sum, best.value, bits_to_float((u32)best.token), logit, (float)*end};
     float value = values[0];
     LF_UNROLL for (int i = 1; i < kPacketWords; i++) if (thread() == i) value = values[i];
-    for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + packet(parity, place) + thread(), word_of(value, tag));
+    for (int d = 0; d < p.devices; d++)
+      store_word(p.shared[d] + packet(edge, place) + thread(), word_of(value, edge.tag));
   }
 
-  // Reads all packets. Returns how they end the call, or 0.
-  LF_DEVICE int collect(u32 tag, int parity, float& largest, float& sum, Best& best, float& logit) const {
+  // Reads all packets. Returns how they end the call, or 0. polls: also how the next ones do.
+  template <bool polls>
+  LF_DEVICE int collect(const Edge& edge, float& largest, float& sum, Best& best, float& logit) const {
     constexpr int each = (kPackets + kThreads - 1) / kThreads;
-    const int cancelled = kSteps ? 0 : cancel_requested();  // arrives while the packets do
+    const int cancelled = kSteps || !polls ? 0 : cancel_requested();  // arrives while the packets do
     float packets[each][kPacketWords];
-    const u64* memory = p.shared[p.device] + packet(parity, 0);
+    const u64* memory = p.shared[p.device] + packet(edge, 0);
     LF_UNROLL for (int i = 0; i < each; i++) {
       const int from = i * kThreads + opaque(thread());
       float one[1][kPacketWords];
       read_words<kPackets % kThreads == 0>(
-          memory, smaller(from, kPackets) * kPacketWords, kPackets * kPacketWords, tag, [](int, int i) { return i; },
-          one, watch, kAtPacket);
+          memory, smaller(from, kPackets) * kPacketWords, kPackets * kPacketWords, edge.tag,
+          [](int, int i) { return i; }, one, watch, kAtPacket);
       LF_UNROLL for (int k = 0; k < kPacketWords; k++) packets[i][k] = one[0][k];
       if (from >= kPackets) packets[i][0] = kLowest, packets[i][3] = bits_to_float(~0u);
     }
@@ -216,7 +261,7 @@ struct Sampler {
     if (watch.ended()) ending = kFailed;
     fence_device();
     sync_cta();
-    if (!kSteps && polls_host()) *end = cancelled ? kCancelled : 0;
+    if (!kSteps && polls && polls_host()) *end = cancelled ? kCancelled : 0;
     largest = max_over_cta(top, warps());
     ending = max_over_cta(ending, warps());
     float total = 0;
@@ -269,16 +314,17 @@ struct Sampler {
     }
   }
 
-  LF_DEVICE void copy_logits(u32 tag, int parity, float* out) const {
-    each_published(kLogitsAt + (i64)parity * kVocab, tag, [&](int token, float value) { out[token] = value; });
+  LF_DEVICE void copy_logits(const Edge& edge, float* out) const {
+    each_published(kLogitsAt + (i64)edge.number * kVocab, edge.tag,
+                   [&](int token, float value) { out[token] = value; });
   }
 
   // Writes the p.top most likely tokens, lowest id first among equals.
-  LF_DEVICE void rank(u32 tag, int parity, float lse, int drawn) const {
+  LF_DEVICE void rank(const Edge& edge, float lse, int drawn) const {
     Best last = {0, -1};
     for (int i = 0; i < p.top; i++) {
       Best best = {kLowest, -1};
-      each_published(kLogitsAt + (i64)parity * kVocab, tag, [&](int token, float logit) {
+      each_published(kLogitsAt + (i64)edge.number * kVocab, edge.tag, [&](int token, float logit) {
         const float value = logit + 0.0f;  // -0 and 0 are equal
         const bool behind = i == 0 || value < last.value || (value == last.value && token > last.token);
         if (behind) best = better(best, {value, token});
@@ -293,8 +339,9 @@ struct Sampler {
 
   // The filters' threshold, the least z that is kept; every CTA computes it from the same words. own_best: the largest
   // z of this CTA.
-  LF_DEVICE float threshold(u32 tag, int parity, float own_best) const {
-    const i64 base = kZAt + (i64)parity * kVocab, of_ctas = kLargestZAt + (i64)parity * kPackets;
+  LF_DEVICE float threshold(const Edge& edge, float own_best) const {
+    const u32 tag = edge.tag;
+    const i64 base = kZAt + (i64)edge.number * kVocab, of_ctas = kLargestZAt + (i64)edge.number * kPackets;
     if (thread() < p.devices) store_word(p.shared[thread()] + of_ctas + place, word_of(own_best, tag));
     float best = kLowest;
     for (int from = opaque(thread()); from < kPackets; from += kThreads) {

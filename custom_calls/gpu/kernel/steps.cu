@@ -2,7 +2,7 @@
 // of each other goes over the borders of launches; only the exchange between lanes and the sampling wait within one.
 // The weights' ring starts empty in every launch, and ends with it.
 #define LF_STEPS 1
-#include "decoder.h"
+#include "call.h"
 #include "read.h"
 
 namespace laneformer {
@@ -48,7 +48,7 @@ LF_DEVICE float* kept_by(const Params& p) { return p.kept + (i64)cta() * kKeptRo
 
 LF_DEVICE void recall(const Params& p, const Residual& residual) {
   const float* kept = kept_by(p);
-  residual.each([&](int r) {
+  residual.each(Run<1>{0}, [&](int, int r) {
     residual.x[r] = kept[r];
     LF_UNROLL for (int h = 0; h < kHistory; h++) residual.history[h * kStreamRows + r] =
         kept[(h + 1) * kStreamRows + r];
@@ -57,7 +57,7 @@ LF_DEVICE void recall(const Params& p, const Residual& residual) {
 
 LF_DEVICE void keep(const Params& p, const Residual& residual) {
   float* kept = kept_by(p);
-  residual.each([&](int r) {
+  residual.each(Run<1>{0}, [&](int, int r) {
     kept[r] = residual.x[r];
     LF_UNROLL for (int h = 0; h < kHistory; h++) kept[(h + 1) * kStreamRows + r] =
         residual.history[h * kStreamRows + r];
@@ -85,17 +85,17 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
   if (now.over) return stream.drain();
 
   Decoder decoder(p, shared, stream, watch, lane_here, c);
-  const int position = control.start + now.pass;
+  const Run<1> run = {control.start + now.pass};
   const u32 tag = p.pass_tag + 1 + now.pass * kPassTags, sequence = p.exchange_tag + now.pass * (kNumSums + 1);
   const bool draws = now.pass + 1 >= control.prompt;
   switch (op) {
     case kStepEmbed:
-      decoder.embed(now.token, tag);
+      decoder.embed(run, [&](int) { return now.token; }, tag);
       keep(p, decoder.residual);
       break;
     case kStepFinal:
       recall(p, decoder.residual);
-      if (draws) decoder.final(tag, sequence);
+      if (draws) decoder.final(run, tag, sequence);
       break;
     case kStepHead: {
       Sampler sampler = sampler_of(p, shared, watch, lane, c);
@@ -106,7 +106,7 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
       if (thread() == 0 && has_failed(load_word(p.shared[p.device]), p.pass_tag))
         *sampler.end = kFailed;  // in an earlier launch
       if (draws) {
-        decoder.head(tag, sampler.count);
+        decoder.head(run, tag, sampler.count);
       } else {
         stream.drain();
       }
@@ -117,7 +117,7 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
     }
     default:
       if (step.adds_output) recall(p, decoder.residual);
-      decoder.run_one(op - kStepOp, layer, position, tag, sequence);
+      decoder.run_one(run, op - kStepOp, layer, tag, sequence);
       if (step.adds_output) keep(p, decoder.residual);
   }
 }

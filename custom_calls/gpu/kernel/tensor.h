@@ -90,15 +90,27 @@ class Digits {
     float power[vectors], less[vectors];  // of each block, and what takes zero_sum away
   };
 
-  template <class Load>
-  LF_DEVICE static void bring(int segment, float* shared, Load load, Part& part) {
-    float x[units][per];
+  template <int rows, class Load>
+  LF_DEVICE static void bring(int segment, float* shared, Load load, Part (&parts)[rows]) {
+    float x[rows][units][per];
     load(segment, x);
+    LF_UNROLL for (int m = 0; m < rows; m++) bring_one(shared, x[m], parts[m]);
+  }
+
+  // The products of the thread's byte with row `at` of the lines; over the group's threads they add up to the row's.
+  template <int n, int rows, class Held>
+  LF_DEVICE static void sum(typename Weights::Reader& weights, const Vec (&lines)[Weights::template kLines<n>],
+                            const Held& scales, int at, const Part (&parts)[rows], float (&sums)[rows]) {
+    LF_UNROLL for (int m = 0; m < rows; m++) sums[m] = sum_of_one<n>(weights, lines, scales, at, parts[m]);
+  }
+
+ private:
+  LF_DEVICE static void bring_one(float* shared, const float (&x)[units][per], Part& part) {
     u32* bytes = (u32*)shared;
     float* powers = shared + vectors * words;
     constexpr int threads = 32 / per;  // of a block
     const int lane = opaque(warp_lane());
-    sync_warp();  // those of the segment before are read
+    sync_warp();  // those of the segment or row before are read
     LF_UNROLL for (int u = 0; u < units; u++) {
       u32 largest = 0;
       LF_UNROLL for (int i = 0; i < per; i++) {
@@ -130,10 +142,9 @@ class Digits {
     }
   }
 
-  // The products of the thread's byte with row `at` of the lines; over the group's threads they add up to the row's.
   template <int n, class Held>
-  LF_DEVICE static float sum(typename Weights::Reader&, const Vec (&lines)[Weights::template kLines<n>],
-                             const Held& scales, int at, const Part& part) {
+  LF_DEVICE static float sum_of_one(typename Weights::Reader&, const Vec (&lines)[Weights::template kLines<n>],
+                                    const Held& scales, int at, const Part& part) {
     constexpr int terms = Weights::kTerms;
     float sum = 0;
     LF_UNROLL for (int tile = 0; tile < tiles; tile++) {
@@ -168,7 +179,6 @@ class Digits {
     return sum * bits_to_float((u32)(127 + 8 * (warp_lane() % 4)) << 23);
   }
 
- private:
   // The bytes of neighbours, as the words (or halves of words) of a block.
   LF_DEVICE static void store(const u32 (&number)[per], u32* to, int part) {
     u32 low[per / 2], high[per / 2];  // of pairs: bytes 0 and 1, and 2

@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "worker.h"
+#include "../worker.h"
 
 namespace laneformer {
 
@@ -13,6 +13,8 @@ void Worker::run(const Router& op, int module) {
   run(op.logits, module);
   router_ = &op;
 }
+
+void Worker::run(const SigmoidRouter& op, int module) { run((const Router&)op, module); }
 
 // Which of count things in a lane are this worker's: its lanes are first .. last of all workers' shares of them.
 Worker::Part Worker::part_of(int lane, int64_t count) const {
@@ -40,6 +42,45 @@ void largest_of(const float* logits, int experts, int used, int32_t* numbers) {
 
 }  // namespace
 
+// A position's experts and their shares, softmax of the logits.
+void Worker::weigh(const float* logits, int experts, int used, int32_t* numbers, float* shares) const {
+  largest_of(logits, experts, used, numbers);
+  const float largest = logits[numbers[0]];
+  float sum = 0;
+  for (int j = 0; j < used; j++) {
+    shares[j] = std::exp(logits[numbers[j]] - largest);
+    if (router_->normalized) sum += shares[j];
+  }
+  for (int e = 0; e < experts && !router_->normalized; e++) sum += std::exp(logits[e] - largest);
+  for (int j = 0; j < used; j++) shares[j] /= sum;
+}
+
+// The same of sigmoids (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): a correction chooses, and does not weigh.
+void Worker::weigh_sigmoids(const float* logits, int experts, int used, int lane, int32_t* numbers, float* shares) {
+  const plan::SigmoidRoute& op = *router_->sigmoids;
+  const auto score = [&](int e) { return 1 / (1 + std::exp(-logits[e])); };
+  const float* const correction = op.correction ? d_.small(*op.correction, lane) : nullptr;
+  for (int e = 0; e < experts; e++) choice_[e] = score(e) + (correction ? correction[e] : 0);
+  if (op.groups > 1) {
+    const int each = experts / op.groups;
+    float* const sums = choice_.data() + experts;
+    std::vector<int32_t>& best = groups_;
+    for (int g = 0; g < op.groups; g++) {
+      const float* of_group = choice_.data() + g * each;
+      largest_of(of_group, each, 2, best.data());
+      sums[g] = of_group[best[0]] + of_group[best[1]];
+    }
+    largest_of(sums, op.groups, op.groups_used, best.data());
+    for (int g = 0; g < op.groups; g++)
+      if (std::count(best.begin(), best.begin() + op.groups_used, g) == 0)
+        std::fill_n(choice_.begin() + g * each, each, -INFINITY);
+  }
+  largest_of(choice_.data(), experts, used, numbers);
+  float sum = 1e-20f;
+  for (int j = 0; j < used; j++) sum += shares[j] = score(numbers[j]);
+  for (int j = 0; j < used; j++) shares[j] *= op.factor / (op.normalized ? sum : 1);
+}
+
 // From the logits of all positions their experts and shares, and the positions of each expert.
 void Worker::choose(const Product& product, int lane) {
   const int used = product.used, experts = product.experts;
@@ -52,15 +93,8 @@ void Worker::choose(const Product& product, int lane) {
   for (int p = 0; p < positions_; p++, logits += stride) {
     int32_t* const numbers = routes.experts.data() + p * used;
     float* const shares = routes.shares.data() + p * used;
-    largest_of(logits, experts, used, numbers);
-    const float largest = logits[numbers[0]];
-    float sum = 0;
-    for (int j = 0; j < used; j++) {
-      shares[j] = std::exp(logits[numbers[j]] - largest);
-      if (router_->normalized) sum += shares[j];
-    }
-    for (int e = 0; e < experts && !router_->normalized; e++) sum += std::exp(logits[e] - largest);
-    for (int j = 0; j < used; j++) shares[j] /= sum;
+    router_->sigmoids ? weigh_sigmoids(logits, experts, used, lane, numbers, shares)
+                      : weigh(logits, experts, used, numbers, shares);
   }
   for (int64_t i = 0; i < uses; i++) routes.members[i] = (int32_t)i;
   std::sort(routes.members.begin(), routes.members.end(),
@@ -152,6 +186,36 @@ void Worker::write_sum(const Product& product, int lane, int module) {
     std::memset(to + p * stride, 0, rows * sizeof(float));
     for (int64_t use = p * used; use < (p + 1) * used; use++)
       k_.add_scaled(to + p * stride, each_.floats() + routes.places[use] * rows, routes.shares[use], rows);
+  }
+}
+
+// Its gate's logit takes the place of the router's, from which all have chosen.
+void Worker::run(const SharedExpert& op, int module) {
+  if (op.gate) run(*op.gate, module);
+  for (const Product& product : op.products) {
+    if (product.added) {
+      add(product, op.gate.has_value(), module);
+    } else {
+      run(product, module);
+      meet_if_shared();
+    }
+  }
+}
+
+// Adds a product to what its target holds, times the sigmoid of the gate's logit where there is one.
+void Worker::add(const Product& product, bool gated, int module) {
+  int64_t tile = 0;
+  for (const Share& share : shares(product)) {
+    const int64_t rows = (share.last - share.first) * kTile;
+    const int lane = share.matrix;
+    int64_t stride, step;
+    const Vectors x = vectors_of(product, lane);
+    float* const to = target(product.writes, module, lane, &stride) + share.first * kTile;
+    const float* const logits = target(plan::Value::routes, 0, lane, &step);
+    tile = times(product, share, tile, x, y_.data(), rows);
+    add_biases(product, lane, share, positions_, y_.data(), rows);
+    for (int p = 0; p < positions_; p++)
+      k_.add_scaled(to + p * stride, y_.data() + p * rows, gated ? 1 / (1 + std::exp(-logits[p * step])) : 1, rows);
   }
 }
 

@@ -1,0 +1,225 @@
+// Drafts of the next tokens in a kernel for several rows: common/drafts.h on a GPU. Each CTA keeps the same state and
+// makes the same drafts, from the same tokens: nothing is asked of the host or of other CTAs, and no clock decides. So
+// prices stay those that the call is given.
+//
+// The text of a device is in its memory: another text and what is before the prompt, which the host has written, then
+// prompt and answer. Each CTA writes every token of the answer, the same ones to the same places, and reads what it has
+// written itself.
+#pragma once
+
+#include "rows.h"
+
+namespace laneformer {
+namespace gpu {
+
+constexpr int kClasses = 4;  // of drafts by the length of their match: below 3, 6, 16 tokens, and longer
+
+// In shared memory.
+struct DraftState {
+  int tokens[kPassRows];  // of the pass's rows: the last token, then drafts
+  int drafts[kPassRows];  // that could be made, also those that are too dear to be checked
+  int drawn[kPassRows];   // by the pass's rows
+  int rows, made;         // of the pass; drafts that could be made
+  int size;               // tokens of the text
+  int of_class, from_other;
+  float rates[kClasses];  // of drafts that were right
+  DraftCounts counts;
+  u32 found[kWarps];
+};
+
+static_assert(kPassRows == 1 || sizeof(DraftState) <= 4 * kDraftInts, "custom_calls/gpu/layout.py counts otherwise");
+
+class Drafts {
+ public:
+  LF_DEVICE Drafts(const Params& p, int* shared) : p_(p), t_(p.texts), s_(*(DraftState*)shared) {}
+
+  LF_DEVICE int token(int m) const { return s_.tokens[m]; }
+  LF_DEVICE const int* tokens() const { return s_.tokens; }
+  LF_DEVICE int rows() const { return s_.rows; }
+
+  // Brings the texts into the device's memory, each CTA a part. A barrier of all CTAs must follow.
+  LF_DEVICE void bring_texts(int prompt) const {
+    const int first = cta() * kThreads + thread(), step = kLanesHere * kCtas * kThreads;
+    for (int i = first; i < t_.before; i += step) t_.text[i] = t_.given[i];
+    for (int i = first; i < prompt; i += step) t_.text[t_.before + i] = p_.prompt[i];
+    for (int i = first; i < t_.forced + t_.drafts; i += step) t_.text[t_.room + i] = t_.given[t_.before + i];
+    fence_device();
+    sync_cta();
+  }
+
+  LF_DEVICE void begin(int prompt) {
+    fence_device();
+    if (thread() == 0) {
+      s_.size = t_.before + prompt;
+      s_.made = s_.from_other = s_.of_class = 0;
+      constexpr float rates[kClasses] = {0.1f, 0.3f, 0.6f, 0.9f};  // low, as watching costs nothing
+      LF_UNROLL for (int i = 0; i < kClasses; i++) s_.rates[i] = rates[i];
+      s_.counts = {};
+    }
+    sync_cta();
+  }
+
+  // The next pass has `count` tokens of the prompt.
+  LF_DEVICE void take_prompt(int first, int count) {
+    sync_cta();
+    if (thread() < count) s_.tokens[thread()] = p_.prompt[first + thread()];
+    if (thread() == 0) s_.rows = count;
+    sync_cta();
+  }
+
+  // The token that the answer must have at a place, whatever is drawn; -1: any.
+  LF_DEVICE int forced(int place) const { return place < t_.forced ? text(t_.room + place) : -1; }
+
+  LF_DEVICE void draw(int m, int token) const {
+    if (thread() == 0) s_.drawn[m] = token;
+  }
+
+  // After a pass that has drawn `count` tokens, `before` before it: they are part of the text. Chooses the rows of the
+  // next one: the last token and up to `most` drafts.
+  LF_DEVICE void next(int before, int count, int most) {
+    sync_cta();
+    if (thread() == 0) {
+      if (before > 0) this->count(count);
+      learn(count);
+      for (int i = 0; i < count && t_.most > 0; i++) t_.text[s_.size + i] = s_.drawn[i];
+      s_.size += count;
+      s_.tokens[0] = s_.drawn[count - 1];
+    }
+    sync_cta();
+    propose(before + count, smaller(most, smaller(t_.most, kPassRows - 1)));
+  }
+
+  // Chooses the rows of the first pass that draws, whose first token is the prompt's last one.
+  LF_DEVICE void first(int last, int most) {
+    sync_cta();
+    if (thread() == 0) s_.tokens[0] = last;
+    sync_cta();
+    propose(0, smaller(most, smaller(t_.most, kPassRows - 1)));
+  }
+
+  // Into the host's memory, by one thread. count: of the last pass, `before` tokens before it.
+  LF_DEVICE void report(int before, int count) const {
+    if (before > 0 && count > 0) this->count(count);
+    p_.host->drafts = s_.counts;
+  }
+
+ private:
+  static constexpr int kEndOfText = -1, kLongest = 64, kPlaceBits = 28;
+
+  LF_DEVICE int text(int at) const { return load_between_ctas(t_.text + at); }
+
+  LF_DEVICE void count(int drawn) const {
+    const int checked = s_.rows - 1;
+    s_.counts.passes[checked]++;
+    for (int i = 0; i < drawn - 1; i++) s_.counts.accepted[i]++;
+    if (s_.from_other) s_.counts.other += checked, s_.counts.other_accepted += drawn - 1;
+  }
+
+  // Compares what was drawn with the drafts.
+  LF_DEVICE void learn(int count) const {
+    float& rate = s_.rates[s_.of_class];
+    for (int i = 0; i < smaller(count, s_.made); i++) {
+      const bool right = s_.drawn[i] == s_.drafts[i];
+      rate += (1.0f / 16) * ((right ? 1.0f : 0.0f) - rate);
+      if (!right) break;
+    }
+  }
+
+  // The largest of all threads.
+  LF_DEVICE u32 largest_in_cta(u32 v) const {
+    v = largest_in_warp(v);
+    if (warp_lane() == 0) s_.found[warp()] = v;
+    sync_cta();
+    v = 0;
+    for (int w = 0; w < kWarps; w++) v = v > s_.found[w] ? v : s_.found[w];
+    sync_cta();
+    return v;
+  }
+
+  LF_DEVICE void propose(int next, int most) {
+    int place = 0, length = 0;
+    if (most > 0 && t_.drafts == 0) {
+      place = newest_match();
+      if (place > 0) length = follow(place);
+    }
+    if (thread() == 0) {
+      if (t_.drafts > 0) {
+        s_.rows = 1 + copy_given(next, most);
+      } else {
+        copy_from(place, length);
+        s_.rows = 1 + worth(smaller(most, s_.made));
+      }
+      for (int i = 1; i < s_.rows; i++) s_.tokens[i] = s_.drafts[i - 1];
+    }
+    sync_cta();
+  }
+
+  // The newest place before which the text reads as at its end, for 8, 6, 4, 3 or 2 tokens, the longest; 0: none.
+  LF_DEVICE int newest_match() const {
+    constexpr int longest = 8;
+    const int end = s_.size;
+    int last[longest];
+    LF_UNROLL for (int i = 0; i < longest; i++) last[i] = end > i ? text(end - 1 - i) : kEndOfText;
+    u32 best = 0;
+    for (int place = opaque(thread()) + 2; place < end; place += kThreads) {
+      if (text(place - 1) != last[0] || text(place - 2) != last[1]) continue;
+      int length = 2;
+      while (length < longest && length < place && text(place - 1 - length) == last[length]) length++;
+      const u32 rank = length >= 8 ? 5 : length >= 6 ? 4 : length >= 4 ? 3 : length >= 3 ? 2 : 1;
+      const u32 found = rank << kPlaceBits | (u32)place;
+      best = best > found ? best : found;
+    }
+    return (int)(largest_in_cta(best) & ((1u << kPlaceBits) - 1));
+  }
+
+  // Tokens before a place that are those before the end, at most kLongest.
+  LF_DEVICE int follow(int place) const {
+    u32 different = 0;  // kLongest less the first place that is
+    for (int i = warp_lane(); i < kLongest; i += kWarpSize)
+      if (i >= place || text(place - 1 - i) != text(s_.size - 1 - i))
+        different = different > (u32)(kLongest - i) ? different : (u32)(kLongest - i);
+    return kLongest - (int)largest_in_warp(different);
+  }
+
+  LF_DEVICE int copy_given(int next, int most) {
+    s_.made = 0;
+    for (; s_.made < most && next + s_.made < t_.drafts; s_.made++) {
+      const int token = text(t_.room + t_.forced + next + s_.made);
+      if (token < 0) break;
+      s_.drafts[s_.made] = token;
+    }
+    return s_.made;
+  }
+
+  LF_DEVICE void copy_from(int place, int length) {
+    s_.of_class = length < 3 ? 0 : length < 6 ? 1 : length < 16 ? 2 : 3;
+    const int longest = length < 3 ? 2 : length < 6 ? 4 : length < 16 ? 7 : 15;
+    s_.from_other = place > 0 && place < t_.other;
+    s_.made = 0;
+    for (int i = 0; place > 0 && i < smaller(longest, kPassRows - 1); i++) {  // beyond the end it goes on in itself
+      const int token = place + i < s_.size ? text(place + i) : s_.drafts[place + i - s_.size];
+      if (token == kEndOfText) break;
+      s_.drafts[s_.made++] = token;
+    }
+  }
+
+  // How many of the drafts promise the most tokens per time; none if that is no gain.
+  LF_DEVICE int worth(int most) const {
+    const float rate = s_.rates[s_.of_class];
+    float right = 1, tokens = 1, best = 1.03f;
+    int count = 0;
+    for (int n = 1; n <= most; n++) {
+      tokens += right *= rate;
+      const float gain = tokens / t_.prices[n];
+      if (gain > best) best = gain, count = n;
+    }
+    return count;
+  }
+
+  const Params& p_;
+  const Texts& t_;
+  DraftState& s_;
+};
+
+}  // namespace gpu
+}  // namespace laneformer

@@ -1,0 +1,57 @@
+"""Which ops, in which order, the GPU kernel has."""
+
+import itertools
+from collections.abc import Iterator
+
+from laneformer.ops import Activation, Attend, Layer, Op, Product, Route, Value
+
+MOST_USED = 16  # experts of a token: a thread of each warp has the place of one's pieces
+
+# What a module passes on from op to op, for each of a layer's two
+CHAINS = ((Value.STREAM, Value.PROJECTED, Value.ATTENDED, Value.OUTPUT), (Value.STREAM, Value.HIDDEN, Value.OUTPUT))
+
+
+def unknown(layer: Layer, hidden: int) -> Iterator[str]:
+    """What a layer has that the kernel has not."""
+    for module, chain in zip(layer.modules, CHAINS, strict=True):
+        routed = module is layer.feed_forward and isinstance(module.ops[0], Route)
+        yield from _unknown_experts(module.ops[0] if routed else None, module.ops[routed:])
+        ops = module.ops[routed:]
+        steps = [(op.reads, op.writes) for op in ops]
+        values = [ops[0].reads, *(op.writes for op in ops)]  # twice after an op in place
+        if steps != list(itertools.pairwise(values)) or tuple(value for value, _ in itertools.groupby(values)) != chain:
+            yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for a, b in steps)}"
+    for op in layer.ops:
+        if isinstance(op, Attend):
+            projected = layer.attention.ops[0].channels
+            if projected != op.projected or op.heads % op.kv_heads:
+                yield f"{op.heads} query and {op.kv_heads} key heads of {op.head_dim} do not fit {projected} channels"
+        if not isinstance(op, Product):
+            continue
+        if (op.limit is not None or op.up_offset) and not op.gated:
+            yield f"product {op.name.name} has limits and no gate"
+        if op.norm and op.reads is not Value.STREAM:
+            yield f"product {op.name.name} reads {op.reads.name} with a norm"
+        if op.writes is Value.OUTPUT and (op.gated or op.activation is not Activation.NONE):
+            yield f"product {op.name.name} writes OUTPUT {'gated' if op.gated else f'through {op.activation.name}'}"
+        if op.writes is Value.OUTPUT and op.rows != hidden:
+            yield f"product {op.name.name} writes {op.rows} of {hidden} channels"
+        if len({matrix.bias is None for matrix in op.matrices}) > 1:
+            yield f"product {op.name.name} has biases for some of its matrices"
+
+
+def _unknown_experts(route: Route | None, ops: tuple[Op, ...]) -> Iterator[str]:
+    """What the kernel has not of a router and the ops behind it."""
+    products = [op for op in ops if isinstance(op, Product)]
+    if route is None:
+        yield from (f"product {op.name.name} is of experts, but has no router" for op in products if op.chosen)
+        return
+    if route.used > MOST_USED:
+        yield f"a token uses {route.used} experts, more than {MOST_USED}"
+    if [op.chosen and (op.chosen.used, op.chosen.summed) for op in products] != [
+        (route.used, False),
+        (route.used, True),
+    ]:
+        yield "products behind a router are not of its experts"
+    elif {op.matrices[0].weight.experts for op in products} != {route.matrix.rows}:
+        yield f"products have other experts than the {route.matrix.rows} of their router"
