@@ -242,6 +242,10 @@ DEEPSEEK_V3 = ModelConfig(
     bos_token_id=0,
     eos_token_id=(1,),
 )
+# Layers of DeepSeek V3 with fewer experts to choose from, and a smaller vocabulary: 2.6 GB are read for a token.
+DEEPSEEK_V3_4 = DEEPSEEK_V3.replace(
+    vocab_size=16_384, num_hidden_layers=4, num_experts=16, mlp_only_layers=(), max_position_embeddings=16_384
+)
 KIMI_K2 = DEEPSEEK_V3.replace(
     vocab_size=163_840,
     num_attention_heads=64,
@@ -258,6 +262,20 @@ KIMI_K2 = DEEPSEEK_V3.replace(
     routed_scaling_factor=2.827,
     bos_token_id=163_584,
     eos_token_id=(163_585,),
+)
+# Layers of Kimi K2 whose latent attention is most of what they compute at a long context.
+KIMI_K2_LATENTS = ModelConfig(
+    vocab_size=4096,
+    hidden_size=7168,
+    intermediate_size=2048,
+    num_hidden_layers=4,
+    num_attention_heads=64,
+    num_key_value_heads=64,
+    latent_attention=KIMI_K2.latent_attention,
+    max_position_embeddings=20_480,
+    layout="tp",
+    rope_theta=50_000.0,
+    rope_scaling=KIMI_K2.rope_scaling,
 )
 MOONLIGHT_16B = KIMI_K2.replace(
     hidden_size=2048,
@@ -301,7 +319,9 @@ PACKED: dict[str, PackedModel] = {
     "qwen3_next_20b": PackedModel(QWEN3_NEXT_20B, "fp8", EXPERTS + ATTENTION + BESIDE),
     "qwen3_30b_a3b": PackedModel(QWEN3_30B_A3B, "fp8", EXPERTS + ATTENTION),
     "deepseek_v3": PackedModel(DEEPSEEK_V3, "fp8", EXPERTS + SHARED_EXPERT + LATENT),
+    "deepseek_v3_4": PackedModel(DEEPSEEK_V3_4, "fp8", EXPERTS + SHARED_EXPERT + LATENT),
     "kimi_k2": PackedModel(KIMI_K2, "fp8", EXPERTS + SHARED_EXPERT + LATENT),
+    "kimi_k2_latents": PackedModel(KIMI_K2_LATENTS),
     "moonlight_16b": PackedModel(MOONLIGHT_16B, "fp8", EXPERTS),
 }
 

@@ -16,7 +16,7 @@ from laneformer.files import parse_json, read_file, refuse_link_loops
 from laneformer.formats import KERNEL_FORMATS, Bf12Product
 from laneformer.hf import config_from_hf, find_family, language_model, read_hf_config
 from laneformer.hf.folder import HfFolder
-from laneformer.hf.quantization import read_schemes
+from laneformer.hf.packed.quantization import read_schemes
 from laneformer.mesh import sharding
 from laneformer.model import Laneformer
 from laneformer.precision import Precision

@@ -16,6 +16,7 @@ def run_schedule(
     num_lanes: int,
     observe: Callable[[jax.Array, jax.Array, jax.Array], None] | None = None,
     receive: Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]] = lambda m, total, o: (total, o),
+    mix: Callable[[int, jax.Array, jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
     """Runs all modules over the lane streams; returns the streams before the final norm, [l, b, s, d] in the stream
     dtype.
@@ -25,7 +26,8 @@ def run_schedule(
     exists, so that the compiler can overlap it with the modules until it lands. `observe(before, own, after)` is called
     for each time of the schedule, the one before the final norm included: the streams before it, the lanes' own
     additions, and the streams after it. `receive(m, total, o)` is what the streams get of the sum that module m
-    completes, and of its output on every local lane; by default both as they are.
+    completes, and of its output on every local lane; by default both as they are. `mix(m, x, total)` is the streams
+    after that sum of module m has joined them, where the schedule mixes.
     """
     x, outputs, sums = x_lbsd, {}, {}
 
@@ -38,6 +40,8 @@ def run_schedule(
         if payload.stream_mean_at is not None:  # the sum is the new stream of every lane
             return jnp.broadcast_to(sums[payload], x.shape)
         arrived = sums[payload]
+        if schedule.mixes:
+            return mix(payload.complete_at, x, arrived)
         if apart := [part for part in payload.parts if not schedule.own_lands_with(part[0], landing)]:
             arrived = arrived - combine(payload, apart)  # each lane adds its own share of these elsewhere
         if arrived.shape[-1] == x.shape[-1]:

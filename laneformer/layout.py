@@ -10,7 +10,7 @@ import ast
 import inspect
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -55,6 +55,10 @@ class Schedule:
     name: str
     own: tuple[Own, ...]
     landings: tuple[Landing, ...]
+    mixes: bool = False
+    """Each landing is a module's whole sum and joins several residual streams through that module's mixture, instead of
+    being added; see laneformer/blocks/streams.py.
+    """
 
     @property
     def num_modules(self) -> int:
@@ -245,7 +249,12 @@ def make_schedule(config) -> Schedule:
         config.use_attention_comm,
         config.use_mlp_comm,
     )
-    return _make(config.layout, config.num_hidden_layers, config.num_lanes, fields)
+    schedule = _make(config.layout, config.num_hidden_layers, config.num_lanes, fields)
+    if config.residual_streams is None:
+        return schedule
+    if schedule.name != "tp":
+        raise ConfigError(f"residual_streams requires layout 'tp', got {config.layout!r}: modules mix whole sums")
+    return replace(schedule, mixes=True)
 
 
 @lru_cache(maxsize=256)

@@ -23,6 +23,7 @@ from laneformer.blocks.block import Memory, hold
 from laneformer.blocks.layer import Layer, within
 from laneformer.blocks.norm import RMSNorm
 from laneformer.blocks.rotary import rotary_tables
+from laneformer.blocks.streams import Streams
 from laneformer.config import LayerOptions, ModelConfig
 from laneformer.errors import InputError
 from laneformer.executor import run_schedule
@@ -73,6 +74,8 @@ class Laneformer(nnx.Module):
                 for n, options in enumerate(config.layers)
             ]
         )
+        if config.norms.streams:
+            self.head_streams = Streams(within(weights, "head_streams"), config.norms.streams)
         self.norm = RMSNorm(weights["norm"], config.norms.final)
         if "lm_head" in weights:
             self.lm_head = hold(weights["lm_head"])
@@ -219,6 +222,8 @@ class Laneformer(nnx.Module):
         its own lane and by the others. With experts also in_common [n], by layer with experts: see routing.in_common.
         """
         config = self.config
+        if config.residual_streams is not None:
+            raise InputError("the lanes of a model with residual_streams are equal: there is nothing to compare")
 
         def users(model, routing: Routing) -> jax.Array:
             used_lbse = jax.nn.one_hot(routing.chosen_lbsj, config.num_experts).sum(-2)
@@ -287,14 +292,17 @@ class Laneformer(nnx.Module):
             if self._lanes_are_split():
                 x_bsd = jax.lax.pcast(x_bsd, (LANE,), to="varying")  # from here on each lane has its own stream
             x_lbsd = self._by_batch(jnp.broadcast_to(x_bsd, (self._local_lanes(), *x_bsd.shape)))
+        if config.residual_streams is not None:
+            several = (*x_lbsd.shape[:3], config.residual_streams.count, x_lbsd.shape[3])
+            x_lbsd = jnp.broadcast_to(x_lbsd[..., None, :], several)
         rotary = rotary_tables(config, start + jnp.arange(ids_bs.shape[1]))
-        kept = {}
+        kept, mixtures = {}, {}
 
         def attention(layer, x, memory):
             return layer.attend(x, rotary, memory, segments_bs)
 
         def feed_forward(layer, x):
-            return layer.feed(x)
+            return layer.feed(x, ids_bs)
 
         if remat != "none":
             attention, feed_forward = (
@@ -303,6 +311,7 @@ class Laneformer(nnx.Module):
 
         def module(m: int, x: jax.Array) -> jax.Array:
             n, layer = m // 2, self.layers[m // 2]
+            x, mixtures[m] = layer.gather(x, LayerOptions._fields[m % 2])
             with jax.named_scope(f"layer_{n}_{'mlp' if m % 2 else 'attention'}"):
                 if m % 2:
                     o, routing = feed_forward(layer, x)
@@ -316,7 +325,12 @@ class Laneformer(nnx.Module):
         def receive(m: int, total: jax.Array, o: jax.Array) -> tuple[jax.Array, jax.Array]:
             return self.layers[m // 2].receive(total, o, LayerOptions._fields[m % 2])
 
-        x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._exchange, config.num_lanes, observe, receive)
+        def mix(m: int, x: jax.Array, total: jax.Array) -> jax.Array:
+            return self._by_batch(Streams.write(x, total, mixtures[m]))
+
+        x_lbsd = run_schedule(config.schedule, x_lbsd, module, self._exchange, config.num_lanes, observe, receive, mix)
+        if config.residual_streams is not None:
+            x_lbsd = self.head_streams.read(x_lbsd)[0]
         if cache is not None:
             more = ids_bs.shape[1] if count is None else count
             cache = Cache([kept[n] for n in range(len(self.layers))], start + more)

@@ -18,6 +18,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from enum import IntEnum
+from types import UnionType
 from typing import Any, ClassVar, get_args
 
 LATER = {"recorded": "unless it has its default"}
@@ -35,13 +36,22 @@ class Weight:
     lane_sharded: bool = True
     """Whether each lane has its own: the array then has a leading lane axis. Otherwise all lanes read the same."""
     experts: int | None = None
-    """How many experts have one each, along an axis behind that of the lanes; None: no such axis."""
+    """How many experts, or heads, have one each, along an axis behind that of the lanes; None: no such axis."""
     plus: float = dataclasses.field(default=0.0, compare=False)
     """Added to a vector where it is packed: kernels have the sum alone, and a plan's words do not have this."""
+    cut_from: str | None = dataclasses.field(default=None, compare=False)
+    """Path of the matrix in that table, [experts * rows, columns] of a lane, of which each of the experts, here heads,
+    has the rows from `first_row` on; None: it is in the table itself. A plan's words do not have this either.
+    """
+    first_row: int = dataclasses.field(default=0, compare=False)
+    transposed: bool = dataclasses.field(default=False, compare=False)
+    """Whether these rows are its columns."""
+    small: bool = dataclasses.field(default=False, compare=False)
+    """It is among the vectors, in float32, although it has two dimensions."""
 
     @property
     def is_matrix(self) -> bool:
-        return len(self.shape) > 1
+        return len(self.shape) > 1 and not self.small
 
 
 class Value(IntEnum):
@@ -50,15 +60,19 @@ class Value(IntEnum):
     STREAM = 0
     """The residual stream [hidden_size]."""
     PROJECTED = 1
-    """Queries, keys, values and gates, one after the other."""
+    """Queries, keys, values and gates, one after the other; of latent attention the latent, then the heads' values."""
     ATTENDED = 2
     """The heads' results [heads, head_dim]."""
     HIDDEN = 3
-    """Hidden channels of a feed-forward network."""
+    """Hidden channels of a feed-forward network, or between the two matrices of queries."""
     OUTPUT = 4
     """The module's output [hidden_size], which the schedule adds to the stream."""
     ROUTES = 5
     """Numbers of the experts that are used, and their shares in the sum, the largest share first."""
+    QUERIES = 6
+    """Queries of latent attention [heads, channels], of each head those that rotate last."""
+    ABSORBED = 7
+    """Queries for the cached latents [heads, rank]: those that do not rotate, times the matrix of the head's keys."""
 
 
 class Activation(IntEnum):
@@ -90,6 +104,11 @@ class ProductName(IntEnum):
     GATE_UP = 2
     DOWN = 3
     UP = 4
+    LATENTS = 5
+    QUERY_RANK = 6
+    QUERIES = 7
+    ABSORB = 8
+    VALUES = 9
 
 
 @dataclass(frozen=True)
@@ -133,6 +152,15 @@ class Chosen:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """That a product is block-diagonal: each head has its own matrices, which read its own channels alone."""
+
+    count: int
+    step: int
+    """Channels from one block's first to the next one's in what is read; results follow each other."""
+
+
+@dataclass(frozen=True)
 class Product:
     """Matrices times one vector: `reads`, after `norm` where there is one; its rows go to `writes` one matrix after the
     other, biases added, through `activation`.
@@ -151,10 +179,11 @@ class Product:
     """Gated: the gate is at most this, and the up row between -limit and limit; None for no limits."""
     up_offset: float = 0.0
     chosen: Chosen | None = None
+    blocks: Blocks | None = None
 
     @property
     def rows(self) -> int:
-        """Of one expert, where it is made with experts."""
+        """Of one expert or block, where it is made of those."""
         return sum(matrix.rows for matrix in self.matrices)
 
     @property
@@ -163,13 +192,17 @@ class Product:
 
     @property
     def inputs(self) -> int:
-        """Channels that it reads."""
+        """Channels of what it reads."""
+        if self.blocks:
+            return self.blocks.count * self.blocks.step
         return self.columns * (self.chosen.used if self.chosen and self.chosen.summed else 1)
 
     @property
     def channels(self) -> int:
         """Channels that it writes."""
         each = self.rows // 2 if self.gated else self.rows
+        if self.blocks:
+            return each * self.blocks.count
         return each * (self.chosen.used if self.chosen and not self.chosen.summed else 1)
 
     @property
@@ -267,34 +300,13 @@ class Attend(AttentionVariant):
 
 
 @dataclass(frozen=True)
-class LatentProject:
-    """The vectors that latent attention is made of: `latents` times STREAM, after `norm`, gives [kv_rank + rotary
-    channels], of which the first kv_rank through `latent_norm` and the rest rotated join the layer's cache; `queries`
-    times STREAM goes through `query_norm`.
+class LatentKeep:
+    """Of PROJECTED [rank + rotating channels] the first `rank`, after `norm`, and the others, rotated, join the layer's
+    cache: this position's latent.
     """
 
-    latents: Matrix
-    latent_norm: Norm
-    queries: Matrix | None
-    """None: LatentQueries reads STREAM."""
-    query_norm: Norm | None
-    norm: Norm | None
-    rotary: Rotary
-
-    reads: ClassVar = Value.STREAM
-    writes: ClassVar = Value.PROJECTED
-
-
-@dataclass(frozen=True)
-class LatentQueries:
-    """Queries [heads, nope + rotary channels] of latent attention, the last of each head rotated, the others times the
-    rows of `keys` that are the head's keys: then they have the size of the cache's entries.
-    """
-
-    matrix: Matrix
-    keys: Matrix
-    """[heads * (nope + values), kv_rank]: of each head the rows of its keys, then of its values."""
-    heads: int
+    rank: int
+    norm: Norm
     rotary: Rotary
 
     reads: ClassVar = Value.PROJECTED
@@ -303,17 +315,25 @@ class LatentQueries:
 
 @dataclass(frozen=True)
 class LatentAttend:
-    """softmax(scale q k^T) k of every head, causal, where k are the cache's entries; of the result the first kv_rank
-    channels, times the rows of `values` that are the head's values, are ATTENDED [heads, value channels].
+    """Causal attention to the cached latents, which are the keys and the values of all heads. A head's query is its
+    part of ABSORBED, then its channels of QUERIES that rotate; its row of ATTENDED [heads, rank] is
+    softmax(scale q k^T) times the first `rank` channels of the k.
     """
 
-    values: Matrix
-    """That of LatentQueries.keys."""
     heads: int
+    rank: int
+    still: int
+    """Channels of a head's QUERIES that do not rotate: the first ones."""
     scale: float
+    rotary: Rotary
 
-    reads: ClassVar = Value.PROJECTED
+    reads: ClassVar = Value.ABSORBED
     writes: ClassVar = Value.ATTENDED
+
+    @property
+    def rotating(self) -> int:
+        """Channels that rotate."""
+        return 2 * len(self.rotary.frequencies)
 
 
 @dataclass(frozen=True)
@@ -350,31 +370,85 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     convolution: Weight
-    """[channels of q, then k, then v; tokens], the oldest token first."""
+    """[channels of q, then k, then v; tokens], the oldest token first; small."""
     decay: Weight
     """[value_heads]: the logarithm of a rate."""
     step: Weight
     """[value_heads]: added to a."""
     norm: Norm
     """Of each head's result, before its gate."""
+    unit_eps: float
+    """Added to the squared lengths of q and of k, by whose roots they are divided."""
 
     reads: ClassVar = Value.PROJECTED
     writes: ClassVar = Value.ATTENDED
 
+    @property
+    def ratio(self) -> int:
+        """Value heads of a key head."""
+        return self.value_heads // self.key_heads
 
-Op = Product | Attend | OutputNorm | Route
-"""What decode kernels compute. A dataclass of this file that is not among them is for backend xla alone."""
+    @property
+    def projected(self) -> int:
+        """Channels of PROJECTED."""
+        return 2 * self.key_heads * self.key_dim + 2 * self.value_heads * (self.value_dim + 1)
 
 
-def without_kernel(ops: "DecoderOps") -> str | None:
-    """What of a model no decode kernel computes, with the remedy; None if they compute all of it."""
+@dataclass(frozen=True)
+class RootRoute:
+    """SigmoidRoute without groups, with sqrt(softplus(logit)) as score, or with a table of each token's experts."""
+
+    matrix: Matrix
+    """[experts, hidden_size]."""
+    used: int
+    """Experts that it chooses."""
+    normalized: bool
+    """Shares are the chosen scores over their sum; otherwise the scores."""
+    norm: Norm | None
+    correction: Weight | None
+    """[experts], not in the shares."""
+    factor: float
+    """On the shares."""
+    by_token: Weight | None
+    """[vocabulary, used]."""
+
+    reads: ClassVar = Value.STREAM
+    writes: ClassVar = Value.ROUTES
+
+
+@dataclass(frozen=True)
+class CompressedAttend:
+    """All of compressed attention, laneformer/blocks/compressed_attention.py, from STREAM to OUTPUT."""
+
+    norm: Norm | None
+    weights: tuple[Weight, ...]
+
+    reads: ClassVar = Value.STREAM
+    writes: ClassVar = Value.OUTPUT
+
+
+GpuOp = Product | Attend | OutputNorm | Route
+"""What the decode kernel on GPUs computes."""
+Op = Product | Attend | OutputNorm | Route | SharedExpert | SigmoidRoute | LatentKeep | LatentAttend | DeltaNet
+"""What the decode kernel on CPUs computes. A dataclass of this file that is not among them is for backend xla alone."""
+
+
+def without_kernel(ops: "DecoderOps", kinds: UnionType = Op) -> str | None:
+    """What of a model the decode kernel with these kinds of ops does not compute, and the remedy; None if it computes
+    all of it.
+    """
     for n, layer in enumerate(ops.layers):
         for op in layer.ops:
-            if not isinstance(op, get_args(Op)):
+            if not isinstance(op, kinds):
                 return f"it has no {trace_name(op)}, the block of layer {n}: use backend xla"
             if isinstance(op, Attend) and op.rotary and op.rotary.factor != 1 and 0.0 in op.rotary.frequencies:
                 return f"it does not scale some channels of a head by {op.rotary.factor:g}: use backend xla"
     return None
+
+
+def products_of(op: Op) -> tuple[Product, ...]:
+    """The products that an op is made of, in the order in which they are computed."""
+    return op.products if isinstance(op, SharedExpert) else (op,) if isinstance(op, Product) else ()
 
 
 def trace_name(op: Op | type[Op]) -> str:
@@ -419,6 +493,10 @@ class Layer:
     @property
     def ops(self) -> tuple[Op, ...]:
         return tuple(op for module in self.modules for op in module.ops)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        return tuple(product for op in self.ops for product in products_of(op))
 
 
 class HeadKind(IntEnum):

@@ -43,11 +43,16 @@ class Precision:
         x, w = x.astype(self.compute), w.astype(self.compute)
         return jnp.einsum(subscripts, x, w, precision=exact, preferred_element_type=result or self.accumulate)
 
+    @property
+    def narrow(self) -> bool:
+        """Whether blocks keep the results of their products in fewer bits than these have."""
+        return jnp.finfo(self.activation).bits < jnp.finfo(self.accumulate).bits
+
     def block_einsum(self, subscripts: str, x: jax.Array, w: jax.Array | Quantized) -> jax.Array:
-        """`einsum` in a block, with a result in the activation dtype if that is narrower."""
-        kept = jnp.finfo(self.activation)
-        if kept.bits >= jnp.finfo(self.accumulate).bits:
+        """`einsum` in a block, with a result in the activation dtype if that is narrow."""
+        if not self.narrow:
             return self.einsum(subscripts, x, w)
+        kept = jnp.finfo(self.activation)
         if self.compute != "float32":
             return self.einsum(subscripts, x, w, self.activation)
         # XLA may leave out a conversion to and from 16 bits, but not this.

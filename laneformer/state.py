@@ -18,8 +18,8 @@ CACHE_SPEC = P(LANE, DATA)
 @dataclass
 class Cache:
     """layers[n][name]: [l, b, t, ...] of layer n. Where there is an entry per position, t is the capacity, and
-    positions 0..length-1 are filled; a fixed array has t = 1, and is the state after `length` positions. length: int32
-    scalar.
+    positions 0..length-1 are filled; where several positions share an entry, t is as many as the capacity makes; a
+    fixed array has t = 1, and is the state after `length` positions. length: int32 scalar.
     """
 
     layers: list[dict[str, jax.Array]]
@@ -50,7 +50,8 @@ def make_cache(config: ModelConfig, batch: int, capacity: int, dtype="float32", 
     """An empty cache for `capacity` positions of `batch` sequences, sharded over the mesh like the lanes."""
 
     def make(kept: KeptArray) -> jax.Array:
-        shape = (kept.num_lanes, batch, 1 if kept.fixed else capacity, *kept.shape)
+        entries = 1 if kept.fixed else -(-capacity // kept.every)
+        shape = (kept.num_lanes, batch, entries, *kept.shape)
         device = sharding(CACHE_SPEC, shape, mesh) if mesh is not None else None
         return jnp.zeros(shape, kept.dtype or dtype, device=device)
 

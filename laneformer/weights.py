@@ -14,8 +14,10 @@ from jax.sharding import Sharding
 from laneformer.blocks import BLOCKS
 from laneformer.blocks.block import Weight
 from laneformer.blocks.delta_net import DRAWS
+from laneformer.blocks.experts import draw_by_token
 from laneformer.blocks.layer import Layer
 from laneformer.blocks.norm import RMSNorm
+from laneformer.blocks.streams import Streams
 from laneformer.config import ModelConfig
 from laneformer.state import state_bytes_per_token
 
@@ -25,6 +27,8 @@ def parameter_table(config: ModelConfig) -> dict[str, Weight]:
     table = {"tok_embeddings": _embedding(config)}
     for weights in module_weights(config):
         table |= weights
+    if config.norms.streams:
+        table |= Streams.table(config.norms.streams, "head_streams", of_head=True)
     table |= RMSNorm.table(config.norms.final, "norm")
     head = _head(config)
     return table if head is None else table | {"lm_head": head}
@@ -92,7 +96,7 @@ def initial_weights(
             return getattr(jnp, weight.initial)(weight.shape, own, device=where)
         scale = deviation.get(weight.initial)
         if scale is None:
-            draw = _draw_other(seed, weight.shape, weight.initial, jnp.dtype(own).name, where)
+            draw = _draw_other(seed, weight.shape, weight.initial, jnp.dtype(own).name, where, weight.below)
         else:
             draw = _draw(seed, weight.shape, scale, jnp.dtype(own).name, where)
         return draw(np.uint32(zlib.crc32(path.encode()) & 0x7FFFFFFF))
@@ -112,12 +116,13 @@ def _draw(seed: int, shape: tuple[int, ...], deviation: float, dtype: str, where
 
 
 @lru_cache(128)
-def _draw_other(seed: int, shape: tuple[int, ...], initial: str, dtype: str, where: Sharding | None):
+def _draw_other(seed: int, shape: tuple[int, ...], initial: str, dtype: str, where: Sharding | None, below: int | None):
     """draw(number), as `_draw`, of the weights that a block draws by its own rule."""
 
     def draw(number: np.uint32) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), number)
-        return DRAWS[initial](key, shape).astype(dtype)
+        drawn = DRAWS[initial](key, shape) if below is None else draw_by_token(key, shape, below)
+        return drawn.astype(dtype)
 
     return jax.jit(draw, out_shardings=where)
 

@@ -325,6 +325,9 @@ class TrainConfig(PhaseConfig):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
         _check_choices(self)
+        for name in ("compressed_attention", "residual_streams", "hash_layers"):
+            if getattr(self.model, name):
+                raise ConfigError(f"model.{name}: only generation is supported; leave it out to train")
         if self.model.num_experts is not None and self.distill.teacher is not None:
             raise ConfigError(
                 f"distill.teacher with model.num_experts = {self.model.num_experts} is not supported: distillation does"

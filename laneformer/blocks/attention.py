@@ -4,7 +4,6 @@ from functools import partial
 
 import jax
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from laneformer.blocks.block import Block, KeptArray, Memory, Weight, hold, weight_of_op
@@ -24,13 +23,14 @@ class Attention(Block):
             setattr(self, name, hold(weight))
         self.options, self.precision = options, precision
 
-    def project(self, name: str, h_lbsd: jax.Array) -> jax.Array:
-        """q, k, v or the gate g: [l, b, s, heads, k], with bias (Qwen2) and, for q and k, norm (Qwen3, OLMo-2) where
-        the options have them.
+    def project(self, names: str, h_lbsd: jax.Array) -> list[jax.Array]:
+        """Of q, k, v and the gate g those that are named: [l, b, s, heads, k], with bias (Qwen2) and, for q and k, norm
+        (Qwen3, OLMo-2) where the options have them.
         """
-        weight = getattr(self, f"w{name}")[...]
-        y = checkpoint_name(self.precision.block_einsum("lbsd,lod->lbso", h_lbsd, weight), "product")
-        y = self.precision.widened(y)
+        products = self.products([f"w{name}" for name in names], h_lbsd)
+        return [self._heads(name, y) for name, y in zip(names, products, strict=True)]
+
+    def _heads(self, name: str, y: jax.Array) -> jax.Array:
         if self.options.qkv_bias:
             y = y + getattr(self, f"w{name}_bias")[:, None, None, :]
         heads = (*y.shape[:-1], -1, self.options.head_dim)
@@ -46,7 +46,7 @@ class Attention(Block):
         memory: the cache, keys and values [l, b, t, n, k], which are filled before position `start`.
         """
         dtype, window = self.precision.compute, self.options.window
-        q, k, v = (self.project(name, h_lbsd) for name in "qkv")
+        q, k, v = self.project("qkv", h_lbsd)
         if self.options.rotary:
             q, k = rotate(q, rotary), rotate(k, rotary)
         q = q.astype(dtype)
@@ -63,7 +63,7 @@ class Attention(Block):
             keys, values = (kept[name].astype(dtype) for name in ("keys", "values"))
             a = attend(q, keys, values, window=window, start=start, sinks=sinks)
         if self.options.attention_gate:
-            a = a * jax.nn.sigmoid(self.project("g", h_lbsd))
+            a = a * jax.nn.sigmoid(*self.project("g", h_lbsd))
         o_lbsd = self.precision.block_einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...])
         return o_lbsd + self.wo_bias[...][:, None, None, :] if self.options.out_bias else o_lbsd, kept
 

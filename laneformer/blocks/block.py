@@ -1,12 +1,16 @@
 """What every kind of block states about itself: its weights, what it keeps between tokens, and its ops."""
 
+import itertools
 import math
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from laneformer import ops
@@ -29,9 +33,9 @@ class Weight:
     """Lane-first where every lane has its own share."""
     spec: P
     """Mesh axis (lane, data) of each dimension."""
-    initial: Literal["normal", "output", "embedding", "ones", "zeros", "convolution", "decay", "step"]
-    """Fresh values: normal for a matrix that reads the stream, output for one that writes to it; the last three are
-    those of laneformer/blocks/delta_net.py.
+    initial: Literal["normal", "output", "embedding", "ones", "zeros", "convolution", "decay", "step", "experts"]
+    """Fresh values: normal for a matrix that reads the stream, output for one that writes to it; the last four are
+    those of laneformer/blocks/delta_net.py and experts.py.
     """
     group: Literal["matrix", "embedding", "vector"]
     """Kind of update: matrix of a layer; embedding table or head; vector (norm or bias), which does not decay."""
@@ -41,6 +45,8 @@ class Weight:
     """Share of it that one token multiplies: experts used / experts, 0 for a table of rows to look up."""
     looked_up: int = 0
     """Values that one token looks up in it, beside `share`."""
+    below: int | None = None
+    """Fresh values of experts: numbers below this."""
     dtype: str | None = None
     """Its dtype whatever that of the others is; None: theirs."""
 
@@ -55,14 +61,23 @@ class Weight:
         return round(self.size * self.share)
 
 
-def weight_of_op(table: dict[str, Weight], path: str, of_experts: bool = False, plus: float = 0.0) -> ops.Weight:
+def weight_of_op(
+    table: dict[str, Weight], path: str, of_experts: bool = False, plus: float = 0.0, small: bool = False
+) -> ops.Weight:
     """A block's weight as its ops name it: the share of one lane, where each lane has its own. of_experts: each expert
-    has one. plus: as in ops.Weight.
+    has one. plus, small: as in ops.Weight.
     """
     weight = table[path]
     lane_sharded = weight.spec[0] == "lane"
     shape = weight.shape[lane_sharded:]
-    return ops.Weight(path, shape[of_experts:], lane_sharded, shape[0] if of_experts else None, plus)
+    return ops.Weight(path, shape[of_experts:], lane_sharded, shape[0] if of_experts else None, plus, small=small)
+
+
+def attention_weight(path: str, shape: tuple[int, ...], spec: P, initial: str, group: str, **others) -> Weight:
+    """One of an attention block at that path, whose file has the same name; norms start as ones."""
+    part = "norms" if initial == "ones" else "attention"
+    file_name = f"model.{path}.weight"
+    return Weight(file_name=file_name, shape=shape, spec=spec, initial=initial, group=group, part=part, **others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +92,10 @@ class KeptArray:
     """Shape of one position's entry in one lane."""
     window: int | None = None
     """Positions that a token reads, its own included; None for all."""
+    every: int = 1
+    """Positions that share an entry."""
+    most: int | None = None
+    """Entries that a token reads at most; None for all."""
     fixed: bool = False
     """One entry, t = 1, which every token reads and writes again: a recurrent state, zero before the first token."""
     dtype: str | None = None
@@ -84,8 +103,9 @@ class KeptArray:
 
     def values_per_token(self, context: int) -> int:
         """Values that one token writes and, with `context` earlier positions, reads."""
-        positions = 1 if self.fixed else min(context, self.window - 1) if self.window else context
-        return self.num_lanes * math.prod(self.shape) * (1 + positions)
+        entries = 1 if self.fixed else min(context, self.window - 1) if self.window else context // self.every
+        entries = entries if self.most is None else min(entries, self.most)
+        return round(self.num_lanes * math.prod(self.shape) * (1 / self.every + entries))
 
     def bytes_per_token(self, context: int, bytes_per_value: float) -> float:
         """Bytes of `values_per_token`. bytes_per_value: of the cache's dtype."""
@@ -127,12 +147,29 @@ def hold(weight: jax.Array | Quantized) -> nnx.Param | QuantizedParam:
 class Block(nnx.Module):
     """A kind of block: made of its weights by name, its options, and a Precision.
 
-    The static methods state its facts for given options, without an instance; a kind must define the abstract ones.
+    Attributes: `options`, `precision`, and each weight under its name. The static methods state its facts for given
+    options, without an instance; a kind must define the abstract ones.
     """
 
-    def routed(self, h_lbsd: jax.Array) -> tuple[jax.Array, Routing | None]:
-        """Its output [l, b, s, d], and what its router decided; by default it has none."""
+    def routed(self, h_lbsd: jax.Array, ids_bs: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
+        """Its output [l, b, s, d], and what its router decided; by default it has none. ids: the tokens, int."""
         return self(h_lbsd), None
+
+    def products(self, names: Sequence[str], h_lbsd: jax.Array) -> list[jax.Array]:
+        """h times each of the named matrices [l, rows, d]: [l, b, s, rows], as the backward pass keeps it, widened.
+
+        Where that is narrow, one product has the rows of all: h is read once, and one gradient of h is written.
+        """
+        weights = [getattr(self, name)[...] for name in names]
+
+        def kept(weight: jax.Array | Quantized) -> jax.Array:
+            y = self.precision.block_einsum("lbsd,lod->lbso", h_lbsd, weight)
+            return self.precision.widened(checkpoint_name(y, "product"))
+
+        if not self.precision.narrow or any(isinstance(weight, Quantized) for weight in weights):
+            return [kept(weight) for weight in weights]
+        ends = list(itertools.accumulate(weight.shape[1] for weight in weights))
+        return jnp.split(kept(jnp.concatenate(weights, 1)), ends[:-1], -1)
 
     @staticmethod
     @abstractmethod

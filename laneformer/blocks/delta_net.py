@@ -16,7 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from laneformer import ops
-from laneformer.blocks.block import Block, KeptArray, Memory, Weight, hold, weight_of_op
+from laneformer.blocks.block import Block, KeptArray, Memory, Weight, attention_weight, hold, weight_of_op
 from laneformer.blocks.norm import rms_norm
 from laneformer.config import DeltaNetOptions
 from laneformer.ops import Matrix, Norm, Op, Product, ProductName, Rotary, Value
@@ -87,17 +87,7 @@ class DeltaNet(Block):
             "norm": ((sizes.value_dim,), P(None), "ones", "vector"),
             "wo": ((l, d, options.values), P("lane", "data", None), "output", "matrix"),
         }
-        return {
-            f"{path}.{name}": Weight(
-                file_name=f"model.{path}.{name}.weight",
-                shape=shape,
-                spec=spec,
-                initial=initial,
-                group=group,
-                part="norms" if name == "norm" else "attention",
-            )
-            for name, (shape, spec, initial, group) in rows.items()
-        }
+        return {f"{path}.{name}": attention_weight(f"{path}.{name}", *row) for name, row in rows.items()}
 
     @staticmethod
     def ops(options: DeltaNetOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
@@ -112,8 +102,10 @@ class DeltaNet(Block):
             sizes.value_heads,
             sizes.key_dim,
             sizes.value_dim,
-            *(weight(f"{path}.{name}") for name in ("convolution", "decay", "step")),
+            weight(f"{path}.convolution", small=True),
+            *(weight(f"{path}.{name}") for name in ("decay", "step")),
             Norm(weight(f"{path}.norm"), options.norm_eps),
+            UNIT_EPS,
         )
         read = {"reads": Value.STREAM, "writes": Value.PROJECTED, "norm": norm}
         return (

@@ -29,6 +29,7 @@ from laneformer.ops import (
     Op,
     Product,
     ProductName,
+    RootRoute,
     Rotary,
     Route,
     SharedExpert,
@@ -42,6 +43,7 @@ from laneformer.routing import Routing
 MATRICES = ("w1", "w3", "w2")
 SHARED = "shared"
 BIASES = tuple(f"{name}_bias" for name in MATRICES)
+SCORES = {"sigmoid": jax.nn.sigmoid, "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x))}
 PARTS, LEAST = 8, 256  # blocks for the mean load of an expert, which pad each by less, and tokens of such a block
 
 
@@ -63,8 +65,8 @@ class Experts(Block):
     def __call__(self, h_lbsd: jax.Array) -> jax.Array:
         return self.routed(h_lbsd)[0]
 
-    def routed(self, h_lbsd: jax.Array) -> tuple[jax.Array, Routing]:
-        shares_lbsj, routing = self.route(h_lbsd)
+    def routed(self, h_lbsd: jax.Array, ids_bs: jax.Array | None = None) -> tuple[jax.Array, Routing]:
+        shares_lbsj, routing = self.route(h_lbsd, ids_bs)
         weights = {name: _leaves(getattr(self, name)[...]) for name in self._names}
         o_lbsd = _by_rows(self._of_lanes, h_lbsd, shares_lbsj, routing.chosen_lbsj, weights)
         return (o_lbsd + self._of_shared(h_lbsd) if self.options.shared else o_lbsd), routing
@@ -85,25 +87,26 @@ class Experts(Block):
         )
         return o_ltd.reshape(h_lbsd.shape)
 
-    def route(self, h_lbsd: jax.Array) -> tuple[jax.Array, Routing]:
+    def route(self, h_lbsd: jax.Array, ids_bs: jax.Array | None = None) -> tuple[jax.Array, Routing]:
         """For each token of each lane the shares of its experts in the sum, float32 [l, b, s, j], with their numbers
-        and the logits; of equal logits the lower number is chosen. A lane routes from its own stream.
+        and the logits; of equal logits the lower number is chosen. A lane routes from its own stream. ids: the tokens,
+        for a table of experts by token.
         """
         logits_lbse = _float32_product("lbsd,ed->lbse", h_lbsd, self.router[...])
         if self.options.router_bias:
             logits_lbse = logits_lbse + self.router_bias[...].astype(jnp.float32)
-        if self.options.sigmoid:
-            return self._by_sigmoids(logits_lbse)
+        if self.options.scores != "softmax":
+            return self._by_scores(logits_lbse, ids_bs)
         best_lbsj, chosen_lbsj = jax.lax.top_k(logits_lbse, self.options.used)
         if self.options.normalized:
             return jax.nn.softmax(best_lbsj), Routing(logits_lbse, chosen_lbsj)
         shares_lbsj = jnp.exp(best_lbsj - jax.nn.logsumexp(logits_lbse, -1, keepdims=True))
         return shares_lbsj, Routing(logits_lbse, chosen_lbsj)
 
-    def _by_sigmoids(self, logits_lbse: jax.Array) -> tuple[jax.Array, Routing]:
-        """The same where scores are sigmoids (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+    def _by_scores(self, logits_lbse: jax.Array, ids_bs: jax.Array | None) -> tuple[jax.Array, Routing]:
+        """The same where scores are made of each logit alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
         options = self.options
-        scores_lbse = jax.nn.sigmoid(logits_lbse)
+        scores_lbse = SCORES[options.scores](logits_lbse)
         choice_lbse = jax.lax.stop_gradient(scores_lbse)
         if options.correction:
             choice_lbse = choice_lbse + jax.lax.stop_gradient(self.correction[...].astype(jnp.float32))
@@ -113,7 +116,11 @@ class Experts(Block):
             kept_lbsi = jax.lax.top_k(sums_lbsg, options.groups_used)[1]
             kept_lbsg = jax.nn.one_hot(kept_lbsi, options.groups, dtype=bool).any(-2)
             choice_lbse = jnp.where(kept_lbsg[..., None], groups_lbsge, -jnp.inf).reshape(choice_lbse.shape)
-        chosen_lbsj = jax.lax.top_k(choice_lbse, options.used)[1]
+        if options.table_rows:
+            chosen_bsj = self.by_token[...][ids_bs].astype(jnp.int32)
+            chosen_lbsj = jnp.broadcast_to(chosen_bsj, (len(logits_lbse), *chosen_bsj.shape))
+        else:
+            chosen_lbsj = jax.lax.top_k(choice_lbse, options.used)[1]
         shares_lbsj = jnp.take_along_axis(scores_lbse, chosen_lbsj, -1)
         if options.normalized:
             shares_lbsj = shares_lbsj / (shares_lbsj.sum(-1, keepdims=True) + 1e-20)
@@ -183,6 +190,19 @@ class Experts(Block):
                 part="MLP",
                 dtype="float32",
             )
+        if options.table_rows:
+            found[f"{path}.by_token"] = Weight(
+                file_name=f"model.{path}.by_token",
+                shape=(options.table_rows, options.used),
+                spec=P(None, None),
+                initial="experts",
+                group="vector",
+                part="MLP",
+                share=0.0,
+                looked_up=options.used,
+                dtype="int32",
+                below=e,
+            )
         add("w1", (l, e, f, d), read, "normal", share, options.biases)
         add("w3", (l, e, f, d), read, "normal", share, options.biases)
         add("w2", (l, e, d, f), written, "output", share, options.biases)
@@ -195,9 +215,10 @@ class Experts(Block):
     @staticmethod
     def ops(options: ExpertsOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
         table, clamped = Experts.table(options, path), options.limit is not None
-        if clamped and options.alpha != QUICK_GELU_FACTOR:
+        functions = {QUICK_GELU_FACTOR: Activation.QUICK_GELU, 1.0: Activation.SILU}
+        if clamped and options.alpha not in functions:
             raise ConfigError(
-                f"swiglu_alpha = {options.alpha}: kernels have {QUICK_GELU_FACTOR} alone; use backend xla"
+                f"swiglu_alpha = {options.alpha}: kernels have {QUICK_GELU_FACTOR} and 1 alone; use backend xla"
             )
 
         def matrix(name: str, of_experts: bool) -> Matrix:
@@ -214,16 +235,20 @@ class Experts(Block):
             reads=Value.STREAM,
             writes=Value.HIDDEN,
             norm=norm,
-            activation=Activation.QUICK_GELU if clamped else options.activation,
+            activation=functions[options.alpha] if clamped else options.activation,
             gated=True,
             limit=options.limit,
-            up_offset=float(clamped),
+            up_offset=options.up_offset if clamped else 0.0,
             chosen=Chosen(options.used, summed=False),
         )
         chosen = Chosen(options.used, summed=True)
         down = Product(ProductName.DOWN, (w2,), reads=Value.HIDDEN, writes=Value.OUTPUT, chosen=chosen)
         router = matrix("router", of_experts=False), options.used, options.normalized, norm
-        if options.sigmoid:
+        if options.table_rows or options.scores == "sqrtsoftplus":
+            correction = weight_of_op(table, f"{path}.correction") if options.correction else None
+            by_token = weight_of_op(table, f"{path}.by_token") if options.table_rows else None
+            route = RootRoute(*router, correction, options.factor, by_token)
+        elif options.scores == "sigmoid":
             correction = weight_of_op(table, f"{path}.correction") if options.correction else None
             route = SigmoidRoute(*router, correction, options.groups, options.groups_used, options.factor)
         else:
@@ -233,6 +258,12 @@ class Experts(Block):
         beside = Mlp.ops(options.shared, f"{path}.{SHARED}", norm, rotary)
         gate = matrix("shared_gate", of_experts=False) if options.shared_gate else None
         return route, hidden, down, SharedExpert(beside, gate)
+
+
+def draw_by_token(key: jax.Array, shape: tuple[int, ...], experts: int) -> jax.Array:
+    """Fresh experts of each token, [tokens, used]: neighbours from any first one on."""
+    first = jax.random.randint(key, (shape[0], 1), 0, experts)
+    return (first + jnp.arange(shape[1])) % experts
 
 
 def _float32_product(formula: str, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -309,7 +340,7 @@ class Rule(NamedTuple):
         if limit is None:
             return FUNCTIONS[self.options.activation](gate) * up
         gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
-        return gate * jax.nn.sigmoid(self.options.alpha * gate) * (up + 1)
+        return gate * jax.nn.sigmoid(self.options.alpha * gate) * (up + self.options.up_offset)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))

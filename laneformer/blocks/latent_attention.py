@@ -5,29 +5,20 @@ queries and keys that are not rotated, r those that are, g those of a head's val
 All lanes read the same matrices that lead to the vectors, and each makes both vectors of its own stream.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from laneformer.blocks.attention import keys_seen
-from laneformer.blocks.block import Block, KeptArray, Memory, Weight, hold, weight_of_op
+from laneformer.blocks.block import Block, KeptArray, Memory, Weight, attention_weight, hold, weight_of_op
 from laneformer.blocks.norm import rms_norm
 from laneformer.blocks.rotary import rotate
 from laneformer.blocks.tiled_attention import attend
 from laneformer.config import LatentAttentionOptions
-from laneformer.ops import (
-    LatentAttend,
-    LatentProject,
-    LatentQueries,
-    Matrix,
-    Norm,
-    Op,
-    Product,
-    ProductName,
-    Rotary,
-    Value,
-)
+from laneformer.ops import Blocks, LatentAttend, LatentKeep, Matrix, Norm, Op, Product, ProductName, Rotary, Value
 from laneformer.precision import Precision, widen
 from laneformer.quantized import Quantized
 
@@ -112,15 +103,8 @@ class LatentAttention(Block):
         queries, rank, found = heads * (nope + rotated), options.q_lora_rank, {}
 
         def add(name: str, shape: tuple[int, ...], spec: P, initial: str = "normal") -> None:
-            vector = initial == "ones"
-            found[f"{path}.{name}"] = Weight(
-                file_name=f"model.{path}.{name}.weight",
-                shape=shape,
-                spec=spec,
-                initial=initial,
-                group="vector" if vector else "matrix",
-                part="norms" if vector else "attention",
-            )
+            group = "vector" if initial == "ones" else "matrix"
+            found[f"{path}.{name}"] = attention_weight(f"{path}.{name}", shape, spec, initial, group)
 
         shared, by_head = P(None, "data"), P("lane", None, "data")
         if rank is None:
@@ -145,13 +129,45 @@ class LatentAttention(Block):
         def inner(name: str) -> Norm:
             return Norm(weight_of_op(table, f"{path}.{name}"), options.latent_norm_eps)
 
-        ranked, keys_and_values = options.q_lora_rank is not None, matrix("wkv_b")
-        first = (matrix("wq_a"), inner("q_norm")) if ranked else (None, None)
+        def of_heads(name: str, first: int, rows: int, transposed: bool = False) -> Matrix:
+            shape = (rank, rows) if transposed else (rows, rank)
+            own = {"path": f"{path}.{name}", "shape": shape, "experts": heads}
+            cut = {"cut_from": f"{path}.wkv_b", "first_row": first, "transposed": transposed}
+            return Matrix(dataclasses.replace(weight_of_op(table, f"{path}.wkv_b"), **own, **cut))
+
+        rotary = Rotary(rotary.frequencies[: options.qk_rope_head_dim // 2], rotary.factor)  # the others are still
+        heads, rank = options.heads, options.kv_lora_rank
+        still, values = options.qk_nope_head_dim, options.v_head_dim
+        stream = {"reads": Value.STREAM, "norm": norm}
+        latents = Product(ProductName.LATENTS, (matrix("wkv_a"),), writes=Value.PROJECTED, **stream)
+        if options.q_lora_rank is None:
+            queries = (Product(ProductName.QUERIES, (matrix("wq"),), writes=Value.QUERIES, **stream),)
+        else:
+            inside = {"reads": Value.HIDDEN, "writes": Value.QUERIES, "norm": inner("q_norm")}
+            queries = (
+                Product(ProductName.QUERY_RANK, (matrix("wq_a"),), writes=Value.HIDDEN, **stream),
+                Product(ProductName.QUERIES, (matrix("wq_b"),), **inside),
+            )
         return (
-            LatentProject(matrix("wkv_a"), inner("kv_norm"), *first, norm, rotary),
-            LatentQueries(matrix("wq_b" if ranked else "wq"), keys_and_values, options.heads, rotary),
-            LatentAttend(keys_and_values, options.heads, options.scale),
-            Product(ProductName.OUT, (matrix("wo"),), reads=Value.ATTENDED, writes=Value.OUTPUT),
+            latents,
+            *queries,
+            LatentKeep(rank, inner("kv_norm"), rotary),
+            Product(
+                ProductName.ABSORB,
+                (of_heads("wk", 0, still, transposed=True),),
+                reads=Value.QUERIES,
+                writes=Value.ABSORBED,
+                blocks=Blocks(heads, still + options.qk_rope_head_dim),
+            ),
+            LatentAttend(heads, rank, still, options.scale, rotary),
+            Product(
+                ProductName.VALUES,
+                (of_heads("wv", still, values),),
+                reads=Value.ATTENDED,
+                writes=Value.PROJECTED,  # the next module may write HIDDEN while the last op here reads
+                blocks=Blocks(heads, rank),
+            ),
+            Product(ProductName.OUT, (matrix("wo"),), reads=Value.PROJECTED, writes=Value.OUTPUT),
         )
 
     @staticmethod

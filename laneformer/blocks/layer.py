@@ -7,6 +7,7 @@ from laneformer import ops
 from laneformer.blocks import BLOCKS
 from laneformer.blocks.block import Weight, weight_of_op
 from laneformer.blocks.norm import RMSNorm
+from laneformer.blocks.streams import Mixture, Streams
 from laneformer.config import LayerOptions, NormOptions, Norms
 from laneformer.ops import Norm, Rotary
 from laneformer.precision import Precision
@@ -16,6 +17,10 @@ BEFORE = {"attention": "attention_norm", "feed_forward": "ffn_norm"}
 """For each block of a layer the name of the norm through which it reads the stream, as in the weights' paths."""
 AFTER = {"attention": "attention_post_norm", "feed_forward": "ffn_post_norm"}
 """Likewise of the norm of its output."""
+
+
+STREAMS = {"attention": "attention_streams", "feed_forward": "ffn_streams"}
+"""Likewise of the mixture of several residual streams."""
 
 
 class Layer(nnx.Module):
@@ -29,16 +34,25 @@ class Layer(nnx.Module):
             for norm, path in ((norms.before, BEFORE[name]), (norms.after, AFTER[name])):
                 setattr(self, path, RMSNorm(weights[path], norm) if norm else None)
             setattr(self, name, BLOCKS[type(own)](within(weights, name), own, precision))
+            if norms.streams:
+                setattr(self, STREAMS[name], Streams(within(weights, STREAMS[name]), norms.streams))
+        self.has_streams = norms.streams is not None
         self.after_sum = norms.after_sum
+
+    def gather(self, x: jax.Array, name: str) -> tuple[jax.Array, Mixture | None]:
+        """What a block reads, [l, b, s, d], of several residual streams [l, b, s, m, d], and how its output joins them;
+        one stream [l, b, s, d] as it is.
+        """
+        return getattr(self, STREAMS[name]).read(x) if self.has_streams else (x, None)
 
     def attend(self, x_lbsd: jax.Array, *args):
         """The attention's output [l, b, s, d], and what it returns beside that; args: see Attention."""
         o_lbsd, kept = self.attention(self._read(x_lbsd, "attention"), *args)
         return self._write(o_lbsd, "attention"), kept
 
-    def feed(self, x_lbsd: jax.Array) -> tuple[jax.Array, Routing | None]:
+    def feed(self, x_lbsd: jax.Array, ids_bs: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
         """The feed-forward block's output [l, b, s, d], and what its router decided, where it has one."""
-        o_lbsd, routing = self.feed_forward.routed(self._read(x_lbsd, "feed_forward"))
+        o_lbsd, routing = self.feed_forward.routed(self._read(x_lbsd, "feed_forward"), ids_bs)
         return self._write(o_lbsd, "feed_forward"), routing
 
     def _read(self, x_lbsd: jax.Array, name: str) -> jax.Array:
@@ -66,7 +80,8 @@ class Layer(nnx.Module):
             return RMSNorm.table(own, f"{path}.{name}") if own else {}
 
         return [
-            norm(norms.before, BEFORE[name])
+            (Streams.table(norms.streams, f"{path}.{STREAMS[name]}") if norms.streams else {})
+            | norm(norms.before, BEFORE[name])
             | BLOCKS[type(own)].table(own, f"{path}.{name}")
             | norm(norms.after, AFTER[name])
             for name, own in zip(options._fields, options, strict=True)

@@ -5,7 +5,6 @@ laneformer/model.py.
 from functools import partial
 
 import jax
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from laneformer.blocks.block import Block, Weight, hold, weight_of_op
@@ -35,15 +34,11 @@ class Mlp(Block):
 
     def hidden(self, h_lbsd: jax.Array) -> jax.Array:
         """What w2 multiplies, [l, b, s, f]."""
-
-        def product(w) -> jax.Array:
-            kept = checkpoint_name(self.precision.block_einsum("lbsd,lfd->lbsf", h_lbsd, w[...]), "product")
-            return self.precision.widened(kept)
-
         activate = FUNCTIONS[self.options.activation]
-        if not self.options.gated:
-            return activate(product(self.w1))
-        return activate(product(self.w1)) * product(self.w3)
+        first, *second = self.products(_read_by(self.options), h_lbsd)
+        if (limit := self.options.limit) is not None:
+            first, second = jax.numpy.minimum(first, limit), [jax.numpy.clip(up, -limit, limit) for up in second]
+        return activate(first) * second[0] if second else activate(first)
 
     @staticmethod
     def table(options: MlpOptions, path: str) -> dict[str, Weight]:
@@ -69,6 +64,7 @@ class Mlp(Block):
             norm=norm,
             activation=options.activation,
             gated=options.gated,
+            limit=options.limit,
         )
         return hidden, Product(ProductName.DOWN, (down,), reads=Value.HIDDEN, writes=Value.OUTPUT)
 

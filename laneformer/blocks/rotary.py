@@ -13,37 +13,42 @@ def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     """Radians per position for each pair of channels that rotate, float32 [rotary_size / 2], and the factor on cos and
     sin.
     """
-    half = config.rotary_size // 2
-    frequencies = config.rope_theta ** (-np.arange(half, dtype=np.float64) / half)
-    factor, scaling = 1.0, config.rope_scaling
+    return stretched_frequencies(config.rotary_size, config.rope_theta, config.rope_scaling)
+
+
+def stretched_frequencies(size: int, theta: float, scaling: RopeScaling | None) -> tuple[np.ndarray, float]:
+    """The same of `size` channels, of their base and scaling."""
+    half = size // 2
+    frequencies = theta ** (-np.arange(half, dtype=np.float64) / half)
+    factor = 1.0
     if scaling is not None:
-        frequencies = _STRETCH[scaling.type](frequencies, scaling, config)
+        frequencies = _STRETCH[scaling.type](frequencies, scaling, theta)
         factor = _yarn_attention_factor(scaling) if scaling.type == "yarn" else 1.0
     return frequencies.astype(np.float32), factor
 
 
-def _linear(frequencies: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> np.ndarray:
+def _linear(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
     return frequencies / scaling.factor
 
 
-def _llama3(frequencies: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> np.ndarray:
+def _llama3(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
     """Full stretch for long wavelengths, none for short ones, and a line in turns per original context between them."""
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     keep = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
-def _yarn(frequencies: np.ndarray, scaling: RopeScaling, config: ModelConfig) -> np.ndarray:
+def _yarn(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
     """llama3 with the line in the index of the pair (arXiv 2309.00071, section 3.2)."""
 
     def pair_with_turns(turns: float) -> float:
         wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
-        return len(frequencies) * math.log(wavelength) / math.log(config.rope_theta)
+        return len(frequencies) * math.log(wavelength) / math.log(theta)
 
     low, high = pair_with_turns(scaling.beta_fast), pair_with_turns(scaling.beta_slow)
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, config.rotary_size - 1)
+    low, high = max(low, 0), min(high, 2 * len(frequencies) - 1)
     stretched = np.clip((np.arange(len(frequencies)) - low) / ((high - low) or 1e-3), 0.0, 1.0)
     return (1 - stretched) * frequencies + stretched * frequencies / scaling.factor
 
@@ -61,7 +66,11 @@ _STRETCH = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 def rotary_tables(config: ModelConfig, positions_s: jax.Array) -> tuple[jax.Array, jax.Array]:
     """cos and sin of each position's angles, float32 [s, rotary_size / 2]."""
-    frequencies, factor = rotary_frequencies(config)
+    return tables_of(*rotary_frequencies(config), positions_s)
+
+
+def tables_of(frequencies: np.ndarray, factor: float, positions_s: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The same of these frequencies, with the factor on cos and sin."""
     angles = positions_s.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
@@ -76,3 +85,9 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     even, odd = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
     turned = jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1)
     return turned.reshape(x.shape).astype(x.dtype)
+
+
+def rotate_last(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """`rotate` of the last channels instead of the first ones."""
+    still = x.shape[-1] - 2 * tables[0].shape[-1]
+    return jnp.concatenate([x[..., :still], rotate(x[..., still:], tables)], -1)

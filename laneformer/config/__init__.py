@@ -5,6 +5,7 @@ from laneformer.config.model import HEAD_TYPES, HIDDEN_ACTS, ModelConfig, record
 from laneformer.config.options import (
     AttentionOptions,
     BlockOptions,
+    CompressedAttentionOptions,
     DeltaNetOptions,
     ExpertsOptions,
     LatentAttentionOptions,
@@ -12,8 +13,9 @@ from laneformer.config.options import (
     MlpOptions,
     NormOptions,
     Norms,
+    StreamsOptions,
 )
-from laneformer.config.sizes import DeltaNetSizes, LatentAttention, RopeScaling
+from laneformer.config.sizes import CompressedAttention, DeltaNetSizes, LatentAttention, ResidualStreams, RopeScaling
 
 __all__ = [
     "HEAD_TYPES",
@@ -22,6 +24,8 @@ __all__ = [
     "LARGEST_OTHER",
     "AttentionOptions",
     "BlockOptions",
+    "CompressedAttention",
+    "CompressedAttentionOptions",
     "DeltaNetOptions",
     "DeltaNetSizes",
     "ExpertsOptions",
@@ -32,6 +36,8 @@ __all__ = [
     "ModelConfig",
     "NormOptions",
     "Norms",
+    "ResidualStreams",
     "RopeScaling",
+    "StreamsOptions",
     "recorded_fields",
 ]

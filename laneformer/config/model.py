@@ -9,6 +9,7 @@ from typing import Literal
 from laneformer.config.checks import LARGEST, require_int, require_number
 from laneformer.config.options import (
     AttentionOptions,
+    CompressedAttentionOptions,
     DeltaNetOptions,
     ExpertsOptions,
     LatentAttentionOptions,
@@ -16,15 +17,29 @@ from laneformer.config.options import (
     MlpOptions,
     NormOptions,
     Norms,
+    StreamsOptions,
 )
-from laneformer.config.sizes import DeltaNetSizes, LatentAttention, RopeScaling
+from laneformer.config.sizes import CompressedAttention, DeltaNetSizes, LatentAttention, ResidualStreams, RopeScaling
 from laneformer.errors import ConfigError
 from laneformer.layout import Schedule, make_schedule
 from laneformer.ops import LATER, QUICK_GELU_FACTOR, Activation, AttentionVariant
 
 # None where there are none
 OF_EXPERTS = ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
-OF_SIGMOID = ("router_correction", "n_group", "topk_group", "routed_scaling_factor")  # options of a router
+OF_SCORES = (  # options of routers that score each logit alone
+    *("router_correction", "hash_layers", "n_group", "topk_group", "routed_scaling_factor"),
+)
+OF_GROUPED = (  # options of grouped-query attention
+    *("sliding_window", "qkv_bias", "out_bias", "attention_sinks", "qk_norm", "attention_gate", "rotary_dim"),
+    "delta_layers",
+)
+SIZES = {  # parts of the config, objects in JSON
+    "delta_net": DeltaNetSizes,
+    "latent_attention": LatentAttention,
+    "compressed_attention": CompressedAttention,
+    "residual_streams": ResidualStreams,
+}
+SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 LAYER_LISTS = ("unclamped_layers", "swa_layers", "nope_layers", "mlp_only_layers", "delta_layers")
 HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
 HIDDEN_ACTS = tuple(kind.name.lower() for kind in Activation if kind)
@@ -130,6 +145,10 @@ class ModelConfig(AttentionVariant):
     """What the norms of qk_norm are over: each head, or all heads together (projection; OLMo-2), with one lane."""
     latent_attention: LatentAttention | None = dataclasses.field(default=None, metadata=LATER)
     """Every layer has multi-head latent attention of num_attention_heads heads, instead of grouped queries."""
+    compressed_attention: CompressedAttention | None = dataclasses.field(default=None, metadata=LATER)
+    """Every layer has compressed attention of num_attention_heads heads, instead of grouped queries (DeepSeek-V4)."""
+    residual_streams: ResidualStreams | None = dataclasses.field(default=None, metadata=LATER)
+    """Several residual streams, in layout tp; none is one stream, to which each module adds its output."""
 
     hidden_act: str = dataclasses.field(default="silu", metadata=LATER)
     """Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2."""
@@ -158,10 +177,14 @@ class ModelConfig(AttentionVariant):
     """
     swiglu_alpha: float = dataclasses.field(default=QUICK_GELU_FACTOR, metadata=LATER)
     """Clamped SwiGLU: factor on the gate in its sigmoid."""
-    scoring_func: Literal["softmax", "sigmoid"] = dataclasses.field(default="softmax", metadata=LATER)
-    """Scores by which experts are chosen, and their shares: the softmax of the router's logits, or the sigmoid of each
-    (DeepSeek-V3, arXiv 2412.19437). What follows requires sigmoid.
+    swiglu_plus_one: bool = dataclasses.field(default=True, metadata=LATER)
+    """Clamped SwiGLU: 1 is added to up; false leaves it as it is, and clamps the shared expert too (DeepSeek-V4)."""
+    scoring_func: Literal["softmax", "sigmoid", "sqrtsoftplus"] = dataclasses.field(default="softmax", metadata=LATER)
+    """Scores by which experts are chosen, and their shares: the softmax of the router's logits, or of each the sigmoid
+    (DeepSeek-V3, arXiv 2412.19437) or the root of the softplus (DeepSeek-V4). What follows requires one of the latter.
     """
+    hash_layers: int = dataclasses.field(default=0, metadata=LATER)
+    """The first n layers take a token's experts from a table by its id, without router_correction."""
     router_correction: bool = dataclasses.field(default=False, metadata=LATER)
     """A bias on the scores by which experts are chosen, float32; their shares are without it (arXiv 2408.15664)."""
     n_group: int = dataclasses.field(default=1, metadata=LATER)
@@ -193,10 +216,8 @@ class ModelConfig(AttentionVariant):
             if field.type is float:
                 require_number(field.name, value, above=0.0)
         # JSON gives lists; tuples keep the config hashable.
-        if isinstance(self.delta_net, Mapping):
-            object.__setattr__(self, "delta_net", _delta_net_of(self.delta_net))
-        if not isinstance(self.delta_net, DeltaNetSizes | None):
-            raise ConfigError(f"delta_net = {self.delta_net!r} must be an object with key_heads, value_heads, ...")
+        for name, kind in SIZES.items():
+            object.__setattr__(self, name, _part_of(name, kind, getattr(self, name)))
         for name in (*LAYER_LISTS, "eos_token_id"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list | tuple):
@@ -217,6 +238,8 @@ class ModelConfig(AttentionVariant):
         self._check_norms()
 
     def _check_heads(self):
+        if self.compressed_attention is not None:
+            self._check_compressed_attention()
         if self.latent_attention is not None:
             self._check_latent_attention()
             return
@@ -245,6 +268,15 @@ class ModelConfig(AttentionVariant):
                     f"rotary_dim = {self.rotary_dim} must be even; rotary positions turn pairs of channels"
                 )
 
+    def _check_compressed_attention(self):
+        own = self.compressed_attention
+        own.check(self.num_hidden_layers, self.num_attention_heads, self.num_key_value_heads, self.head_size)
+        for name in ("latent_attention", "nope_layers", *OF_GROUPED):
+            if (value := getattr(self, name)) != getattr(ModelConfig, name):
+                raise ConfigError(
+                    f"{name} = {value!r} is an option of other attention: remove it or compressed_attention"
+                )
+
     def _check_delta_net(self):
         if self.delta_net is None:
             if self.delta_layers:
@@ -256,17 +288,12 @@ class ModelConfig(AttentionVariant):
             raise ConfigError("delta_layers has all layers: leave at least one of them to attention")
 
     def _check_latent_attention(self):
-        if not isinstance(self.latent_attention, LatentAttention):
-            raise ConfigError(f"latent_attention = {self.latent_attention!r} must be a LatentAttention")
         if self.num_key_value_heads != self.num_attention_heads:
             raise ConfigError(
                 f"num_key_value_heads = {self.num_key_value_heads} with latent_attention must be num_attention_heads ="
                 f" {self.num_attention_heads}"
             )
-        for name in (
-            *("head_dim", "sliding_window", "nope_layers", "qkv_bias", "out_bias", "attention_sinks", "qk_norm"),
-            *("attention_gate", "rotary_dim", "delta_layers"),
-        ):
+        for name in ("head_dim", "nope_layers", *OF_GROUPED):
             if (value := getattr(self, name)) != getattr(ModelConfig, name):
                 raise ConfigError(
                     f"{name} = {value!r} is an option of grouped-query attention: remove it or latent_attention"
@@ -276,7 +303,7 @@ class ModelConfig(AttentionVariant):
         if self.num_experts is None:
             for name in (
                 *("moe_intermediate_size", "mlp_only_layers", "router_bias", "expert_bias", "swiglu_limit"),
-                *("shared_expert_intermediate_size", "shared_expert_gate", "scoring_func", *OF_SIGMOID),
+                *("shared_expert_intermediate_size", "shared_expert_gate", "scoring_func", *OF_SCORES),
             ):
                 if getattr(self, name) != getattr(ModelConfig, name):
                     raise ConfigError(f"{name} = {getattr(self, name)!r} requires num_experts, the experts of a layer")
@@ -295,12 +322,13 @@ class ModelConfig(AttentionVariant):
                 raise ConfigError(f"swiglu_limit requires hidden_act = 'silu', got {self.hidden_act!r}")
 
     def _check_router(self):
-        if self.scoring_func not in ("softmax", "sigmoid"):
-            raise ConfigError(f"unknown scoring_func {self.scoring_func!r}; choose softmax or sigmoid")
+        if self.scoring_func not in SCORES:
+            raise ConfigError(f"unknown scoring_func {self.scoring_func!r}; choose {', '.join(SCORES)}")
+        require_int("hash_layers", self.hash_layers, at_least=0, at_most=self.num_hidden_layers)
         if self.scoring_func == "softmax":
-            for name in OF_SIGMOID:
+            for name in OF_SCORES:
                 if (value := getattr(self, name)) != getattr(ModelConfig, name):
-                    raise ConfigError(f"{name} = {value!r} requires scoring_func = 'sigmoid'")
+                    raise ConfigError(f"{name} = {value!r} requires another scoring_func than 'softmax'")
         elif self.router_bias:
             raise ConfigError("router_bias = true requires scoring_func = 'softmax'; is it router_correction?")
         require_int("n_group", self.n_group, at_least=1, at_most=self.num_experts)
@@ -334,6 +362,8 @@ class ModelConfig(AttentionVariant):
             wrong = [name for name in divided if getattr(self, name) % lanes]
             if self.delta_layers and self.delta_net and self.delta_net.key_heads % lanes:
                 wrong.append("delta_net.key_heads")
+            if self.compressed_attention and self.compressed_attention.o_groups % lanes:
+                wrong.append("compressed_attention.o_groups")
             copied = self.num_key_value_heads % lanes and lanes % self.num_key_value_heads
             return "num_key_value_heads" if copied else wrong[0] if wrong else None
 
@@ -363,6 +393,8 @@ class ModelConfig(AttentionVariant):
                 " for a sum over all lanes before its attention; use num_lanes = 1"
             )
         schedule = make_schedule(self)  # raises ConfigError for unknown layouts and arguments
+        if self.residual_streams and (self.norm_after or not self.replicated_rmsn_scale):
+            raise ConfigError("residual_streams with norm_after or replicated_rmsn_scale = false is not supported")
         if self.norms.after_sum and not schedule.adds_whole_sums:
             raise ConfigError(
                 f"norm_after = 'sum' requires a layout that adds each module's output as one sum over all lanes, as tp"
@@ -397,6 +429,8 @@ class ModelConfig(AttentionVariant):
         """Channels of one head that are rotated."""
         if self.latent_attention is not None:
             return self.latent_attention.qk_rope_head_dim
+        if self.compressed_attention is not None:
+            return self.compressed_attention.qk_rope_head_dim
         return self.rotary_dim or self.head_size
 
     @property
@@ -422,6 +456,10 @@ class ModelConfig(AttentionVariant):
                 scale=self.head_size**-0.5 * (self.rope_scaling.score_factor if self.rope_scaling else 1.0),
             )
             return tuple(LayerOptions(latent, self._feed_forward(n)) for n in range(self.num_hidden_layers))
+        if self.compressed_attention is not None:
+            return tuple(
+                LayerOptions(self._compressed(n), self._feed_forward(n)) for n in range(self.num_hidden_layers)
+            )
         heads = {
             "heads": self.num_attention_heads // self.num_lanes,
             "kv_heads": max(1, self.num_key_value_heads // self.num_lanes),
@@ -442,6 +480,26 @@ class ModelConfig(AttentionVariant):
             for layer, window in enumerate(self.layer_windows)
         )
 
+    def _compressed(self, layer: int) -> CompressedAttentionOptions:
+        own, lanes = self.compressed_attention, self.num_lanes
+        ratio = own.ratios[layer]
+        names = ("window", "q_lora_rank", "qk_rope_head_dim", "o_lora_rank")
+        names += ("index_heads", "index_head_dim", "index_topk")
+        rope = own if ratio else self
+        return CompressedAttentionOptions(
+            hidden_size=self.hidden_size,
+            num_lanes=lanes,
+            heads=self.num_attention_heads // lanes,
+            head_dim=self.head_size,
+            ratio=ratio,
+            overlaps=ratio == own.overlap_ratio,
+            o_groups=own.o_groups // lanes,
+            rope_theta=rope.rope_theta,
+            rope_scaling=rope.rope_scaling,
+            norm_eps=self.norm_eps,
+            **{name: getattr(own, name) for name in names},
+        )
+
     @property
     def _delta_net_of_lane(self) -> DeltaNetSizes:
         own = {name: getattr(self.delta_net, name) // self.num_lanes for name in ("key_heads", "value_heads")}
@@ -454,8 +512,8 @@ class ModelConfig(AttentionVariant):
             "activation": Activation[self.hidden_act.upper()],
         }
 
-        def mlp(columns: int) -> MlpOptions:
-            return MlpOptions(**shared, columns=columns // self.num_lanes, gated=self.gated_mlp)
+        def mlp(columns: int, limit: float | None = None) -> MlpOptions:
+            return MlpOptions(**shared, columns=columns // self.num_lanes, gated=self.gated_mlp, limit=limit)
 
         if self.num_experts is None or layer in self.mlp_only_layers:
             return mlp(self.intermediate_size)
@@ -467,15 +525,17 @@ class ModelConfig(AttentionVariant):
             used=self.num_experts_per_tok,
             normalized=self.norm_topk_prob,
             router_bias=self.router_bias,
-            sigmoid=self.scoring_func == "sigmoid",
-            correction=self.router_correction,
+            scores=self.scoring_func,
+            table_rows=self.vocab_size if layer < self.hash_layers else 0,
+            correction=self.router_correction and layer >= self.hash_layers,
             groups=self.n_group,
             groups_used=self.topk_group,
             factor=self.routed_scaling_factor,
             biases=self.expert_bias,
             limit=self.swiglu_limit,
             alpha=self.swiglu_alpha,
-            shared=mlp(beside) if beside else None,
+            up_offset=float(self.swiglu_plus_one),
+            shared=mlp(beside, None if self.swiglu_plus_one else self.swiglu_limit) if beside else None,
             shared_gate=self.shared_expert_gate,
         )
 
@@ -488,7 +548,12 @@ class ModelConfig(AttentionVariant):
         )
         after_sum = self.norm_after == "sum" and self.num_lanes > 1
         after = dataclasses.replace(in_layers, per_lane=in_layers.per_lane and not after_sum)
-        return Norms(in_layers if self.norm_before else None, after if self.norm_after else None, after_sum, final)
+        streams = None
+        if self.residual_streams is not None:
+            sizes = dataclasses.asdict(self.residual_streams)
+            streams = StreamsOptions(hidden_size=self.hidden_size, norm_eps=self.norm_eps, **sizes)
+        before = in_layers if self.norm_before else None
+        return Norms(before, after if self.norm_after else None, after_sum, final, streams)
 
     @property
     def lane_norm_scales(self) -> tuple[bool, bool]:
@@ -506,13 +571,17 @@ class ModelConfig(AttentionVariant):
         return dataclasses.replace(self, **changes)
 
 
-def _delta_net_of(values: Mapping[str, object]) -> DeltaNetSizes:
-    """Of a JSON object."""
+def _part_of(name: str, kind: type, value):
+    """A part of the config, of a JSON object where it is one."""
+    if isinstance(value, kind | None):
+        return value
+    names = ", ".join(field.name for field in dataclasses.fields(kind))
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} = {value!r} must be an object with {names}")
     try:
-        return DeltaNetSizes(**values)
+        return kind(**value)
     except TypeError as error:
-        names = ", ".join(field.name for field in dataclasses.fields(DeltaNetSizes))
-        raise ConfigError(f"delta_net = {dict(values)!r}: give {names} ({error})") from None
+        raise ConfigError(f"{name} = {dict(value)!r}: give {names} ({error})") from None
 
 
 def recorded_fields(config) -> dict[str, object]:

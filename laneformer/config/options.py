@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from laneformer.config.sizes import DeltaNetSizes, LatentAttention
+from laneformer.config.sizes import DeltaNetSizes, LatentAttention, RopeScaling
 from laneformer.ops import QUICK_GELU_FACTOR, Activation, AttentionVariant
 
 
@@ -32,6 +32,8 @@ class Norms(NamedTuple):
     """The norm after a module is that of its sum over all lanes, instead of each lane's own output."""
     final: NormOptions
     """Of the stream, before the head."""
+    streams: "StreamsOptions | None" = None
+    """How modules read and write the streams, where there are several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +111,8 @@ class MlpOptions:
     activation: Activation
     gated: bool
     """A gate and an up projection, instead of the latter alone."""
+    limit: float | None = None
+    """Gated: the gate is at most this, up at most this and at least minus this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +131,10 @@ class ExpertsOptions:
     activation: Activation
     router_bias: bool = False
     """A bias on the router's logits."""
-    sigmoid: bool = False
-    """Scores are the sigmoids of the logits, instead of their softmax; what follows requires it."""
+    scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
+    """What is made of the logits; what follows requires another than the softmax."""
+    table_rows: int = 0
+    """Tokens of the vocabulary, whose experts a table has, instead of those with the best scores; 0: no table."""
     correction: bool = False
     """A bias on the scores by which experts are chosen; their shares are without it."""
     groups: int = 1
@@ -143,17 +149,65 @@ class ExpertsOptions:
     """Clamped SwiGLU: the gate is at most this, up at most this and at least minus this."""
     alpha: float = QUICK_GELU_FACTOR
     """Clamped SwiGLU: factor on the gate in its sigmoid."""
+    up_offset: float = 1.0
+    """Clamped SwiGLU: added to up."""
     shared: MlpOptions | None = None
     """An MLP that every token uses beside the chosen experts."""
     shared_gate: bool = False
     """The output of `shared` times the sigmoid of one value, a row of a matrix times the stream."""
 
 
-BlockOptions = AttentionOptions | DeltaNetOptions | LatentAttentionOptions | MlpOptions | ExpertsOptions
+@dataclass(frozen=True, kw_only=True)
+class CompressedAttentionOptions:
+    """The compressed attention of one layer, laneformer/blocks/compressed_attention.py."""
+
+    hidden_size: int
+    num_lanes: int
+    heads: int
+    """Query heads of one lane."""
+    head_dim: int
+    """Channels of a head, and of the vector that is key and value of all."""
+    ratio: int
+    """Positions that one entry is made of; 0: no entries."""
+    overlaps: bool
+    """Entries also contain the positions of the entry before, and an indexer chooses among them."""
+    window: int
+    q_lora_rank: int
+    qk_rope_head_dim: int
+    o_groups: int
+    """Groups of heads of one lane."""
+    o_lora_rank: int
+    index_heads: int
+    index_head_dim: int
+    index_topk: int
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    norm_eps: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamsOptions:
+    """How modules read and write several residual streams, laneformer/blocks/streams.py."""
+
+    hidden_size: int
+    count: int
+    iterations: int
+    eps: float
+    norm_eps: float
+
+
+BlockOptions = (
+    AttentionOptions
+    | CompressedAttentionOptions
+    | DeltaNetOptions
+    | LatentAttentionOptions
+    | MlpOptions
+    | ExpertsOptions
+)
 
 
 class LayerOptions(NamedTuple):
     """The two blocks of a layer, named as in the weights' paths. `laneformer.blocks.BLOCKS` maps each to its class."""
 
-    attention: AttentionOptions | DeltaNetOptions | LatentAttentionOptions
+    attention: AttentionOptions | CompressedAttentionOptions | DeltaNetOptions | LatentAttentionOptions
     feed_forward: MlpOptions | ExpertsOptions

@@ -1,7 +1,10 @@
-"""Parts of a model's config that belong together: scaled rotary positions, gated DeltaNet, latent attention."""
+"""Parts of a model's config that belong together: scaled rotary positions, gated DeltaNet, latent and compressed
+attention, several residual streams.
+"""
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -129,3 +132,95 @@ class LatentAttention:
                 f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even; rotary positions turn pairs of channels"
             )
         require_number("latent_norm_eps", self.latent_norm_eps, above=0.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompressedAttention:
+    """Attention to the newest positions and to entries that are made of several positions each (DeepSeek-V4): one
+    vector is key and value of all heads.
+    """
+
+    ratios: tuple[int, ...]
+    """For each layer the positions that one entry is made of; 0: the layer has no entries."""
+    window: int
+    """Newest positions that a query sees beside the entries, its own included."""
+    q_lora_rank: int
+    """Channels between the two matrices that make the queries."""
+    qk_rope_head_dim: int
+    """Channels that are rotated, the last ones."""
+    o_groups: int
+    """Groups of heads, each with its own first output projection; lanes divide them."""
+    o_lora_rank: int
+    """Rows of one group's projection."""
+    overlap_ratio: int = 4
+    """Entries of this ratio also contain the positions of the entry before, and an indexer chooses among them."""
+    index_heads: int = 64
+    """Query heads of the indexer."""
+    index_head_dim: int = 128
+    """Channels of one of them, and of its keys."""
+    index_topk: int = 512
+    """Entries that the indexer chooses."""
+    rope_theta: float = 160000.0
+    """Base of the rotary frequencies in layers with entries; in the others that of the model."""
+    rope_scaling: RopeScaling | None = None
+    """Stretching of these frequencies."""
+
+    def __post_init__(self):
+        if isinstance(self.ratios, list):  # of a JSON object, as the next
+            object.__setattr__(self, "ratios", tuple(self.ratios))
+        if isinstance(self.rope_scaling, Mapping):
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        if not isinstance(self.ratios, tuple):
+            raise ConfigError(f"compressed_attention.ratios = {self.ratios!r} must be a list of whole numbers")
+        for ratio in self.ratios:
+            require_int("compressed_attention.ratios", ratio, at_least=0, at_most=2**16)
+        for field in dataclasses.fields(self):
+            if field.type is int:
+                require_int(f"compressed_attention.{field.name}", getattr(self, field.name), at_least=1, at_most=2**24)
+        require_number("compressed_attention.rope_theta", self.rope_theta, above=0.0)
+        size = self.qk_rope_head_dim
+        if size % 2 or size > self.index_head_dim:
+            raise ConfigError(
+                f"compressed_attention.qk_rope_head_dim = {size} must be even, and at most index_head_dim ="
+                f" {self.index_head_dim}: rotary positions turn pairs of channels"
+            )
+
+    def check(self, layers: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        """Raises ConfigError where it does not fit a model of these sizes."""
+        if len(self.ratios) != layers:
+            raise ConfigError(
+                f"compressed_attention.ratios has {len(self.ratios)} entries: write a number for each of the {layers}"
+                " layers"
+            )
+        if kv_heads != 1:
+            raise ConfigError(
+                f"num_key_value_heads = {kv_heads} with compressed_attention must be 1: one vector is key and value of"
+                " all heads"
+            )
+        if heads % self.o_groups:
+            raise ConfigError(
+                f"compressed_attention.o_groups = {self.o_groups} must divide num_attention_heads = {heads}"
+            )
+        if self.qk_rope_head_dim > head_dim:
+            raise ConfigError(
+                f"compressed_attention.qk_rope_head_dim = {self.qk_rope_head_dim} must be at most head_dim = {head_dim}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResidualStreams:
+    """Several residual streams, which each module reads and writes through its own mixture (hyper-connections, Zhu et
+    al., arXiv 2409.19606; as DeepSeek-V4 has them).
+    """
+
+    count: int
+    """Streams."""
+    iterations: int = 20
+    """Times that the rows and columns of the matrix between the streams are made to sum to 1 (Sinkhorn)."""
+    eps: float = 1e-6
+    """Added to sigmoids and sums."""
+
+    def __post_init__(self):
+        require_int("residual_streams.count", self.count, at_least=1, at_most=64)
+        require_int("residual_streams.iterations", self.iterations, at_least=1, at_most=1000)
+        require_number("residual_streams.eps", self.eps, above=0.0)

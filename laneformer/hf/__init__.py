@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.files import parse_json, read_file
-from laneformer.hf import deepseek, exaone4, gpt_oss, llama, mixtral, olmo2, qwen3_moe, qwen3_next
+from laneformer.hf import deepseek, deepseek_v4, exaone4, gpt_oss, llama, mixtral, olmo2, qwen3_moe, qwen3_next
 from laneformer.hf import laneformer as own
 from laneformer.hf.dimensions import Dimensions
 from laneformer.hf.family import Family
@@ -61,7 +61,7 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "gpt_oss": gpt_oss.FAMILY,
     "deepseek_v3": deepseek.V3,
     "kimi_k2": deepseek.KIMI_K2,
-    "deepseek_v4": deepseek.V4,
+    "deepseek_v4": deepseek_v4.FAMILY,
 }
 
 

@@ -125,11 +125,12 @@ class Group:
 
 
 def groups_of(config: ModelConfig, sources: Mapping[str, Source]) -> Iterator[Group]:
-    """The matrices of a Laneformer as its products read them, the embedding table first, without those of experts.
-    sources: by path.
+    """The matrices of a Laneformer as its products read them, the embedding table first, without those of experts or of
+    heads. sources: by path.
     """
     ops = decoder_ops(config)
-    products = [op for layer in ops.layers for op in layer.ops if isinstance(op, Product) and op.chosen is None]
+    all_products = (op for layer in ops.layers for op in layer.ops if isinstance(op, Product))
+    products = [op for op in all_products if op.chosen is None and op.blocks is None]
     yield _group_of([ops.embedding.path], sources)
     for product in products:
         yield _group_of([matrix.weight.path for matrix in product.matrices], sources, product.gated)

@@ -1,6 +1,4 @@
-"""DeepSeek V3 (with Kimi K2, of the same architecture): latent attention, experts beside a shared one. DeepSeek V4,
-dimensions only: one wide key-value head, joined positions and an indexer.
-"""
+"""DeepSeek V3 (with Kimi K2, of the same architecture): latent attention, experts beside a shared one."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,10 +8,9 @@ from laneformer.config import LatentAttention, ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.hf import llama
 from laneformer.hf.dimensions import Dimensions, Part, dense_layers, head, routed_experts, router
-from laneformer.hf.family import Family
 from laneformer.hf.fields import Fields
 from laneformer.hf.llama import EXPERT_NAMES, make_family, without_layer
-from laneformer.hf.quantization import Formats, read_formats
+from laneformer.hf.packed.quantization import Formats, read_formats
 from laneformer.hf.safetensors import Source
 
 if TYPE_CHECKING:
@@ -47,7 +44,7 @@ def dimensions_v3(fields: Fields) -> Dimensions:
         layers=layers,
         parts=(
             routed_experts(fields, sparse, experts, width, formats.of("routed")),
-            *_shared_experts(fields, sparse, width, formats),
+            *shared_experts(fields, sparse, width, formats),
             *dense_layers(fields, layers - sparse, formats),
             Part("latent attention", layers * _latent_attention(fields), formats.of("attention")),
             router(fields, sparse, experts, formats),
@@ -136,63 +133,10 @@ def _latent_attention(fields: Fields) -> int:
     return query + d * (kv_rank + rope) + kv_rank * heads * (nope + value) + heads * value * d
 
 
-def _shared_experts(fields: Fields, layers: int, width: int, formats: Formats) -> list[Part]:
+def shared_experts(fields: Fields, layers: int, width: int, formats: Formats) -> list[Part]:
     count = fields.size("n_shared_experts", 0, 0)
     weights = layers * count * 3 * width * fields.hidden
     return [Part("shared expert", weights, formats.of("shared"))] if count else []
-
-
-def dimensions_v4(fields: Fields) -> Dimensions:
-    formats, layers, experts = read_formats(fields), fields.layers, fields.size("n_routed_experts")
-    width, heads, dim = (
-        fields.size("moe_intermediate_size"),
-        fields.size("num_attention_heads"),
-        fields.size("head_dim"),
-    )
-    return Dimensions(
-        layers=layers,
-        parts=(
-            routed_experts(fields, layers, experts, width, _expert_format(fields) or formats.of("routed")),
-            *_shared_experts(fields, layers, width, formats),
-            Part(f"attention, {heads} heads of {dim}", layers * _wide_attention(fields), formats.of("attention")),
-            Part("compressor and indexer", _compressors(fields), formats.of("attention")),
-            router(fields, layers, experts, formats),
-            head(fields, formats),
-        ),
-        formats=formats.rule,
-        kv_full=None,
-    )
-
-
-def _wide_attention(fields: Fields) -> int:
-    """Weights of one layer's attention without its compressor."""
-    d, heads, dim = fields.hidden, fields.size("num_attention_heads"), fields.size("head_dim")
-    rank, out_rank, groups = fields.size("q_lora_rank"), fields.size("o_lora_rank"), fields.size("o_groups")
-    kv = fields.size("num_key_value_heads")
-    return d * rank + rank * heads * dim + d * kv * dim + heads * dim * out_rank + groups * out_rank * d
-
-
-def _compressors(fields: Fields) -> int:
-    """Weights of all layers that join the keys and values of several positions, with a gate. Where windows overlap (a
-    ratio of 4) the matrices are twice as wide and there is an indexer.
-    """
-    d, dim, layers, ratios = fields.hidden, fields.size("head_dim"), fields.layers, fields.sequence("compress_ratios")
-    if ratios is None or len(ratios) < layers:
-        raise ConfigError(f"compress_ratios = {ratios!r}: write a number for each of the {layers} layers")
-    rank, heads, size = fields.size("q_lora_rank"), fields.size("index_n_heads"), fields.size("index_head_dim")
-    indexer = rank * heads * size + d * heads + 4 * d * size
-    overlapping, plain = ratios[:layers].count(4), sum(ratio not in (0, 4) for ratio in ratios[:layers])
-    return overlapping * (4 * d * dim + indexer) + plain * 2 * d * dim
-
-
-def _expert_format(fields: Fields) -> str | None:
-    """Format of the routed experts, which have their own beside the quantization of the rest."""
-    if fields.mapping("quantization_config") is None:
-        return None
-    dtype = fields.word("expert_dtype", "fp4")  # as vLLM reads configs without it
-    if dtype not in ("fp4", "fp8"):
-        raise ConfigError(f"unknown expert_dtype {dtype!r}; choose fp4, fp8")
-    return {"fp4": "mxfp4", "fp8": "fp8"}[dtype]
 
 
 V3 = replace(
@@ -204,4 +148,3 @@ V3 = replace(
     never_packed=(".router",),
 )
 KIMI_K2 = replace(V3, name="Kimi K2")
-V4 = Family(name="DeepSeek V4", dimensions=dimensions_v4)

@@ -9,7 +9,7 @@ from fractions import Fraction
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
 from laneformer.hf.fields import Fields
-from laneformer.hf.quantization import Formats
+from laneformer.hf.packed.quantization import Formats
 
 
 @dataclass(frozen=True)

@@ -27,5 +27,7 @@ class Family:
     """What the names of tensors begin with that the model does not use: those that draft further tokens."""
     never_packed: tuple[str, ...] = ()
     """What the paths of matrices end with that are 16 bits wide, though the quantization does not except them."""
+    packed: bool = True
+    """Whether quantized weights can be read."""
     dimensions: Callable[[Fields], Dimensions] | None = None
     """Sizes and formats of what `laneformer.load` cannot open yet, for the roofline."""

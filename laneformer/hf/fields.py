@@ -28,7 +28,7 @@ NO_EFFECT = frozenset(  # bookkeeping, dropout and training
         "max_window_layers",
         "hidden_dropout",
         "is_causal",
-        "quantization_config",  # laneformer/hf/quantization.py reads it
+        "quantization_config",  # laneformer/hf/packed/quantization.py reads it
         "compression_config",
         "router_aux_loss_coef",
         "router_jitter_noise",

@@ -23,9 +23,9 @@ from laneformer.formats import Bf12Product
 from laneformer.hf import config_to_hf, find_family, language_model, read_hf_config, read_values, tensor_prefixes
 from laneformer.hf import laneformer as own
 from laneformer.hf.bf12 import GroupPlan, groups_of, metadata_of, unpacked
-from laneformer.hf.compressed import config_of, settings_of, tensors_of
-from laneformer.hf.packings import REMEDY, QuantizedTensor, with_records
-from laneformer.hf.quantization import read_schemes
+from laneformer.hf.packed.compressed import config_of, settings_of, tensors_of
+from laneformer.hf.packed.packings import REMEDY, QuantizedTensor, with_records
+from laneformer.hf.packed.quantization import read_schemes
 from laneformer.hf.safetensors import (
     DTYPES,
     INDEX,
@@ -75,6 +75,7 @@ class HfFolder:
         tensors, metadata = find_tensors(path)
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(ignored)}
         if schemes := read_schemes(path, language_model(values)):
+            self.check_packed("convert them to bfloat16 and remove quantization_config from config.json")
             tensors = with_records(path, schemes, self.sources, tensors, metadata)
         tensors, self._groups = unpacked(tensors, metadata)
         self.tensors = with_stacks(path, self.sources, tensors)
@@ -84,6 +85,11 @@ class HfFolder:
         if self._is_record("tok_embeddings"):
             name = self.sources["tok_embeddings"].name
             raise CheckpointError(f"{path}: tensor {name} is quantized, which an embedding table cannot be; {REMEDY}")
+
+    def check_packed(self, remedy: str) -> None:
+        """Raises CheckpointError, with that remedy, if the family has no quantized weights."""
+        if not self._family.packed:
+            raise CheckpointError(f"{self.path}: quantized weights of {self._family.name} cannot be read yet; {remedy}")
 
     @property
     def dtype(self) -> str:

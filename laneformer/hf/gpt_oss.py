@@ -10,7 +10,7 @@ from laneformer.hf import llama
 from laneformer.hf.dimensions import Dimensions, Part, grouped_attention, head, layers_of_type, routed_experts, router
 from laneformer.hf.fields import Fields
 from laneformer.hf.llama import FULL, SLIDING, layer_types, make_family, without_layer
-from laneformer.hf.quantization import read_formats
+from laneformer.hf.packed.quantization import read_formats
 from laneformer.hf.safetensors import Source
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from laneformer.config import LatentAttention, ModelConfig
+from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.hf.family import Family
 from laneformer.hf.fields import REQUIRED, Fields
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = {"laneformer_tp": "LaneformerTPForCausalLM", "laneformer": "LaneformerForCausalLM"}
 SAME_NAME = tuple(  # fields of config.json under the names of ModelConfig
-    field.name
-    for field in dataclasses.fields(ModelConfig)
-    if field.name not in ("rope_scaling", "eos_token_id", "latent_attention")
+    field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("rope_scaling", "eos_token_id")
 )
 
 
@@ -44,11 +42,6 @@ def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
     longest = found.get("max_position_embeddings", ModelConfig.max_position_embeddings)
     found["rope_theta"], found["rope_scaling"] = read_rope(fields, longest)
     found["hidden_act"] = fields.activation()
-    if latent := fields.mapping("latent_attention"):
-        try:
-            found["latent_attention"] = LatentAttention(**latent)
-        except TypeError as error:
-            raise ConfigError(f"latent_attention has wrong fields ({error}): correct them") from None
     return ModelConfig(**found, eos_token_id=fields.end_tokens)
 
 
@@ -69,14 +62,14 @@ def config_to_hf(config: ModelConfig, spelling: str = "laneformer_tp") -> dict:
     eos = config.eos_token_id
     values["eos_token_id"] = None if not eos else eos[0] if len(eos) == 1 else list(eos)
     values["rope_scaling"] = rope_to_hf(config.rope_scaling)
-    latent = config.latent_attention
-    values["latent_attention"] = None if latent is None else dataclasses.asdict(latent)
     return values
 
 
 def sources(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
     """In files the lane head is [v, l d], with the lanes end to end."""
-    found = {path: Source(weight.file_name, weight.shape) for path, weight in table.items()}
+    found = {
+        path: Source(weight.file_name, weight.shape, integers=weight.dtype == "int32") for path, weight in table.items()
+    }
     if config.lm_head_type == "lane":
         lanes, v, d = found["lm_head"].shape
         found["lm_head"] = Source(found["lm_head"].name, (v, lanes * d), cut="columns", lanes=lanes)

@@ -5,7 +5,7 @@ from typing import Any
 from laneformer.hf.dimensions import Dimensions, Part, grouped_attention, head, routed_experts, router
 from laneformer.hf.fields import Fields
 from laneformer.hf.llama import EXPERT_NAMES, FULL, SLIDING, make_family
-from laneformer.hf.quantization import read_formats
+from laneformer.hf.packed.quantization import read_formats
 
 
 def dimensions(fields: Fields) -> Dimensions:

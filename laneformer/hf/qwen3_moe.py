@@ -15,7 +15,7 @@ from laneformer.hf.dimensions import (
 )
 from laneformer.hf.fields import Fields
 from laneformer.hf.llama import EXPERT_NAMES, make_family
-from laneformer.hf.quantization import read_formats
+from laneformer.hf.packed.quantization import read_formats
 
 
 def dimensions(fields: Fields) -> Dimensions:

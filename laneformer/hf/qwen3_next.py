@@ -22,7 +22,7 @@ from laneformer.hf.dimensions import (
 )
 from laneformer.hf.fields import Fields
 from laneformer.hf.llama import EXPERT_NAMES, FULL, make_family, without_layer
-from laneformer.hf.quantization import read_formats
+from laneformer.hf.packed.quantization import read_formats
 from laneformer.hf.rope import interleave, rotated_channels
 from laneformer.hf.safetensors import Source
 

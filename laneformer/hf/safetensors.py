@@ -32,8 +32,9 @@ PACKED = {  # what quantized weights are made of; of 8-bit floats the bits
     **{"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)},
     **{"F8_E4M3": np.dtype(np.uint8), "F8_E8M0": np.dtype(np.uint8)},
 }
+INTEGERS = ("I32", "I64")
 QUANTIZED = "quantized"
-"""In place of a dtype: the weight is several tensors, laneformer/hf/packings.py."""
+"""In place of a dtype: the weight is several tensors, laneformer/hf/packed/packings.py."""
 INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 _PIECE = 2**20  # bytes that are compared at once
@@ -70,6 +71,8 @@ class Source:
     """The tensor's shape in its file, where `shape` leaves out axes of one."""
     every: tuple[int, int] | None = None
     """The first row that the weight has, and the step to the next; None: it has all."""
+    integers: bool = False
+    """The tensor has whole numbers."""
     transposed: bool = False
     """An array has its columns before its rows; a record never has."""
 
@@ -133,7 +136,7 @@ class Tensor:
 
     def read(self, memory: np.ndarray) -> np.ndarray:
         """The tensor in memory uint8 [size]."""
-        return self.read_bytes(memory).view(DTYPES[self.dtype]).reshape(self.shape)
+        return self.read_bytes(memory).view(PACKED[self.dtype]).reshape(self.shape)
 
     def values(self) -> np.ndarray:
         """The tensor in its own memory, in a dtype of PACKED."""
@@ -346,9 +349,10 @@ def check_tensors(folder: Path, sources: Mapping[str, Source], tensors: Mapping[
                 f"{folder}: tensor {source.name} has shape {list(tensor.shape)}, but config.json gives"
                 f" {list(wanted)}: use the files of one model"
             )
-        if tensor.dtype not in (*DTYPES, QUANTIZED):
+        known = INTEGERS if source.integers else tuple(DTYPES)
+        if tensor.dtype not in (*known, QUANTIZED):
             raise CheckpointError(
-                f"{folder}: tensor {source.name} has dtype {tensor.dtype}; convert it to one of {', '.join(DTYPES)}"
+                f"{folder}: tensor {source.name} has dtype {tensor.dtype}; convert it to one of {', '.join(known)}"
             )
 
 

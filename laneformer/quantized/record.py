@@ -266,6 +266,52 @@ class Quantized:
             columns=lanes * columns,
         )
 
+    def cut(self, parts: int, first: int, count: int, transposed: bool) -> "Quantized":
+        """Of each of equal parts of the rows its rows from `first` on: [..., rows, columns] as
+        [..., parts, count, columns], or transposed as [..., parts, columns, count].
+        """
+        each = self.shape[-2] // parts
+        found = self if self.order is None or not transposed else self._in_order()
+        found = found._dividing(0, each) if parts > 1 else found
+        group = min(found.group[0], each)
+        if first % group:
+            group = math.gcd(first, group)
+        if group != found.group[0]:
+            found = found.regrouped(group, found.group[1])
+
+        def take(array: np.ndarray | None, of_each: int, start: int, stop: int) -> np.ndarray | None:
+            if array is None:
+                return None
+            some = array.reshape(*array.shape[:-2], parts, of_each, array.shape[-1])[..., start:stop, :]
+            return np.ascontiguousarray(some.swapaxes(-1, -2) if transposed else some)
+
+        codes = take(found.each(), each, first, first + count)
+        groups = -(-each // group), first // group, -(-(first + count) // group)
+        return replace(
+            found,
+            codes=pack4(codes) if self.format.bits == 4 else codes,
+            scales=take(found.scales, *groups),
+            zero_points=take(found.zero_points, *groups),
+            group=found.group[::-1] if transposed else found.group,
+            columns=count if transposed else self.columns,
+        )
+
+    def _in_order(self) -> "Quantized":
+        """With its columns in the order of the vector, each with its own scale."""
+        places, found = np.argsort(self.order), self.regrouped(self.group[0], 1)
+
+        def sort(array: np.ndarray | None) -> np.ndarray | None:
+            return None if array is None else array[..., places]
+
+        codes = sort(found.each())
+        return replace(
+            found,
+            codes=pack4(codes) if self.format.bits == 4 else codes,
+            scales=sort(found.scales),
+            zero_points=sort(found.zero_points),
+            order=None,
+        )
+
     def _dividing(self, axis: int, share: int) -> "Quantized":
         """With groups that do not cross a multiple of `share` rows (axis 0) or columns (1)."""
         size, group = self.shape[axis - 2], self.group[axis]

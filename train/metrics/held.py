@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from laneformer.config import ModelConfig
 from laneformer.decoder import decoder_ops
 from laneformer.formats import BF12_MOST_EXCEPTIONS, bf12_table
-from laneformer.ops import Product
 
 
 class Bf12Statistic:
@@ -18,8 +17,9 @@ class Bf12Statistic:
 
     def __init__(self, config: ModelConfig, mesh: Mesh | None = None):
         ops = decoder_ops(config)
-        products = (op for layer in ops.layers for op in layer.ops if isinstance(op, Product))
-        groups = (tuple(matrix.weight.path for matrix in op.matrices) for op in products)
+        products = (product for layer in ops.layers for product in layer.products)
+        weights = (tuple(matrix.weight for matrix in product.matrices) for product in products)
+        groups = dict.fromkeys(tuple(weight.cut_from or weight.path for weight in group) for group in weights)
         self.groups = (*groups, (ops.head.weight.path,))
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 

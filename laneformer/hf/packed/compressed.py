@@ -21,7 +21,7 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def tensors_of(record: Quantized) -> dict[str, np.ndarray]:
-    """Its tensors by their suffixes; `laneformer/hf/packings.py` makes the same record of them."""
+    """Its tensors by their suffixes; `laneformer/hf/packed/packings.py` makes the same record of them."""
     record = _unsorted(record)
     if record.kind == "fp8":
         return {"weight": record.codes.view(E4M3), "weight_scale": record.scales}

@@ -103,7 +103,7 @@ class Scheme:
     """How weights are packed."""
 
     packing: str
-    """A key of PACKINGS in laneformer/hf/packings.py; anything else cannot be read."""
+    """A key of PACKINGS in laneformer/hf/packed/packings.py; anything else cannot be read."""
     bits: int = 8
     """Of one integer."""
     group: int | None = None

@@ -12,7 +12,7 @@ import numpy as np
 
 from laneformer.errors import CheckpointError, one_line
 from laneformer.files import parse_json
-from laneformer.hf.quantization import Scheme, Schemes
+from laneformer.hf.packed.quantization import Scheme, Schemes
 from laneformer.hf.safetensors import DTYPES, QUANTIZED, Source, Tensor
 from laneformer.quantized import INT4_ZERO, Quantized, pack4, unpack4
 

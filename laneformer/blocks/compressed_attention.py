@@ -1,0 +1,231 @@
+"""Attention to the newest positions and to compressed entries (DeepSeek-V4), of every lane over its own heads. Shape
+letters as in laneformer/model.py, and: k channels of a head, r those of the rank of queries, e entries, p newest
+positions, i query heads of the indexer, c its channels, g groups of heads, o rows of a group's projection.
+
+One vector per position, norm(wkv h) with its last channels rotated, is key and value of all heads. Queries see the
+newest `window` positions and the entries whose positions are all there (laneformer/blocks/compressor.py), beside a sink
+for each head. As a value is rotated like its key, each head's result is rotated back. All lanes have the same positions
+and entries, each in a copy.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from laneformer import ops
+from laneformer.blocks.attention import keys_seen
+from laneformer.blocks.block import Block, KeptArray, Memory, Weight, attention_weight, hold, weight_of_op
+from laneformer.blocks.compressor import Compressor, rotations
+from laneformer.blocks.norm import rms_norm
+from laneformer.blocks.rotary import rotate_last
+from laneformer.config import CompressedAttentionOptions
+from laneformer.errors import InputError
+from laneformer.ops import Norm, Op, Rotary
+from laneformer.precision import Precision
+
+QUERIES = 64  # that are computed together, at most
+SCORES = 2**24  # of all heads that are in memory together
+
+
+class CompressedAttention(Block):
+    """o[l] = wo_b[l] of the groups' wo_a[l] times their heads' results."""
+
+    def __init__(self, weights: dict[str, jax.Array], options: CompressedAttentionOptions, precision: Precision):
+        parts = {name: {} for name in ("compressor", "indexer", "index_compressor")}
+        for path, weight in weights.items():
+            part, _, name = path.rpartition(".")
+            if part:
+                parts[part][name] = weight
+            else:
+                setattr(self, name, hold(weight))
+        self.options, self.precision = options, precision
+        if options.ratio:
+            self.compressor = Compressor(parts["compressor"], options, options.head_dim, precision)
+        if options.overlaps:
+            self.indexer = Indexer(parts["indexer"], options, precision)
+            own = parts["index_compressor"]
+            self.index_compressor = Compressor(own, options, options.index_head_dim, precision)
+
+    def __call__(self, h_lbsd, rotary, memory: Memory | None = None, segments_bs=None):
+        """h [l, b, s, d] -> o [l, b, s, d] and what `state` lists. Raises InputError for segments: entries are made of
+        positions whatever their document.
+        """
+        if segments_bs is not None:
+            raise InputError("compressed attention has no segments: give each sequence one document")
+        options, dtype, tokens = self.options, self.precision.compute, h_lbsd.shape[2]
+        start = jnp.int32(0) if memory is None else memory.start
+        turns = rotations(options, start + jnp.arange(tokens))
+        rank_lbsr = rms_norm(self._product("lbsd,rd->lbsr", h_lbsd, "wq_a"), self.q_norm[...], options.norm_eps)
+        q = self._product("lbsr,lkr->lbsk", rank_lbsr, "wq_b").reshape(*h_lbsd.shape[:3], options.heads, -1)
+        q = q * jax.lax.rsqrt(jnp.mean(q * q, -1, keepdims=True) + options.norm_eps)
+        q_lbshk = rotate_last(q, turns).astype(dtype)
+        newest = rms_norm(self._product("lbsd,kd->lbsk", h_lbsd, "wkv"), self.kv_norm[...], options.norm_eps)
+        newest = rotate_last(newest[..., None, :], turns)[..., 0, :]
+        kept = {}
+        if memory is not None:
+            old = memory.arrays["positions"]
+            newest = jax.lax.dynamic_update_slice_in_dim(old, newest.astype(old.dtype), start, 2)
+            kept["positions"] = newest
+        entries = index = None
+        if options.ratio:
+            entries, own = self.compressor(h_lbsd, memory, "entries")
+            kept |= own
+        if options.overlaps:
+            keys, own = self.index_compressor(h_lbsd, memory, "index_keys")
+            kept |= own
+            if keys.shape[2] > options.index_topk:
+                index = (*self.indexer(h_lbsd, rank_lbsr, turns), keys)
+        a = self._attend(q_lbshk, newest.astype(dtype), entries, index, start)
+        cos, sin = turns
+        a = rotate_last(a, (cos, -sin))
+        a = a.reshape(*a.shape[:3], options.o_groups, -1)
+        w_lgoi = self.wo_a[...].reshape(len(a), options.o_groups, options.o_lora_rank, -1)
+        y = self.precision.block_einsum("lbsgi,lgoi->lbsgo", a, w_lgoi)
+        y = self.precision.widened(checkpoint_name(y, "product")).reshape(*a.shape[:3], -1)
+        return self.precision.block_einsum("lbso,ldo->lbsd", y, self.wo_b[...]), kept
+
+    def _product(self, formula: str, x: jax.Array, name: str) -> jax.Array:
+        y = self.precision.block_einsum(formula, x, getattr(self, name)[...])
+        return self.precision.widened(checkpoint_name(y, "product"))
+
+    def _attend(self, q_lbshk, newest_lbtk, entries_lbek, index, start) -> jax.Array:
+        """The heads' results, float32 [l, b, s, h, k]; a few queries at a time, so that their scores fit in memory."""
+        options, (lanes, batch, tokens) = self.options, q_lbshk.shape[:3]
+        count = 0 if entries_lbek is None else entries_lbek.shape[2]
+        heads = max(options.heads, options.index_heads if index else 0)
+        each = lanes * batch * heads * (count + options.window + QUERIES)
+        size = max(1, min(QUERIES, tokens, SCORES // each))
+        blocks = -(-tokens // size)
+
+        def cut(x: jax.Array) -> jax.Array:
+            x = jnp.pad(x, [(0, 0), (0, 0), (0, blocks * size - tokens), *[(0, 0)] * (x.ndim - 3)])
+            return jnp.moveaxis(x.reshape(lanes, batch, blocks, size, *x.shape[3:]), 2, 0)
+
+        positions = newest_lbtk.shape[2]
+        reach = min(size + options.window - 1, positions)
+
+        def block(_, inputs):
+            first, q, *of_index = inputs
+            at = start + first + jnp.arange(size)
+            oldest = jnp.clip(at[0] - options.window + 1, 0, positions - reach)
+            keys = [jax.lax.dynamic_slice_in_dim(newest_lbtk, oldest, reach, 2)]
+            behind = at[:, None] - (oldest + jnp.arange(reach))
+            seen = [jnp.broadcast_to((behind >= 0) & (behind < options.window), (lanes, batch, size, reach))]
+            if entries_lbek is not None:
+                closed = jnp.broadcast_to(closed_before(at, count, options.ratio), (lanes, batch, size, count))
+                if of_index:
+                    closed = chosen_entries(*of_index, index[2], closed, options.index_topk)
+                keys, seen = [*keys, entries_lbek], [*seen, closed]
+            return (), self._of_keys(q, keys, seen)
+
+        inputs = (jnp.arange(blocks) * size, *map(cut, (q_lbshk, *(index[:2] if index else ()))))
+        if blocks == 1:
+            return block((), jax.tree.map(lambda x: x[0], inputs))[1]
+        a = jnp.moveaxis(jax.lax.scan(block, (), inputs)[1], 0, 2)
+        return a.reshape(lanes, batch, -1, *a.shape[4:])[:, :, :tokens]
+
+    def _of_keys(self, q_lbshk: jax.Array, keys: list[jax.Array], seen: list[jax.Array]) -> jax.Array:
+        """keys: arrays [l, b, t, k], which are not joined, so that none is copied; seen: of each bool [l, b, s, t]."""
+        scores = jnp.concatenate([_product("lbshk,lbtk->lbhst", q_lbshk, own) for own in keys], -1)
+        scores = jnp.where(jnp.concatenate(seen, -1)[:, :, None], scores * self.options.head_dim**-0.5, -jnp.inf)
+        sinks = self.sinks[...].astype(jnp.float32)[:, None, :, None, None]
+        top = jnp.maximum(scores.max(-1, keepdims=True), sinks)
+        p = jnp.exp(scores - top)
+        p = p / (p.sum(-1, keepdims=True) + jnp.exp(sinks - top))
+        parts = jnp.split(p.astype(keys[0].dtype), [own.shape[2] for own in keys[:-1]], -1)
+        return sum(_product("lbhst,lbtk->lbshk", part, own) for part, own in zip(parts, keys, strict=True))
+
+    @staticmethod
+    def table(options: CompressedAttentionOptions, path: str) -> dict[str, Weight]:
+        l, d, heads, size, found = options.num_lanes, options.hidden_size, options.heads, options.head_dim, {}
+        rank, rows = options.q_lora_rank, options.o_groups * options.o_lora_rank
+
+        def add(name: str, shape: tuple[int, ...], spec: P, initial: str = "normal", dtype: str | None = None) -> None:
+            vector = len(shape) == 1 or name == "sinks"
+            group = "vector" if vector else "matrix"
+            found[f"{path}.{name}"] = attention_weight(f"{path}.{name}", shape, spec, initial, group, dtype=dtype)
+
+        shared = P(None, "data")
+        add("wq_a", (rank, d), shared)
+        add("q_norm", (rank,), P(None), "ones")
+        add("wq_b", (l, heads * size, rank), P("lane", None, "data"))
+        add("wkv", (size, d), shared)
+        add("kv_norm", (size,), P(None), "ones")
+        add("sinks", (l, heads), P("lane", None), "zeros", "float32")
+        if options.ratio:
+            found |= Compressor.table(options, f"{path}.compressor", size)
+        if options.overlaps:
+            add("indexer.wq", (options.index_heads * options.index_head_dim, rank), shared)
+            add("indexer.weights", (options.index_heads, d), shared)
+            found |= Compressor.table(options, f"{path}.index_compressor", options.index_head_dim)
+        add("wo_a", (l, rows, heads * size // options.o_groups), P("lane", None, "data"))
+        add("wo_b", (l, d, rows), P("lane", "data", None), "output")
+        return found
+
+    @staticmethod
+    def state(options: CompressedAttentionOptions) -> tuple[KeptArray, ...]:
+        """The vector of every position, and of compressors what they state."""
+        size, lanes = (options.head_dim,), options.num_lanes
+        found = (KeptArray(name="positions", num_lanes=lanes, shape=size, window=options.window),)
+        if options.ratio:
+            most = options.index_topk if options.overlaps else None
+            found += Compressor.state(options, "entries", options.head_dim, most)
+        if options.overlaps:
+            found += Compressor.state(options, "index_keys", options.index_head_dim, None)
+        return found
+
+    @staticmethod
+    def ops(options: CompressedAttentionOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
+        """For backend xla alone: one op with all weights."""
+        table = CompressedAttention.table(options, path)
+        return (ops.CompressedAttend(norm, tuple(weight_of_op(table, name) for name in table)),)
+
+    @staticmethod
+    def context_flops(options: CompressedAttentionOptions, length: int) -> float:
+        """Scores and weighted sums over the window and the entries, and the scores of the indexer."""
+        seen = keys_seen(length, options.window)
+        entries = keys_seen(length) / options.ratio if options.ratio else 0.0
+        index = 2 * options.index_heads * options.index_head_dim * entries if options.overlaps else 0.0
+        chosen = min(entries, options.index_topk) if options.overlaps else entries
+        return options.num_lanes * (4 * options.heads * options.head_dim * (seen + chosen) + index)
+
+
+class Indexer(nnx.Module):
+    """Makes of each token what chooses entries: queries [l, b, s, i, c], rotated, and their weights [l, b, s, i]."""
+
+    def __init__(self, weights: dict[str, jax.Array], options: CompressedAttentionOptions, precision: Precision):
+        for name, weight in weights.items():
+            setattr(self, name, hold(weight))
+        self.options, self.precision = options, precision
+
+    def __call__(self, h_lbsd: jax.Array, rank_lbsr: jax.Array, turns) -> tuple[jax.Array, jax.Array]:
+        options, einsum = self.options, self.precision.einsum
+        q = einsum("lbsr,kr->lbsk", rank_lbsr, self.wq[...]).reshape(*h_lbsd.shape[:3], options.index_heads, -1)
+        weights = einsum("lbsd,id->lbsi", h_lbsd, self.weights[...]).astype(jnp.float32)
+        scale = options.index_head_dim**-0.5 * options.index_heads**-0.5
+        return rotate_last(q, turns).astype(self.precision.compute), weights * scale
+
+
+def closed_before(at_s: jax.Array, count: int, ratio: int) -> jax.Array:
+    """Which of `count` entries are made of positions up to each query's own, bool [s, e]."""
+    return ratio * (jnp.arange(count) + 1) <= at_s[:, None] + 1
+
+
+def chosen_entries(q_lbsic, weights_lbsi, keys_lbec, closed_lbse, count: int) -> jax.Array:
+    """The `count` closed entries with the largest sums over the heads of weight * relu(q . k), bool [l, b, s, e]; of
+    equal ones those with the lowest numbers.
+    """
+    scores = jax.nn.relu(_product("lbsic,lbec->lbsie", q_lbsic, keys_lbec))
+    scores = jnp.einsum("lbsie,lbsi->lbse", scores, weights_lbsi, precision=jax.lax.Precision.HIGHEST)
+    scores = jnp.where(closed_lbse, scores, -jnp.inf)
+    best = jax.lax.top_k(jax.lax.stop_gradient(scores), count)[1]
+    chosen = jnp.put_along_axis(jnp.zeros(scores.shape, bool), best, True, -1, inplace=False)
+    return chosen & closed_lbse
+
+
+def _product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """In float32; float32 operands are never rounded to TF32."""
+    exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum(formula, x, y, precision=exact, preferred_element_type=jnp.float32)

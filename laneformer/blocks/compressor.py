@@ -1,0 +1,135 @@
+"""Entries that are made of several positions each, as compressed attention reads them (DeepSeek-V4). Shape letters as
+in laneformer/model.py, and: c channels of an entry, w windows of `ratio` positions, i the positions in one, u tokens.
+
+Every token has a vector and a gate, both matrices times h. Entry w is the sum of the vectors of its window's positions,
+weighted channel by channel with the softmax over them of gate + a bias for each position in the window; then a norm,
+and a rotation at the window's first position. Where windows overlap, a token has two vectors and gates: the first is in
+the next window's entry, the second in its own window's entry, so that an entry is made of two windows.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from laneformer.blocks.block import KeptArray, Memory, Weight, attention_weight, hold
+from laneformer.blocks.norm import rms_norm
+from laneformer.blocks.rotary import rotate_last, stretched_frequencies, tables_of
+from laneformer.config import CompressedAttentionOptions
+from laneformer.precision import Precision
+
+
+class Size(NamedTuple):
+    """What is particular to a compressor."""
+
+    channels: int
+    ratio: int
+    overlaps: bool
+
+    @property
+    def width(self) -> int:
+        """Channels of a token's vectors."""
+        return self.channels * (1 + self.overlaps)
+
+    @property
+    def earlier(self) -> int:
+        """Tokens before a new one that may be in its window's entry, at most."""
+        return self.ratio * (1 + self.overlaps) - 1
+
+
+class Compressor(nnx.Module):
+    """`entries, kept = compressor(h, memory)`: all entries so far, [l, b, w, c], and what to keep."""
+
+    def __init__(self, weights: dict, options: CompressedAttentionOptions, channels: int, precision: Precision):
+        for name, weight in weights.items():
+            setattr(self, name, hold(weight))
+        self.options, self.channels, self.precision = options, channels, precision
+
+    @property
+    def size(self) -> Size:
+        return size_of(self.options, self.channels)
+
+    def __call__(self, h_lbsd: jax.Array, memory: Memory | None, name: str) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """name: that of the kept entries. Without a memory entries are those of windows that the tokens fill or begin;
+        an entry means nothing before all positions of its window are there.
+        """
+        size, tokens = self.size, h_lbsd.shape[2]
+        new_lbuc = jnp.concatenate([self._product(h_lbsd, matrix) for matrix in ("wkv", "wgate")], -1)
+        if memory is None:
+            start = jnp.int32(0)
+            before = jnp.zeros((*new_lbuc.shape[:2], size.earlier, new_lbuc.shape[-1]), new_lbuc.dtype)
+        else:
+            start, before = memory.start, memory.arrays[f"{name}_tail"][:, :, 0]
+        u_lbuc = jnp.concatenate([before.astype(new_lbuc.dtype), new_lbuc], 2)
+        made_lbwc, first = self._made(u_lbuc, start, tokens)
+        if memory is None:
+            return made_lbwc.astype(self.precision.compute), {}
+        old = memory.arrays[name]
+        entries = jax.lax.dynamic_update_slice_in_dim(old, made_lbwc.astype(old.dtype), first, 2)
+        last = tokens if memory.count is None else memory.count
+        tail = jax.lax.dynamic_slice_in_dim(u_lbuc, last, size.earlier, 2)[:, :, None]
+        return entries.astype(self.precision.compute), {name: entries, f"{name}_tail": tail}
+
+    def _product(self, h_lbsd: jax.Array, name: str) -> jax.Array:
+        y = self.precision.block_einsum("lbsd,cd->lbsc", h_lbsd, getattr(self, name)[...])
+        return checkpoint_name(y, "product").astype(jnp.float32)
+
+    def _made(self, u_lbuc: jax.Array, start: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
+        """The entries of the windows that `tokens` tokens from position `start` on can fill, float32 [l, b, w, c], and
+        the number of the first. u: the tokens, after `earlier` ones before them.
+        """
+        size, ratio = self.size, self.size.ratio
+        windows, first = -(-tokens // ratio), start // ratio
+        # One window more where they overlap; u begins `earlier` positions before start.
+        u_lbuc = jnp.pad(u_lbuc, ((0, 0), (0, 0), (0, ratio), (0, 0)))
+        rows = (windows + size.overlaps) * ratio
+        u_lbuc = jax.lax.dynamic_slice_in_dim(u_lbuc, ratio - 1 - start % ratio, rows, 2)
+        x, gate = jnp.split(u_lbuc.reshape(*u_lbuc.shape[:2], -1, ratio, 2 * size.width), 2, -1)
+        gate = gate + self.positions[...].astype(jnp.float32)
+        if size.overlaps:
+            there = ((first + jnp.arange(windows)) > 0)[:, None, None]
+            x = jnp.concatenate([x[:, :, :-1, :, : size.channels], x[:, :, 1:, :, size.channels :]], 3)
+            before = jnp.where(there, gate[:, :, :-1, :, : size.channels], -jnp.inf)
+            gate = jnp.concatenate([before, gate[:, :, 1:, :, size.channels :]], 3)
+        made = (jax.nn.softmax(gate, 3) * x).sum(3)
+        made = rms_norm(made, self.norm[...], self.options.norm_eps)
+        positions = ratio * (first + jnp.arange(windows))
+        return rotate_last(made[..., None, :], rotations(self.options, positions))[..., 0, :], first
+
+    @staticmethod
+    def table(options: CompressedAttentionOptions, path: str, channels: int) -> dict[str, Weight]:
+        """Path -> Weight, as `Block.table`."""
+        size, d = size_of(options, channels), options.hidden_size
+        rows = {
+            "wkv": ((size.width, d), P(None, "data"), "normal", "matrix"),
+            "wgate": ((size.width, d), P(None, "data"), "normal", "matrix"),
+            "positions": ((size.ratio, size.width), P(None, None), "zeros", "vector"),
+            "norm": ((channels,), P(None), "ones", "vector"),
+        }
+        return {
+            f"{path}.{name}": attention_weight(f"{path}.{name}", *row, dtype="float32" if name == "positions" else None)
+            for name, row in rows.items()
+        }
+
+    @staticmethod
+    def state(options: CompressedAttentionOptions, name: str, channels: int, most: int | None) -> tuple[KeptArray, ...]:
+        """The entries, of which a token reads `most`, and the vectors and gates of the newest tokens."""
+        size, lanes = size_of(options, channels), options.num_lanes
+        tail = (size.earlier, 2 * size.width)
+        return (
+            KeptArray(name=name, num_lanes=lanes, shape=(channels,), every=size.ratio, most=most),
+            KeptArray(name=f"{name}_tail", num_lanes=lanes, shape=tail, fixed=True, dtype="float32"),
+        )
+
+
+def size_of(options: CompressedAttentionOptions, channels: int) -> Size:
+    return Size(channels, options.ratio, options.overlaps)
+
+
+def rotations(options: CompressedAttentionOptions, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin of the layer's angles at these positions."""
+    found = stretched_frequencies(options.qk_rope_head_dim, options.rope_theta, options.rope_scaling)
+    return tables_of(*found, positions)
