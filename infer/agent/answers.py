@@ -10,7 +10,7 @@ from infer.evaluate.problems import parse
 
 BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n]*)\n(.*?)(?:^[ \t]*\1[`~]*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 NAME = re.compile(r"[\w./-]*\w\.\w+")
-LONGEST_NAME = 200
+LONGEST_NAME = 200  # bytes, of the 255 that file systems have for a part of a path
 
 
 @dataclass(frozen=True)
@@ -22,10 +22,11 @@ class Edits:
     notes: tuple[str, ...] = ()
 
 
-def read_edits(text: str, editable: Collection[str], protected: Collection[str]) -> Edits:
+def read_edits(text: str, editable: Collection[str], protected: Collection[str], added: Collection[str] = ()) -> Edits:
     """The files of an answer in a chat.
 
     editable: existing files that may be changed; an answer may also add files. protected: files that stay unchanged.
+    added: files that earlier answers have added.
     """
     named, unnamed, notes, end = {}, [], [], 0
     known = {*editable, *protected}
@@ -36,7 +37,7 @@ def read_edits(text: str, editable: Collection[str], protected: Collection[str])
             unnamed.append(block[3])
         elif name in protected:
             notes.append(f"{name} stays as it is: it is one of the tests.")
-        elif (why := _refusal(name)) is not None:
+        elif (why := refusal(name, {*known, *added, *named})) is not None:
             notes.append(f"{name[:LONGEST_NAME]} was not written: {why}.")
         else:
             named[name] = block[3]
@@ -56,13 +57,13 @@ def read_edits(text: str, editable: Collection[str], protected: Collection[str])
 def _name(info: str, before: str, code: str, known: Collection[str]) -> str | None:
     """The file of a block: named after the fence, alone in the line before it, or in a comment in its first line."""
     if found := NAME.search(info):
-        return _plain(found[0])
+        return plain(found[0])
     line = before.rstrip().rpartition("\n")[2]
     found = NAME.findall(line)
-    if len(found) == 1 and (_plain(found[0]) in known or line.strip(" \t*#:`_") == found[0]):
-        return _plain(found[0])
+    if len(found) == 1 and (plain(found[0]) in known or line.strip(" \t*#:`_") == found[0]):
+        return plain(found[0])
     first = re.match(rf"(?:#|//)[ \t]*({NAME.pattern})[ \t]*\n", code)
-    return _plain(first[1]) if first else None
+    return plain(first[1]) if first else None
 
 
 def _is_program(text: str) -> bool:
@@ -72,13 +73,25 @@ def _is_program(text: str) -> bool:
         return False
 
 
-def _plain(name: str) -> str:
-    return name.removeprefix("./")
+def plain(name: str) -> str:
+    """A name in the one spelling that it is compared and written by."""
+    return str(PurePosixPath(name))
 
 
-def _refusal(name: str) -> str | None:
-    """The reason why a name is not allowed for a file in the workspace; None if it is allowed."""
+def refusal(name: str, files: Collection[str]) -> str | None:
+    """The reason why a name, in its plain spelling, is not allowed for a file in the workspace; None if it is allowed.
+    files: those in the workspace.
+    """
     path = PurePosixPath(name)
+    if not name.isprintable():
+        return "a name must have printable characters alone"
+    if not path.name:
+        return "it has no name"
     if path.is_absolute() or ".." in path.parts or any(part.startswith(".") for part in path.parts):
         return "a name must lead to a file inside the task's folder"
-    return f"its name has more than {LONGEST_NAME} characters" if len(name) > LONGEST_NAME else None
+    if len(name.encode()) > LONGEST_NAME:
+        return f"its name has more than {LONGEST_NAME} bytes"
+    if any(path in PurePosixPath(each).parents for each in files):
+        return "it is a folder"
+    above = next((str(parent) for parent in path.parents if str(parent) in files), None)
+    return None if above is None else f"{above} is a file, not a folder"

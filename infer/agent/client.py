@@ -40,6 +40,9 @@ class Reply:
     """Time in the server's queue; 0 if the server does not report it."""
     server: dict[str, Any] | None
     """Measurements of the server: vLLM's `metrics`."""
+    calls: tuple[tuple[str, str, str], ...] = ()
+    """Id, name and arguments of each call of a tool."""
+    reasoning: str = ""
 
     @property
     def drafting(self) -> dict[str, Any] | None:
@@ -78,6 +81,8 @@ class Model:
         described = known[self.name].model_extra or {} if known else {}
         self.conditions: dict[str, Any] | None = described.get("conditions")
         """Conditions of the engine, as our server reports them; None for other servers."""
+        self.tool_form: str | None = described.get("tools")
+        """Form of calls in the chat template, as our server reports; None if it has none, and for other servers."""
         context = described.get("max_model_len")
         self.context: int | None = context if isinstance(context, int) else None
         """Tokens of prompt and answer together, as our server and vLLM report."""
@@ -100,7 +105,7 @@ class Model:
             fields["stop"] = list(stop)
         began = time.perf_counter()
         first = last = None
-        pieces, reason, usage, server = [], None, None, None
+        pieces, thoughts, calls, reason, usage, server = [], [], {}, None, None, None
         try:
             with self._translated_errors():
                 if self.mode == "chat":
@@ -113,7 +118,9 @@ class Model:
                         for choice in chunk.choices[:1]:
                             reason = choice.finish_reason or reason
                             text, thought = _texts(choice)
-                            if text or thought:
+                            called = _add_calls(calls, choice)
+                            thoughts.append(thought)
+                            if text or thought or called:
                                 last = time.perf_counter()
                                 first = first or last
                             if text:
@@ -134,6 +141,8 @@ class Model:
             last - first,
             queue,
             server,
+            tuple(tuple(call) for call in calls.values()),
+            "".join(thoughts),
         )
 
     @contextmanager
@@ -168,6 +177,18 @@ def _texts(choice: Any) -> tuple[str, str]:
         return getattr(choice, "text", None) or "", ""
     more = delta.model_extra or {}
     return delta.content or "", more.get("reasoning_content") or more.get("reasoning") or ""
+
+
+def _add_calls(calls: dict[int, list[str]], choice: Any) -> bool:
+    """Adds what a chunk has of calls: index -> id, name and arguments. Whether it has any."""
+    parts = getattr(getattr(choice, "delta", None), "tool_calls", None) or ()
+    for part in parts:
+        call = calls.setdefault(part.index, ["", "", ""])
+        function = part.function
+        call[0] = part.id or call[0]
+        call[1] += (function and function.name) or ""
+        call[2] += (function and function.arguments) or ""
+    return bool(parts)
 
 
 def _message(error: Any) -> str:

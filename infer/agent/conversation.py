@@ -1,14 +1,16 @@
 """What the model is asked: the task, and as much of the turns so far as `--history` says."""
 
-from typing import Literal
+import json
+from typing import Any, Literal
 
 from infer.agent.client import Model, Reply
 from infer.agent.task import Task
 from infer.agent.turns import Turn, Workspace
+from infer.text.values import read_object
 from laneformer.errors import InputError
 
 History = Literal["auto", "whole", "last"]
-Prompt = str | list[dict[str, str]]
+Prompt = str | list[dict[str, Any]]
 
 REQUEST = """{text}
 
@@ -23,22 +25,35 @@ FAILED = """The tests fail:
 {output}
 ```
 {notes}Answer with the corrected files, whole, in the same form."""
+TOOL_REQUEST = """{text}
+
+These are the files: {files}. Leave {tests} as they are, they are the tests.
+Use the tools: read files, write the files that you change or add, and run the tests until they pass.
+"""
+TOOLS_FAILED = """The tests fail:
+```
+{output}
+```
+{notes}Correct the files with the tools."""
 MARGIN = 1.25  # of estimated tokens: output of tests has more of them in a character than text has
 
 
 class Conversation:
     """The prompt of each turn: messages in a chat; otherwise a Python text up to the file to write."""
 
-    def __init__(self, workspace: Workspace, model: Model, history: History, room: int):
-        """room: most tokens of an answer. Raises InputError for a task that this model cannot answer."""
+    def __init__(self, workspace: Workspace, model: Model, history: History, room: int, tools: bool = False):
+        """room: most tokens of an answer. tools: whether the model has tools. Raises InputError for a task that this
+        model cannot answer.
+        """
         self._workspace, self._model, self._history, self._room = workspace, model, history, room
+        self._tools = tools
         task = workspace.task
         if model.mode != "chat" and len(task.editable) != 1:
             raise InputError(
                 f"{task.name}: a model that cannot chat writes one file, and the task has "
                 f"{', '.join(task.editable) or 'none'} to write: give a task with one, or a chat model"
             )
-        self.prompt: Prompt = _request(task) if model.mode == "chat" else _unfinished(task)
+        self.prompt: Prompt = self._request() if model.mode == "chat" else _unfinished(task)
 
     def add(self, turn: Turn) -> None:
         """Makes the prompt of the next turn. It begins with the last one and its answer if all turns are wanted and
@@ -53,6 +68,8 @@ class Conversation:
         """Whether earlier turns are wanted."""
         if self._history != "auto":
             return self._history == "whole"
+        if self._tools:  # earlier turns have what was read
+            return True
         keeps = (self._model.conditions or {}).get(
             "prefix_cache", True
         )  # our server reports cached tokens without, too
@@ -69,36 +86,48 @@ class Conversation:
 
     def _longer(self, turn: Turn) -> Prompt:
         if isinstance(self.prompt, list):
-            return self.prompt + _answered(turn)
+            return self.prompt + self._answered(turn)
         [target] = self._workspace.task.editable
         failing = f"\n\n# These tests fail:\n{_failure(turn)}\n\n# {target}, corrected:\n"
         return self.prompt + turn.reply.text + failing
 
+    def _request(self) -> list[dict[str, Any]]:
+        task, tests = self._workspace.task, ", ".join(self._workspace.task.tests)
+        if self._tools:
+            text = TOOL_REQUEST.format(text=task.text, tests=tests, files=", ".join(self._workspace.files))
+            return [{"role": "user", "content": text}]
+        files = "".join(f"{name}\n```\n{_text(content)}\n```\n\n" for name, content in task.files.items())
+        example = task.editable[0] if task.editable else "name.py"
+        content = REQUEST.format(text=task.text, tests=tests, files=files, example=example)
+        return [{"role": "user", "content": content}]
+
+    def _answered(self, turn: Turn) -> list[dict[str, Any]]:
+        """The messages that a turn adds: the answer, and the results of its calls or what the tests reported."""
+        notes = "".join(f"{note}\n" for note in turn.notes)
+        if not turn.calls:
+            form = TOOLS_FAILED if self._tools else FAILED
+            return [
+                {"role": "assistant", "content": turn.reply.text or "(nothing)"},
+                {"role": "user", "content": form.format(output=turn.output, notes=notes)},
+            ]
+        calls = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _object(call.arguments)}}
+            for call in turn.calls
+        ]
+        results = [{"role": "tool", "tool_call_id": call.id, "content": call.result} for call in turn.calls]
+        thought = {"reasoning_content": turn.reply.reasoning} if turn.reply.reasoning else {}
+        return [{"role": "assistant", "content": turn.reply.text, **thought, "tool_calls": calls}, *results]
+
     def _short(self, turn: Turn) -> Prompt:
         task = self._workspace.task
         if isinstance(self.prompt, list):
-            return _request(task) + _answered(turn)
+            return self._request() + self._answered(turn)
         [target] = task.editable
         failing = _text(self._workspace.files[target])
         return (
             f"{_head(task)}# {target}, which fails these tests:\n{failing}\n\n{_failure(turn)}\n\n# {target},"
             " corrected:\n"
         )
-
-
-def _request(task: Task) -> list[dict[str, str]]:
-    files = "".join(f"{name}\n```\n{_text(content)}\n```\n\n" for name, content in task.files.items())
-    example = task.editable[0] if task.editable else "name.py"
-    content = REQUEST.format(text=task.text, tests=", ".join(task.tests), files=files, example=example)
-    return [{"role": "user", "content": content}]
-
-
-def _answered(turn: Turn) -> list[dict[str, str]]:
-    notes = "".join(f"{note}\n" for note in turn.notes)
-    return [
-        {"role": "assistant", "content": turn.reply.text or "(nothing)"},
-        {"role": "user", "content": FAILED.format(output=turn.output, notes=notes)},
-    ]
 
 
 def _unfinished(task: Task) -> str:
@@ -122,5 +151,13 @@ def _text(content: bytes) -> str:
         return f"({len(content):,} bytes that are no text)"
 
 
+def _object(arguments: str) -> str:
+    """Arguments as a server accepts them in a message: a JSON object."""
+    return "{}" if read_object(arguments) is None else arguments
+
+
 def _characters(prompt: Prompt) -> int:
-    return len(prompt) if isinstance(prompt, str) else sum(len(message["content"]) for message in prompt)
+    if isinstance(prompt, str):
+        return len(prompt)
+    called = (json.dumps(message["tool_calls"]) for message in prompt if "tool_calls" in message)
+    return sum(len(message["content"]) for message in prompt) + sum(map(len, called))

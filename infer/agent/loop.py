@@ -5,12 +5,14 @@ from collections.abc import Callable
 from typing import Any
 
 from infer.agent.answers import Edits, read_edits
-from infer.agent.client import Model
+from infer.agent.client import Model, Reply
 from infer.agent.conversation import Conversation, History, Prompt
 from infer.agent.task import Task
+from infer.agent.tools import TOOLS, execute
 from infer.agent.turns import Run, Turn, Workspace
 from infer.evaluate.answers import whole_statements
 from infer.evaluate.scoring import Judge
+from infer.sandbox.sandbox import Outcome
 from laneformer.errors import InputError
 
 COMPLETION_STOPS = ("\nif __name__", "\n# test", "\nimport unittest", "\n```")  # OpenAI allows four
@@ -35,36 +37,29 @@ def solve(
     test_seconds: float,
     history: History,
     options: dict[str, Any],
+    tools: bool,
     progress: Callable[[int, int], None],
     report: Callable[[Turn, Prompt], None],
 ) -> None:
     """Fills `run` turn by turn, so that an interruption keeps the finished turns.
 
-    history: what a prompt has of earlier turns. options: of the requests. progress: called with the turn and the number
-    of characters so far. report: called with each finished turn and its prompt. Raises InputError or HarnessError if
-    the server or the sandbox fails.
+    history: what a prompt has of earlier turns. options: of the requests. tools: whether the model has tools.
+    progress: called with the turn and the number of characters so far. report: called with each finished turn and its
+    prompt. Raises InputError or HarnessError if the server or the sandbox fails.
     """
-    chat = model.mode == "chat"
-    conversation = Conversation(workspace, model, history, options["max_tokens"])
+    conversation = Conversation(workspace, model, history, options["max_tokens"], tools)
+    options = {**options, "tools": [*TOOLS]} if tools else options
+    stops = () if model.mode == "chat" else COMPLETION_STOPS
     began = time.perf_counter()
     try:
         for number in range(1, max_turns + 1):
             start = time.perf_counter()
             prompt = conversation.prompt
-            reply = model.ask(
-                prompt, () if chat else COMPLETION_STOPS, lambda count, turn=number: progress(turn, count), **options
-            )
-            edits = (
-                read_edits(reply.text, run.task.editable, run.task.tests) if chat else _continued(run.task, reply.text)
-            )
-            workspace.apply(edits)
-            testing = time.perf_counter()
-            outcome, output = workspace.test(judge, test_seconds)
-            end = time.perf_counter()
-            turn = Turn(number, reply, tuple(edits.files), edits.notes, outcome, output, end - testing, end - start)
+            reply = model.ask(prompt, stops, lambda count, turn=number: progress(turn, count), **options)
+            turn = _act(number, reply, workspace, model, lambda: workspace.test(judge, test_seconds), start)
             run.turns.append(turn)
             report(turn, prompt)
-            if outcome.verdict == "passed":
+            if turn.passed:
                 run.verdict = "passed"
                 return
             conversation.add(turn)
@@ -73,6 +68,31 @@ def solve(
         run.verdict = "interrupted"
     finally:
         run.wall = time.perf_counter() - began
+
+
+def _act(
+    number: int,
+    reply: Reply,
+    workspace: Workspace,
+    model: Model,
+    run_tests: Callable[[], tuple[Outcome, str]],
+    start: float,
+) -> Turn:
+    """Does what an answer asks for: executes its calls; or writes its whole files and runs the tests."""
+    if reply.calls:
+        work = execute(reply.calls, workspace, run_tests)
+        end = time.perf_counter()
+        written = tuple(dict.fromkeys(work.written))
+        return Turn(number, reply, written, (), work.outcome, work.output, work.tests, end - start, tuple(work.calls))
+    task = workspace.task
+    chat = model.mode == "chat"
+    answered = (reply.text, task.editable, task.tests, workspace.files)
+    edits = read_edits(*answered) if chat else _continued(task, reply.text)
+    workspace.apply(edits)
+    testing = time.perf_counter()
+    outcome, output = run_tests()
+    end = time.perf_counter()
+    return Turn(number, reply, tuple(edits.files), edits.notes, outcome, output, end - testing, end - start)
 
 
 def _continued(task: Task, text: str) -> Edits:

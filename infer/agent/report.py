@@ -16,8 +16,11 @@ SCHEMA = "laneformer.agent/1"
 
 def turn_line(turn: Turn, max_turns: int) -> str:
     """A turn as "turn 2/6: passed; 312 tokens, 1,540 tok/s, first token 35 ms, decode 0.20 s, tests 0.31 s"."""
-    reply, result = turn.reply, turn.outcome.verdict
-    if result != "passed" and turn.output:
+    reply = turn.reply
+    result = "no tests" if turn.outcome is None else turn.outcome.verdict
+    if turn.calls:
+        result = f"{', '.join(call.name for call in turn.calls)}: {result}"
+    if not turn.passed and turn.output:
         result += f" ({turn.output.splitlines()[-1].strip()[:80]})"
     tokens = "tokens unknown" if reply.tokens is None else f"{reply.tokens:,} tokens"
     if reply.tokens is not None and reply.tokens > 1 and reply.decode:
@@ -46,7 +49,8 @@ def split_table(run: Run, conditions: dict[str, Any]) -> Table:
     prompts = "unknown" if run.prompt_tokens is None else f"{run.prompt_tokens:,} tokens"
     if run.cached_tokens is not None:
         prompts += f", {run.cached_tokens:,} of them from the server's cache"
-    sampling = f"{conditions['mode']}, temperature {conditions['options']['temperature']:g}"
+    mode = conditions["mode"] + (" with tools" if conditions["tools"] else "")
+    sampling = f"{mode}, temperature {conditions['options']['temperature']:g}"
     return Table(
         "split",
         title,

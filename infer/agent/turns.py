@@ -15,20 +15,40 @@ FIRST, DECODE, TESTS, WAITING = "prompt, up to the first token", "decode", "test
 
 
 @dataclass(frozen=True)
+class Call:
+    """A call of a tool that was executed."""
+
+    id: str
+    name: str
+    arguments: str
+    """As the model wrote them, a JSON object if they could be used."""
+    result: str
+    """What the model read."""
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Turn:
-    """One round of asking and testing. Times in seconds."""
+    """One answer, and what it did. Times in seconds."""
 
     number: int
     reply: Reply
     written: tuple[str, ...]
     """Names of the files that the answer changed."""
     notes: tuple[str, ...]
-    outcome: Outcome
+    outcome: Outcome | None
+    """None if the tests did not run."""
     output: str
     """Output of the tests if they fail."""
     tests: float
     """Time in the sandbox, including its start."""
     total: float
+    calls: tuple[Call, ...] = ()
+
+    @property
+    def passed(self) -> bool:
+        """Whether the tests passed."""
+        return self.outcome is not None and self.outcome.verdict == "passed"
 
 
 @dataclass

@@ -16,6 +16,7 @@ import tyro
 from infer.agent.client import Model, OwnServer
 from infer.agent.conversation import History
 from infer.agent.loop import check_start, solve
+from infer.agent.page import page
 from infer.agent.report import conditions, projection, record, split_table, turn_line
 from infer.agent.task import Task, load_task
 from infer.agent.turns import Run, Turn, Workspace
@@ -25,6 +26,7 @@ from laneformer.errors import ConfigError
 
 KEY = "OPENAI_API_KEY"
 RUNS = Path("runs/agent")
+MOST_TURNS = {False: 6, True: 24}  # without and with tools
 NO_ENGINE = EngineOptions(checkpoint="")
 
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
@@ -52,8 +54,12 @@ class Options:
     """Earlier turns in a prompt. last: the last answer and its failure. whole: all turns while they fit the context, so
     that each prompt continues the one before. auto: whole if the server reports that it keeps prompts, else last.
     """
-    max_turns: int = 6
-    """Maximum number of rounds of writing and testing."""
+    tools: Literal["auto", "on", "off"] = "auto"
+    """Tools to read and write files and to run the tests, beside whole files in answers. auto: if our server reports
+    that the chat template has a form for calls.
+    """
+    max_turns: Integer = None
+    """Maximum number of answers; by default 6, or 24 with tools."""
     max_new_tokens: int = 1024
     """Maximum number of tokens of an answer."""
     temperature: float = 0.0
@@ -70,6 +76,8 @@ class Options:
     """New folder for the model's copy of the task, the transcript and the record; by default in runs/agent."""
     json: File = None
     """Record of the run; by default record.json in the workspace."""
+    html: File = None
+    """Page of the run to look at: turns, tokens, times, and what the tests said."""
 
 
 def run(options: Options) -> int:
@@ -100,8 +108,10 @@ def check(options: Options) -> None:
         raise ConfigError(
             f"--{'model' if options.model else 'api-key'} needs --base-url, and does not apply to --checkpoint"
         )
+    if options.tools == "on" and options.mode == "completion":
+        raise ConfigError("--tools on needs a chat, and --mode is completion")
     for name, least in (("max_turns", 1), ("max_new_tokens", 1), ("temperature", 0)):
-        if not getattr(options, name) >= least:
+        if getattr(options, name) is not None and not getattr(options, name) >= least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
     for name in ("test_seconds", "timeout"):
         if not 0 < getattr(options, name) < float("inf"):
@@ -145,18 +155,21 @@ def work(options: Options, task: Task, workspace: Workspace, model: Model, judge
     """Runs the loop and writes its transcript and record; the exit code."""
     asked = {"max_tokens": options.max_new_tokens, "temperature": options.temperature}
     asked |= {} if options.seed is None else {"seed": options.seed}
+    tools = has_tools(options, model)
+    max_turns = options.max_turns or MOST_TURNS[tools]
     described = conditions(
         model,
         judge.report,
         judge.sandbox.report,
         asked,
         history=options.history,
-        max_turns=options.max_turns,
+        tools=tools,
+        max_turns=max_turns,
         test_seconds=options.test_seconds,
     )
     found, path = Run(task), options.json or folder / "record.json"
-    print(f"{task.name}: {model.name} at {model.base_url}, {model.mode}", file=sys.stderr)
-    live = Live(options.max_turns)
+    print(f"{task.name}: {model.name} at {model.base_url}, {model.mode}{' with tools' * tools}", file=sys.stderr)
+    live = Live(max_turns)
     with (folder / "transcript.jsonl").open("w", encoding="utf-8") as transcript:
 
         def report(turn: Turn, prompt: Any) -> None:
@@ -164,14 +177,15 @@ def work(options: Options, task: Task, workspace: Workspace, model: Model, judge
                 "turn": turn.number,
                 "prompt": prompt,
                 "answer": turn.reply.text,
+                "calls": [dataclasses.asdict(call) for call in turn.calls],
                 "written": turn.written,
                 "notes": turn.notes,
-                "verdict": turn.outcome.verdict,
+                "verdict": turn.outcome and turn.outcome.verdict,
                 "output": turn.output,
             }
             transcript.write(json.dumps(line, ensure_ascii=False) + "\n")
             transcript.flush()
-            live.end(turn_line(turn, options.max_turns))
+            live.end(turn_line(turn, max_turns))
 
         try:
             solve(
@@ -179,24 +193,41 @@ def work(options: Options, task: Task, workspace: Workspace, model: Model, judge
                 workspace,
                 model,
                 judge,
-                max_turns=options.max_turns,
+                max_turns=max_turns,
                 test_seconds=options.test_seconds,
                 history=options.history,
                 options=asked,
+                tools=tools,
                 progress=live.show,
                 report=report,
             )
         finally:
             live.end()
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(
-                json.dumps(record(found, described, task), indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+            written = json.dumps(record(found, described, task), indent=1, ensure_ascii=False) + "\n"
+            save(path, written)
+            if options.html is not None:
+                save(options.html, page(found, described, max_turns))
     print(split_table(found, described).text())
     if found.turns and (table := projection(found)) is not None:
         print(f"\n{table.text()}")
     print(f"record in {path}, files and transcript in {folder}", file=sys.stderr)
     return {"passed": 0, "failed": 1}.get(found.verdict, 130)
+
+
+def has_tools(options: Options, model: Model) -> bool:
+    """Whether the model gets tools. Raises ConfigError where it cannot."""
+    if options.tools == "on" and model.mode != "chat":
+        raise ConfigError("--tools on needs a chat, and the model has no chat template")
+    return options.tools == "on" or (options.tools == "auto" and model.mode == "chat" and model.tool_form is not None)
+
+
+def save(path: Path, text: str) -> None:
+    """Writes a file. Raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path} ({error.strerror}): give another file") from None
 
 
 class Live:

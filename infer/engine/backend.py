@@ -2,7 +2,7 @@
 
 import dataclasses
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol
@@ -12,7 +12,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from infer.engine.constraint import Constraint
+from infer.engine.constraint import Constraint, Elsewhere
 from infer.sampling import Sampling
 from laneformer.checkpoint import open_checkpoint
 from laneformer.config import ModelConfig
@@ -169,7 +169,7 @@ class Request:
     """Most drafts of a pass, if they are to be fewer than the backend's."""
     forced: tuple[int, ...] = ()
     """First tokens of the answer, whatever is drawn: for measurements, on backend cpu."""
-    constraint: Constraint | None = None
+    constraint: Constraint | Elsewhere | None = None
     """What the answer's text must be, where the backend adjusts."""
     cancelled: Cancellation = field(default_factory=Cancellation)
     """A backend whose calls last longer than a dispatch must poll this, or register a function with it."""
@@ -187,6 +187,10 @@ class Chunk(NamedTuple):
     """
     cached: int = 0
     """Tokens of the prompt that were not computed: an earlier request had left their keys and values."""
+    drafted: Sequence[bool] = ()
+    """Of each token whether it was a draft that was right; () where the backend makes none."""
+    others: Sequence[int] = ()
+    """Of each token the other requests with rows in its pass; () where requests run one at a time."""
 
 
 class Backend(Protocol):

@@ -4,6 +4,7 @@ A mask needs the token before it, so that it can be computed while the kernel ru
 of the grammar ends the answer: with a stop token where the text may also go on, without one where it may not.
 """
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from infer.text.channels import Channels, Part
+from infer.text.channels import Part, Parts
 from infer.text.grammar import WHITE_SPACE, Grammar
 from infer.text.tokenizer import Tokenizer
 from laneformer.errors import ConfigError, InputError
@@ -35,14 +36,13 @@ class Constraint:
         vocab_size: int,
         grammar: Grammar,
         stop_tokens: Sequence[int],
-        channels: Channels | None,
+        channels: Parts | None,
     ):
         """matcher: at its beginning, used up. channels: as of the answer, whose content alone follows the grammar."""
         self._matcher, self._vocab, self._grammar = matcher, vocab_size, grammar
-        self._channels = None if channels is None else channels.copy()
+        self._channels = None if channels is None or grammar.whole else channels.copy()
         self._begun = False  # the content
         self._stops = _bits(stop_tokens, vocab_size)
-        self._marks = _bits(() if channels is None else channels.openings, vocab_size)
         self._free = _bits(range(vocab_size), vocab_size) & ~self._stops
         self.complete = False
         """Whether the answer has ended because its text allows nothing more."""
@@ -60,8 +60,8 @@ class Constraint:
         self._check()
         if self._matcher.is_accepting():
             words |= self._stops
-        if not self._begun:
-            words |= self._marks
+        if self._channels is not None and not self._begun:
+            words |= _bits(self._channels.openings, self._vocab)
         if not words.any():
             raise InputError(f"{self._grammar.name} cannot be followed: no token of the model continues the text")
         return words
@@ -82,6 +82,26 @@ class Constraint:
             raise InputError(f"{self._grammar.name} cannot be followed: {one_line(self._matcher.get_error())}")
 
 
+class Elsewhere:
+    """The constraint of an answer whose masks another process of the job computes: it allows all tokens."""
+
+    complete = False
+
+    def __init__(self, vocab_size: int):
+        self._vocab, self._all = vocab_size, _bits(range(vocab_size), vocab_size)
+
+    def mask(self) -> np.ndarray:
+        """As `Constraint.mask`."""
+        return self._all
+
+    def __len__(self) -> int:
+        """Tokens of the model's vocabulary."""
+        return self._vocab
+
+    def accept(self, token: int) -> None:
+        """As `Constraint.accept`; without effect."""
+
+
 class Grammars:
     """Compiles grammars for a tokenizer and keeps the last ones. For any threads."""
 
@@ -96,18 +116,19 @@ class Grammars:
         self._library, self._vocab = llguidance, vocab_size
         self._tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(tokenizer, vocab_size)))
         self._limits = llguidance.LLParserLimits(verbose_errors=False)
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[tuple, LLMatcher] = OrderedDict()
         self._keeping, self._compiling = threading.Lock(), threading.Lock()
 
     def constraint(
-        self, grammar: Grammar, stop_tokens: Sequence[int] = (), channels: Channels | None = None
+        self, grammar: Grammar, stop_tokens: Sequence[int] = (), channels: Parts | None = None
     ) -> Constraint:
         """The beginning of an answer. Raises InputError for a grammar that cannot be compiled within a second."""
         return Constraint(self.compile(grammar).deep_copy(), self._vocab, grammar, stop_tokens, channels)
 
     def compile(self, grammar: Grammar) -> "LLMatcher":
         """Raises InputError for a grammar that cannot be compiled within a second."""
-        key = (grammar.kind, grammar.text)
+        form = grammar.form
+        key = (grammar.kind, grammar.text, None if form is None else (form.kind, form.text))
         with self._keeping:
             if key in self._compiled:
                 self._compiled.move_to_end(key)
@@ -142,18 +163,24 @@ class Grammars:
         return made[0]
 
     def _compile(self, grammar: Grammar) -> "LLMatcher":
-        made = self._library.LLMatcher
-        if grammar.kind == "json_schema":
-            form = made.grammar_from_json_schema(grammar.text, {"whitespace_pattern": WHITE_SPACE})
-        else:
-            form = self._library.grammar_from(grammar.kind, grammar.text)
-        matcher = made(self._tokenizer, form, limits=self._limits, log_level=0)
+        form = self._described(grammar)
+        if grammar.form is not None:
+            part = self._described(grammar.form)
+            part = json.loads(part)["grammars"][0] if part.startswith("{") else {"lark_grammar": part}
+            form = json.dumps({"grammars": [{"name": "answer", "lark_grammar": form}, {**part, "name": "form"}]})
+        matcher = self._library.LLMatcher(self._tokenizer, form, limits=self._limits, log_level=0)
         first = next_tokens(matcher.deep_copy(), self._vocab)
         if matcher.is_error():
             raise ValueError(matcher.get_error())
         if not first.any():
             raise ValueError("it allows no text of the model's tokens")
         return matcher
+
+    def _described(self, grammar: Grammar) -> str:
+        """The grammar as the library takes it: JSON, or rules in Lark's form."""
+        if grammar.kind == "json_schema":
+            return self._library.LLMatcher.grammar_from_json_schema(grammar.text, {"whitespace_pattern": WHITE_SPACE})
+        return self._library.grammar_from(grammar.kind, grammar.text)
 
 
 class _Vocabulary:
@@ -163,8 +190,10 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
         self.eos_token_id = vocab_size
-        self.tokens = [tokenizer.token_bytes(token) for token in range(vocab_size)] + [b""]
-        self.special_token_ids = [token for token, text in enumerate(self.tokens) if not text]
+        self._texts = [tokenizer.token_bytes(token) for token in range(vocab_size)] + [b""]
+        self.special_token_ids = [token for token, text in enumerate(self._texts) if not text]
+        # Special tokens need different names, which the library keeps apart from texts.
+        self.tokens = [text or f"<|{token}|>".encode() for token, text in enumerate(self._texts)]
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes) -> list[int]:
@@ -172,9 +201,9 @@ class _Vocabulary:
         for before in ("", "\n"):  # some tokenizers put a space before a text
             ids, size = self._tokenizer.encode(before + text.decode(errors="replace")), 0
             for count, token in enumerate(reversed(ids), 1):
-                size += len(self.tokens[token])
+                size += len(self._texts[token])
                 if size >= len(text):
-                    if b"".join(self.tokens[each] for each in ids[-count:]) == text:
+                    if b"".join(self._texts[each] for each in ids[-count:]) == text:
                         return ids[-count:]
                     break
         return self._longest(text)
@@ -192,11 +221,11 @@ class _Vocabulary:
 
     @cached_property
     def _ids(self) -> dict[bytes, int]:
-        return {text: token for token, text in enumerate(self.tokens) if text}
+        return {text: token for token, text in enumerate(self._texts) if text}
 
     @cached_property
     def _most(self) -> int:
-        return max(map(len, self.tokens))
+        return max(map(len, self._texts))
 
 
 def next_tokens(matcher: "LLMatcher", vocab_size: int) -> np.ndarray:

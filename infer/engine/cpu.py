@@ -12,7 +12,7 @@ import numpy as np
 import custom_calls
 from custom_calls import Plan, Session, fastest_way
 from custom_calls.cpu.session import END_OF_TEXT, MOST_ROWS
-from infer.engine.backend import CheckpointSource, Request, Source, device_name
+from infer.engine.backend import CheckpointSource, Source, device_name
 from infer.engine.native import (
     NativeBackend,
     bf12_conditions,
@@ -23,12 +23,13 @@ from infer.engine.native import (
     report_left,
 )
 from infer.engine.options import MOST_DRAFTS
+from infer.engine.prefix import Lease
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import Bf12Product
 from laneformer.ops import without_kernel
 from laneformer.quantized.rounding import USUAL
-from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
+from laneformer.weights import weight_bytes_per_token
 
 log = logging.getLogger("infer")
 MOST_PARALLEL = 4  # by default
@@ -39,7 +40,7 @@ class CpuBackend(NativeBackend):
     """Worker threads, each with its weights packed in the order in which it reads them."""
 
     name = "cpu"
-    adjusts = True
+    adjusts = forces = True
     patience = 0.05  # the host looks on a core that computes, and finds its own code pushed out of the caches
 
     @classmethod
@@ -123,8 +124,9 @@ class CpuBackend(NativeBackend):
             raise ConfigError(str(error)) from None
         self._use(session, parallel if prefix_cache is None else prefix_cache)
 
-    def _give_texts(self, request: Request, slot: int, start: int) -> None:
+    def _give_texts(self, lease: Lease, slot: int, start: int) -> None:
         before: Sequence[int] | np.ndarray = ()
+        request = lease.request
         if self.speculation:
             other = [*request.prediction, END_OF_TEXT] if len(request.prediction) else []
             before = np.concatenate([other, request.prompt[:start]]).astype(np.int32)
@@ -132,6 +134,8 @@ class CpuBackend(NativeBackend):
         to.give_texts(before=before, forced=request.forced, most=request.draft_max)
         penalties, masked = (sampling.presence_penalty, sampling.frequency_penalty), request.constraint is not None
         to.give_adjustment(*penalties, sampling.logit_bias, masked)
+        if lease.source is not None:
+            to.give_source(*lease.source.call, lease.source.count)
 
     @property
     def conditions(self) -> dict:
@@ -163,8 +167,7 @@ def _parallel(source: Source, plan: Plan, parallel: int) -> int:
     if parallel:
         return parallel
     free = available_memory() - weight_bytes_per_token(source.config)
-    width = jax.numpy.dtype(plan.cache_dtype.name).itemsize
-    cache = source.config.max_position_embeddings * kv_bytes_per_token(source.config, 0, width)
+    cache = plan.kept_bytes(source.config.max_position_embeddings)
     return max(1, min(MOST_PARALLEL, int(free / 4 / cache)))
 
 

@@ -21,12 +21,12 @@ from infer.engine.generation import Generation
 from infer.engine.gpu import CudaBackend, CudaGraphBackend, CudaOverlapBackend, HipBackend
 from infer.engine.xla import XlaBackend
 from infer.sampling import Sampling
-from infer.text.channels import Channels
+from infer.text.channels import Parts
 from infer.text.grammar import Grammar
 from infer.text.tokenizer import Tokenizer
 from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
-from laneformer.errors import ConfigError, InputError
+from laneformer.errors import ConfigError, InputError, LaneformerError
 from laneformer.mesh import make_mesh
 from laneformer.model import Laneformer, check_ids
 from laneformer.precision import Precision
@@ -213,6 +213,14 @@ class Engine:
         """Compiles a grammar, which then starts at once. Raises InputError for one that cannot be used."""
         self._grammars_for(constraint).compile(constraint)
 
+    def why_no_constraint(self, name: str) -> LaneformerError | None:
+        """The error of any constraint of that name, where the engine can have none."""
+        try:
+            self._grammars_for(Grammar.choice(["a"], name))
+        except LaneformerError as error:
+            return error
+        return None
+
     def _grammars_for(self, constraint: Grammar) -> Grammars:
         if not isinstance(constraint, Grammar):
             raise InputError(f"constraint = {constraint!r}: give infer.Grammar.json_schema(...), ...")
@@ -220,9 +228,6 @@ class Engine:
             raise InputError(f"{constraint.name} cannot be used on backend {self.backend}: use backend cpu or xla")
         if self.tokenizer is None:
             raise InputError(f"{constraint.name} cannot be used: the model has no tokenizer")
-        mesh = self._backend.source.mesh
-        if mesh is not None and len({device.process_index for device in mesh.devices.flat}) > 1:
-            raise InputError(f"{constraint.name} cannot be used in a job of several processes: run one process")
         with self._making_grammars:  # reads the whole vocabulary once
             if self._grammars is None:
                 self._grammars = Grammars(self.tokenizer, self.config.vocab_size)
@@ -238,7 +243,7 @@ class Engine:
         stop_strings: str | Iterable[str] = (),
         tokens_per_dispatch: int | None = None,
         top_logprobs: int = 0,
-        channels: Channels | None = None,
+        channels: Parts | None = None,
         spelled: Iterable[str] = (),
         cache_prompt: bool = True,
         cache_salt: str = "",
@@ -287,8 +292,10 @@ class Engine:
         if draft_max is not None:
             draft_max = _whole("draft_max", draft_max, 0)
         if len(forced):
-            if not isinstance(self._backend, CpuBackend):
-                raise InputError(f"backend {self.backend} cannot force an answer: use backend cpu")
+            if not getattr(self._backend, "forces", False):
+                raise InputError(
+                    f"backend {self.backend} cannot force an answer: use backend cpu, or cuda with --draft-max"
+                )
             check_ids(self.config, np.asarray(forced)[None])
         stops = self._stop_tokens(stop_tokens)
         made = None if constraint is None else self._grammars_for(constraint).constraint(constraint, stops, channels)

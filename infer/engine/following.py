@@ -8,6 +8,7 @@ import numpy as np
 
 from custom_calls import NativeError
 from infer.engine.backend import Backend, Request
+from infer.engine.constraint import Elsewhere
 from infer.sampling import Sampling
 from laneformer.processes import END_SECONDS, Group
 
@@ -25,8 +26,12 @@ class Leader:
         self._group = Group(backend.source.mesh, SECONDS, "follow the first one")
 
     def announce(self, request: Request) -> None:
-        """Call before the request starts in this process. Raises GroupError if another process does not follow."""
+        """Call before the request starts in this process. Raises GroupError if another process does not follow, and
+        InputError as `Constraint.mask`.
+        """
         if self._group.several:
+            if request.constraint is not None:
+                request.constraint.mask()  # an answer that cannot begin fails before the others wait for it
             self._group.share({"request": _as_json(request)})
 
     def end(self) -> None:
@@ -39,7 +44,7 @@ def follow(backend: Backend) -> None:
     group = Group(backend.source.mesh, SECONDS, "lead the others")
     while group.several and (request := group.share({}, math.inf)[group.processes[0]].get("request")):
         try:
-            for _ in backend.start(_from_json(request)):
+            for _ in backend.start(_from_json(request, backend.source.config.vocab_size)):
                 pass
         except NativeError as error:  # about this request; the leader reports it too
             log.warning("%s", error)
@@ -48,9 +53,12 @@ def follow(backend: Backend) -> None:
 def _as_json(request: Request) -> dict:
     names = ("limit", "stop_tokens", "tokens_per_dispatch", "top_logprobs", "cache_prompt", "cache_salt", "cache_key")
     named = {name: getattr(request, name) for name in names}
-    return {"prompt": request.prompt.tolist(), "sampling": dataclasses.asdict(request.sampling), **named}
+    named |= {"prompt": request.prompt.tolist(), "sampling": dataclasses.asdict(request.sampling)}
+    return {**named, "masked": request.constraint is not None}
 
 
-def _from_json(fields: dict) -> Request:
+def _from_json(fields: dict, vocab_size: int) -> Request:
+    masked = fields.pop("masked")
     known = {"prompt": np.array(fields["prompt"], np.int32), "sampling": Sampling(**fields["sampling"])}
-    return Request(**{**fields, **known, "stop_tokens": tuple(fields["stop_tokens"])})
+    constraint = Elsewhere(vocab_size) if masked else None
+    return Request(**{**fields, **known, "stop_tokens": tuple(fields["stop_tokens"])}, constraint=constraint)

@@ -6,11 +6,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Literal
 
 from custom_calls import Drafting
 from infer.engine.backend import Backend, Request
-from infer.text.channels import Channels, Part
+from infer.text.channels import Part, Parts
 from infer.text.stop_strings import StopStrings
 from infer.text.tokenizer import Detokenizer, Tokenizer
 from laneformer.errors import CheckpointError
@@ -31,6 +32,10 @@ class Token(int):
     """The most likely tokens at this position and their log-probabilities, the most likely first."""
     part: Part
     """What it belongs to, and its text too: content, but in an answer with channels."""
+    drafted: bool
+    """Whether it was a draft that was right: its pass gave the next token too."""
+    others: int
+    """Other requests with rows in the pass that drew it."""
 
     def __new__(
         cls,
@@ -40,8 +45,11 @@ class Token(int):
         time: float = 0.0,
         top_logprobs: tuple[tuple[int, float], ...] = (),
         part: Part = Part.CONTENT,
+        drafted: bool = False,
+        others: int = 0,
     ):
         self = super().__new__(cls, token)
+        self.drafted, self.others = drafted, others
         self.text, self.logprob, self.time, self.top_logprobs, self.part = text, logprob, time, top_logprobs, part
         return self
 
@@ -107,7 +115,7 @@ class Generation(Iterator[Token]):
         tokenizer: Tokenizer | None,
         stop_strings: tuple[str, ...],
         accepted: float,
-        channels: Channels | None = None,
+        channels: Parts | None = None,
         spelled: Iterable[str] = (),
     ):
         """accepted: time.perf_counter() when the request was accepted."""
@@ -205,7 +213,8 @@ class Generation(Iterator[Token]):
         drawn = sum(count for count, _ in self._dispatches)
         self._dispatches.append((len(chunk.tokens), now))
         self._cached = chunk.cached
-        for token, logprob, top in zip(chunk.tokens, chunk.logprobs, chunk.top, strict=True):
+        origins = zip_longest(chunk.drafted or (False,) * len(chunk.tokens), chunk.others, fillvalue=0)
+        for token, logprob, top, origin in zip(chunk.tokens, chunk.logprobs, chunk.top, origins, strict=True):
             if math.isnan(logprob):
                 position = len(self._request.prompt) + drawn
                 raise CheckpointError(
@@ -217,7 +226,7 @@ class Generation(Iterator[Token]):
                 self._end = ("stop", token)
                 break
             text, part = self._read(token)
-            self._ready.append(Token(token, text, logprob, now, tuple(top), part))
+            self._ready.append(Token(token, text, logprob, now, tuple(top), part, *origin))
             if self._stops.found is not None:
                 self._end = ("stop", self._stops.found)
                 break

@@ -9,6 +9,7 @@ import numpy as np
 
 import custom_calls
 from custom_calls.build import BuildError
+from custom_calls.cpu.session import END_OF_TEXT
 from custom_calls.gpu.codes import CodesChoice
 from custom_calls.gpu.compile import compiler
 from custom_calls.gpu.formats import Bf12Choice
@@ -25,10 +26,10 @@ from infer.engine.native import (
     plan_of,
     report_left,
 )
-from infer.engine.prefix import Caches
+from infer.engine.prefix import Caches, Lease
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
-from laneformer.ops import without_kernel
+from laneformer.ops import GpuOp, without_kernel
 from laneformer.processes import Group
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import USUAL
@@ -37,6 +38,7 @@ from laneformer.state import Cache
 # Prompt tokens per XLA block. A rest shorter than the smallest block goes through the kernel, token by token.
 BLOCK, SMALLEST_BLOCK = 512, 64
 
+ROWS = 4  # of a pass, at most
 JOIN_SECONDS = 300  # for the other processes of the job to open their sessions
 
 
@@ -83,7 +85,7 @@ class GpuBackend(NativeBackend):
             compiler(ARCHITECTURES[cls.platform])
         except BuildError as error:
             return str(error)
-        return without_kernel(decoder_ops(source.config)) or custom_calls.unavailable()
+        return without_kernel(decoder_ops(source.config), GpuOp) or custom_calls.unavailable()
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class GpuBackend(NativeBackend):
         *,
         absorb: bool = True,
         weights: str | None = None,
+        speculation: int | None = 0,
         machine: Machine | None = None,
         chaos_us: int = 0,
         compile_with: Callable | None = None,
@@ -99,11 +102,15 @@ class GpuBackend(NativeBackend):
         """absorb: whether XLA reads long prompts; otherwise the kernel does, and only one copy of the weights is kept.
         weights: bf12 for the kernel to hold bfloat16 weights in 12 bits without loss; int8 and the others of
         laneformer/quantized/rounding.py to round all products' matrices, the head's unless it is the embedding's table.
-        Quantized matrices are held as they are. The other options are for tests and measurements; see
+        Quantized matrices are held as they are. speculation: most drafts of a pass, copied from the text, which change
+        no answer: 1 compiles the kernel for passes of two rows, more for ROWS; prompts that the kernel reads go
+        through it as many tokens at a time. 0 and None compile it for one row, as nothing has been measured yet. The
+        other options are for tests and measurements; see
         custom_calls.gpu.session. Raises ConfigError if the library or the device cannot be used, or for bf12 with
         weights of another dtype.
         """
         self.source, plan = source, plan_of(source)
+        self.speculation = min(speculation or 0, ROWS - 1)
         check_weights(weights, plan, tuple(USUAL))
         check_rounding(weights, source)
         source = RoundedSource(source, plan, weights) if weights in USUAL else source
@@ -117,6 +124,7 @@ class GpuBackend(NativeBackend):
                 plan,
                 bf12=Bf12Choice.of(plan, all_weights()) if weights == "bf12" else None,
                 codes=CodesChoice.of(plan, all_weights()) if source.quantized else None,
+                rows=1 + self.speculation if self.speculation < 2 else ROWS,
                 group=Group(source.mesh, JOIN_SECONDS, "open its part of the decode session"),
                 mesh=source.mesh,
                 platform=self.platform,
@@ -132,11 +140,25 @@ class GpuBackend(NativeBackend):
                 for path, weight in all_weights():
                     session.pack(path, weight)
             _ = session.operands
+            if self.speculation:
+                session.speculate(self.speculation)
             report_left(session.bf12_weights)
         except (custom_calls.NativeError, BuildError) as error:
             raise ConfigError(str(error)) from None
         self._extend = jax.jit(_extend, donate_argnums=1)
         self._use(session)
+
+    @property
+    def forces(self) -> bool:
+        """Whether an answer's tokens can be given, for measurements."""
+        return self.speculation > 0
+
+    def _give_texts(self, lease: Lease, slot: int, start: int) -> None:
+        request = lease.request
+        if self.speculation:
+            other = [*request.prediction, END_OF_TEXT] if len(request.prediction) else []
+            before = np.concatenate([other, request.prompt[:start]]).astype(np.int32)
+            self.session.give_texts(before=before, forced=request.forced, most=request.draft_max)
 
     @property
     def conditions(self) -> dict:
@@ -147,6 +169,7 @@ class GpuBackend(NativeBackend):
             **self.session.quantized_weights,
             "compute_dtype": self.source.precision.compute,
             "kv_dtype": plan.cache_dtype.name,
+            "speculation": self.speculation,
             "prefix_cache": 0,  # XLA sums a prompt's position in an order that depends on its block
             "device": device_name(jax.devices()[0] if mesh is None else mesh.devices.flat[0]),
             "devices": 1 if mesh is None else mesh.size,

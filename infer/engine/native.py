@@ -12,8 +12,6 @@ from typing import Any, ClassVar
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import custom_calls
@@ -21,15 +19,13 @@ from custom_calls import DecodeSession, Drafting, Inputs, Plan, State, make_plan
 from custom_calls.session import Bf12Weights, CallStream
 from infer.engine.backend import Cancellation, Chunk, Request, Source, model_of, power_of_two
 from infer.engine.constraint import give_masks
-from infer.engine.prefix import Caches, PrefixCache
+from infer.engine.prefix import Caches, CallId, Lease, PrefixCache
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import BF12_MOST_EXCEPTIONS
-from laneformer.mesh import LANE
 from laneformer.model import Laneformer
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import Kind, round_to
-from laneformer.state import make_cache
 from laneformer.weights import parameter_table
 
 log = logging.getLogger("infer")
@@ -46,13 +42,15 @@ class NativeBackend:
     conditions: dict[str, Any]
     session: DecodeSession
     adjusts = False
+    forces = False
     patience: ClassVar[float] = 0.002
     """Seconds between two looks at the stream of tokens, unless a request says how many it wants at a time."""
 
     def _use(self, session: DecodeSession, prefix_cache: int = 0) -> None:
         """Once, at the end of __init__. prefix_cache: how many sequences to keep for later prompts."""
         self.session = session
-        self._prefixes = PrefixCache(self._new_caches, prefix_cache, self.parallel)
+        whole = any(kept.fixed for layer in session.plan.kept for kept in layer)
+        self._prefixes = PrefixCache(self._new_caches, prefix_cache, self.parallel, whole)
         self._free = list(range(self.parallel))  # slots, a heap
         # One of each slot: the first call of a size would make the others of a shared one wait until it has ended.
         self._runs = [
@@ -72,11 +70,17 @@ class NativeBackend:
     def start(self, request: Request) -> Iterator[Chunk]:
         needed = power_of_two(len(request.prompt) + request.limit)
         capacity = min(max(SMALLEST_CACHE, needed), self.source.config.max_position_embeddings)
-        cached, caches = self._prefixes.take(request, capacity)
         slot = heapq.heappop(self._free)  # the lowest: that of a session with one
-        answer = partial(self._answer, request, slot, cached, caches)
         freed = partial(heapq.heappush, self._free, slot)
-        return _Answer(self.session.slots[slot], request, cached, answer, freed, self.patience)
+        stream = self.session.slots[slot]
+        try:
+            number = stream.begin()
+            call = CallId(slot, number) if number else None  # none where calls do not run together
+            lease = self._prefixes.take(request, capacity, call)
+        except BaseException:
+            freed()
+            raise
+        return _Answer(stream, lease, partial(self._answer, lease, slot), freed, self.patience)
 
     def _absorb(self, prompt: np.ndarray, start: int, caches: Caches) -> tuple[int, Caches]:
         """Positions that the call need not fill, at most all but one of the prompt's, and the caches with them. start:
@@ -84,26 +88,27 @@ class NativeBackend:
         """
         return start, caches
 
-    def _give_texts(self, request: Request, slot: int, start: int) -> None:
+    def _give_texts(self, lease: Lease, slot: int, start: int) -> None:
         """Gives a slot what it needs of a request besides the call's inputs. start: position of the first token that
         goes through the call.
         """
 
-    def _answer(self, request: Request, slot: int, kept: int, caches: Caches) -> None:
-        """The whole call; the tokens are taken from its slot while it runs. kept: positions that are filled."""
+    def _answer(self, lease: Lease, slot: int) -> None:
+        """The whole call; the tokens are taken from its slot while it runs."""
         try:
-            tokens, caches = self._call(request, slot, kept, caches)
+            tokens, caches = self._call(lease, slot)
         except BaseException:
-            self._prefixes.drop()
+            self._prefixes.drop(lease)
             raise
-        self._prefixes.keep(request, caches, tokens)
+        self._prefixes.keep(lease, caches, tokens)
 
-    def _call(self, request: Request, slot: int, kept: int, caches: Caches) -> tuple[np.ndarray, Caches]:
+    def _call(self, lease: Lease, slot: int) -> tuple[np.ndarray, Caches]:
         """The tokens of the positions that are filled now, int32 [n], and the caches with them."""
+        request, kept = lease.request, lease.count
         config, prompt, sampling = self.source.config, request.prompt, request.sampling.parameters()
         seen = np.zeros(config.vocab_size, np.uint8)
         seen[prompt] = 1
-        start, caches = self._absorb(prompt, kept, caches)
+        start, caches = self._absorb(prompt, kept, lease.caches)
         # As large as if no position had been kept: the same program serves both.
         padded = np.zeros(power_of_two(max(SMALLEST_ROOM, len(prompt) - start + kept)), np.int32)
         padded[: len(prompt) - start] = prompt[start:]
@@ -117,8 +122,9 @@ class NativeBackend:
             stops,
         )
         room = min(power_of_two(max(SMALLEST_ROOM, request.limit)), config.max_position_embeddings)
-        state = State(seen, *([layer[name] for layer in caches.layers] for name in ("keys", "values")))
-        self._give_texts(request, slot, start)
+        layers = caches.layers
+        state = State.of(seen, layers)
+        self._give_texts(lease, slot, start)
         outputs, state = jax.block_until_ready(
             self._runs[slot](inputs, state, self.session.operands, room=room, top=request.top_logprobs)
         )
@@ -127,15 +133,10 @@ class NativeBackend:
         drawn, _, position = np.asarray(outputs.status).tolist()
         filled = position - (drawn > 0)  # the last token that was drawn has no keys and values yet
         text = np.concatenate([prompt, np.asarray(outputs.tokens)[:drawn]])
-        layers = [{"keys": k, "values": v} for k, v in zip(state.keys, state.values, strict=True)]
-        return text[:filled], Caches(layers)
+        return text[:filled], Caches(state.layers_like(layers))
 
     def _new_caches(self, capacity: int) -> Caches:
-        cache = make_cache(self.source.config, 1, capacity, self.session.plan.cache_dtype.name, self.source.mesh)
-        layers = cache.layers
-        if self.source.mesh is not None:  # as the call gives them back, for which it is compiled
-            layers = jax.device_put(layers, NamedSharding(self.source.mesh, P(LANE)))
-        return Caches(layers)
+        return Caches(custom_calls.empty_layers(self.session.plan, capacity, self.source.mesh))
 
 
 class _Answer(Iterator[Chunk]):
@@ -149,20 +150,14 @@ class _Answer(Iterator[Chunk]):
     """Passes with rows of other requests, once the answer has ended."""
 
     def __init__(
-        self,
-        stream: CallStream,
-        request: Request,
-        cached: int,
-        run: Callable[[], None],
-        freed: Callable[[], None],
-        patience: float,
+        self, stream: CallStream, lease: Lease, run: Callable[[], None], freed: Callable[[], None], patience: float
     ):
-        """freed: called once, when the stream may serve another request."""
-        self._stream, self._request, self._cached = stream, request, cached
+        """stream: that of a call which has been announced. freed: called once, when it may serve another request."""
+        request = lease.request
+        self._stream, self._request, self._lease = stream, request, lease
         self._patience = patience if request.tokens_per_dispatch is None else 0.0
         self._have, self._looked = 0, 0.0
         self._errors: list[BaseException] = []
-        stream.begin()
         self._thread = threading.Thread(target=_run, args=(run, self._errors), name="laneformer-decode", daemon=True)
         self._threads = [self._thread]
         if request.constraint is not None:
@@ -220,7 +215,9 @@ class _Answer(Iterator[Chunk]):
             list(zip(ids, logprobs, strict=True))
             for ids, logprobs in zip(drawn.top_tokens.tolist(), drawn.top_logprobs.tolist(), strict=True)
         ]
-        return Chunk(drawn.tokens.tolist(), drawn.logprobs.tolist(), ranked, self._cached)
+        tokens, cached = drawn.tokens.tolist(), self._lease.count + self._stream.copied
+        self._lease.drawn.extend(tokens)
+        return Chunk(tokens, drawn.logprobs.tolist(), ranked, cached, drawn.drafted.tolist(), drawn.others.tolist())
 
 
 def _run(run: Callable[[], None], errors: list[BaseException]) -> None:
@@ -345,4 +342,5 @@ def pack(session: DecodeSession, source: Source, without: Collection[str] = (), 
         disable=None if rest >= LARGE else True,
     )
     for path, weight in names:
-        session.pack(path, round_to(weight, rounded, search=False) if rounded and path in matrices else weight)
+        for part, own in session.plan.parts(path, weight).items():
+            session.pack(part, round_to(own, rounded, search=False) if rounded and part in matrices else own)

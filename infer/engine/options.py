@@ -44,9 +44,9 @@ class EngineOptions:
     unless this is bfloat16.
     """
     draft_max: Integer = None
-    """Most tokens that a pass of backend cpu drafts from the text itself and checks, 0 to 15: faster where an answer
-    repeats text, and the same in every bit. By default as many as pay by what passes take; none where drafts would
-    change what is measured (bench without --text, humaneval).
+    """Most tokens that a pass of backend cpu drafts from the text itself and checks, 0 to 15 (cuda: 3): faster where an
+    answer repeats text, and the same in every bit. By default on backend cpu as many as pay by what passes take; none
+    where drafts would change what is measured (bench without --text, humaneval).
     """
     no_speculation: bool = False
     """Draft nothing: the plain speed, which others' plain decoding is compared with."""

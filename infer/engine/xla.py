@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from infer.engine.backend import Chunk, Request, Source, device_name, power_of_two
 from infer.engine.constraint import as_flags
 from infer.sampling import Adjustments, sample, top_logprobs
+from laneformer.errors import InputError
 from laneformer.model import Laneformer
 from laneformer.quantized import Quantized
 from laneformer.state import Cache, capacity_of, emptied
@@ -46,7 +47,7 @@ class XlaBackend:
     """Runs prefill and decode loop through XLA. The cache is kept for the next request of the same size.
 
     If the devices belong to several processes, each process makes the same requests; a request that one of them cancels
-    ends in all.
+    ends in all, and a token may follow if the masks of all allow it.
     """
 
     name = "xla"
@@ -76,6 +77,10 @@ class XlaBackend:
             """Gathers the logits of a head that is split over the devices: each device draws from all of them."""
             return logits_v if model.mesh is None else jax.lax.with_sharding_constraint(logits_v, everywhere)
 
+        def of_all(allowed) -> jax.Array | None:
+            """The tokens that the masks of all processes allow, bool [v]. allowed: [v], or a row for each device."""
+            return None if allowed is None else share(allowed.reshape(-1, allowed.shape[-1]).all(0))
+
         def draw(state: State, logits_v, params, adjust: Adjustments | None, allowed, top) -> tuple[State, tuple]:
             """The state with one more token, and what the host reads: token, log-probability and, if asked for, the
             `top` most likely tokens with theirs. allowed: a mask, bool [v], or None.
@@ -94,13 +99,14 @@ class XlaBackend:
             """Reads the end of the prompt and draws the first token. ids_bs [1, s]: `real` tokens and padding."""
             logits, cache = model.extend(ids_bs, cache, count=real)
             drawn = None if adjust is None else jnp.zeros(seen.shape, jnp.int32)
-            return draw(State(cache, jnp.int32(0), seen, drawn), logits[0, real - 1], params, adjust, allowed, top)
+            state = State(cache, jnp.int32(0), seen, drawn)
+            return draw(state, logits[0, real - 1], params, adjust, of_all(allowed), top)
 
         def decode(model, state, params, adjust, allowed, stop_tokens, counts, top) -> tuple[State, tuple, jax.Array]:
             """Draws as many tokens as the smallest of `counts`, which has one count per process, and none after a stop
             token. Returns the state, what the host reads, each [LONGEST_DISPATCH, ...], and the number of tokens.
             """
-            count = counts.min()
+            count, allowed = counts.min(), of_all(allowed)
 
             def unfinished(carry):
                 _, _, n, stopped = carry
@@ -142,7 +148,7 @@ class XlaBackend:
         seen = np.zeros(model.config.vocab_size, bool)
         seen[prompt] = True
         settings = request.sampling.parameters(), request.sampling.adjustments(model.config.vocab_size)
-        mask = _mask(request)
+        mask = self._of_all(_mask(request))
         begun = self._begin(model, cache, padded, np.int32(real), seen, *settings, mask, request.top_logprobs)
         chunks = self._chunks(request, settings, *begun)
         next(chunks)
@@ -158,7 +164,8 @@ class XlaBackend:
             nonlocal state
             self._cache = None
             state, lists, n = self._decode(
-                self.model, state, *settings, mask, stop_tokens, self._of_all(count), request.top_logprobs
+                *(self.model, state, *settings, self._of_all(mask), stop_tokens),
+                *(self._of_all(np.int32(count)), request.top_logprobs),
             )
             lists, n = jax.device_get((lists, n))
             self._cache = state.cache.layers
@@ -166,6 +173,11 @@ class XlaBackend:
 
         def ended() -> bool:
             return drawn >= request.limit or chunk.tokens[-1] in request.stop_tokens
+
+        def leave() -> None:
+            """Ends the answer in the other processes, which wait for this one in the next dispatch."""
+            masked = request.constraint is not None  # as their program is
+            dispatch(0, np.ones(self.model.config.vocab_size, bool) if masked else None)
 
         try:
             yield  # to `start`: closing a generator before its first yield would skip the handler below
@@ -180,6 +192,8 @@ class XlaBackend:
                     request.constraint.accept(chunk.tokens[-1])
                     mask, count = _mask(request), 1
                     if mask is None:
+                        if self._several:
+                            leave()
                         return
                 began = time.perf_counter()
                 lists, n = dispatch(count, mask)
@@ -188,21 +202,21 @@ class XlaBackend:
                 seconds = (time.perf_counter() - began) / n
                 pace = max(1, min(GROWTH * count, int(DISPATCH_SECONDS / seconds)))
                 chunk, drawn = _chunk(*(x[:n] for x in lists)), drawn + n
-        except GeneratorExit:
-            if self._several:  # the other processes wait for this one in the next dispatch
+        except (GeneratorExit, InputError):  # cancelled, or a mask that cannot be computed
+            if self._several:
                 if chunk is None:
                     chunk, drawn = _chunk(*(one[None] for one in jax.device_get(first))), 1
                 if not ended():
-                    dispatch(0)
+                    leave()
             raise
 
-    def _of_all(self, count: int) -> np.ndarray | jax.Array:
-        """The counts of all processes, one per device; this process contributes its own."""
-        if not self._several:
-            return np.int32(count)
+    def _of_all(self, own: np.ndarray | None) -> np.ndarray | jax.Array | None:
+        """The values of all processes, a row for each device; this process contributes its own."""
+        if own is None or not self._several:
+            return own
         mesh = self.model.mesh
         return jax.make_array_from_callback(
-            (mesh.size,), NamedSharding(mesh, P(mesh.axis_names)), lambda _: np.array([count], np.int32)
+            (mesh.size, *own.shape), NamedSharding(mesh, P(mesh.axis_names)), lambda _: own[None]
         )
 
     def _take_cache(self, positions: int) -> Cache:
@@ -252,10 +266,15 @@ def _for_its_devices(model: Laneformer) -> Laneformer:
     )
     precision = dataclasses.replace(model.precision, param="float32")
     weights = {
-        path: w if isinstance(w, Quantized) else jax.block_until_ready(w.astype(jnp.float32))  # one at a time
+        path: w if _stays(w) else jax.block_until_ready(w.astype(jnp.float32))  # one at a time
         for path, w in model.weights().items()
     }
     return Laneformer(model.config, weights, precision, model.mesh)
+
+
+def _stays(w: jax.Array | Quantized) -> bool:
+    """Whether a weight is no array of floats."""
+    return isinstance(w, Quantized) or jnp.issubdtype(w.dtype, jnp.integer)
 
 
 def _quantized(model: Laneformer) -> dict[str, Any]:

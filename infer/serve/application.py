@@ -127,7 +127,9 @@ class Api:
     def _described(self) -> dict:
         """The model, with the conditions of a measured speed once the engine has reported them."""
         facts = self._engine.facts
-        known = {"conditions": facts["conditions"], "chat": facts["chat"]} if facts else {}
+        known = (
+            {"conditions": facts["conditions"], "chat": facts["chat"], "tools": facts["tool_format"]} if facts else {}
+        )
         context = {"max_model_len": facts["conditions"]["context"]} if facts else {}
         return {"id": self._model, "object": "model", "created": 0, "owned_by": "laneformer", **context, **known}
 

@@ -60,6 +60,7 @@ class Job:
         self.number, self.call, self.ids, self.order, self.arrived = number, call, ids, order, arrived
         self.times = times
         self.started: float | None = None
+        self.tokens = 0  # drawn so far
         self.ended = asyncio.Event()
         self.timers: list[asyncio.TimerHandle] = []
         self._inbox: list[Update] = []
@@ -106,6 +107,7 @@ class EngineProcess:
         self._checks: dict[int, asyncio.Future[Encoded]] = {}
         self._waiting: deque[Job] = deque()
         self._running: dict[int, Job] = {}
+        metrics.cache_usage.set_function(self._cache_usage)
 
     def start(self) -> None:
         """Starts the process; needs a running event loop."""
@@ -183,7 +185,7 @@ class EngineProcess:
         self._checks[number] = asyncio.get_running_loop().create_future()
         try:
             self._send_message("check", number, question)
-            ids, predicted = await asyncio.wait_for(self._checks[number], self.limits.seconds)
+            encoded = await asyncio.wait_for(self._checks[number], self.limits.seconds)
         except RecursionError:
             raise ApiError(400, NESTED, param=call.prompt_param) from None
         except TimeoutError:
@@ -193,11 +195,12 @@ class EngineProcess:
             self._metrics.failure.labels("refused").inc()
             if error.body["error"]["param"] is None:  # the message of a check starts with the parameter's name
                 name = re.split(r" = | has | cannot |\[", str(error))[0]
-                known = (*call.sampling, "stop", "stop_token_ids", "tool_choice", *FIELDS)
+                known = (*call.sampling, "stop", "stop_token_ids", "tools", "tool_choice", *FIELDS)
                 error.body["error"]["param"] = name if name in known else call.prompt_param
             raise
         finally:
             del self._checks[number]
+        call, ids = call.noted(*encoded.notes), encoded.prompt
         order = Order(
             ids,
             call.max_tokens,
@@ -208,13 +211,13 @@ class EngineProcess:
             call.logprobs,
             self.limits.tokens_per_dispatch,
             call.chat,
-            call.tools,
+            encoded.tools,
             call.cache_prompt,
             call.cache_salt,
             call.cache_key,
-            predicted,
+            encoded.prediction,
             call.draft_max,
-            call.grammar,
+            encoded.grammar,
         )
         job = Job(number, call, ids, order, arrived, TokenTimes(self._metrics))
         loop = asyncio.get_running_loop()
@@ -312,8 +315,14 @@ class EngineProcess:
         job = self._running.get(number)
         if job is None or job.ended.is_set():
             return
+        job.tokens += 1
         job.times.add(token.time)
         job.put(token)
+
+    def _cache_usage(self) -> float:
+        """Positions that running requests hold, prompt and answer so far, over those of `parallel` whole contexts."""
+        held = sum(len(job.ids) + job.tokens for job in self._running.values())
+        return held / (self.facts["parallel"] * self.facts["conditions"]["context"]) if self.facts else 0.0
 
     def _take_end(self, number: int, end: End | str) -> None:
         """Handles the end of a running job, whose client may already be gone."""

@@ -5,7 +5,7 @@ from typing import Any
 
 from infer.serve.body import ApiError, printable, shown, wrong
 from infer.text.grammar import Grammar
-from infer.text.tool_calls import read_object
+from infer.text.values import read_object
 
 FORMATS = ("text", "json_object", "json_schema")
 SCHEMA_FIELDS = ("name", "description", "schema", "strict")  # a schema is obeyed, whether strict or not

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from infer.serve.body import ApiError, printable, shown, wrong
 from infer.serve.grammars import ITEMS_FORM
-from infer.text.tool_calls import read_object
+from infer.text.values import read_object
 
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 ROLES = ("user", "assistant", "system", "developer")
@@ -181,9 +181,7 @@ def _tool(tool: Any, path: str, ignored: list[str]) -> dict[str, Any]:
         raise wrong(path, tool, 'an object {"type": "function", "name": ..., "parameters": ...}')
     if tool["type"] != "function":
         return tool  # refused with the others
-    if tool.get("strict"):
-        ignored.append(f"{path}.strict")
-    rest = {name: value for name, value in tool.items() if name not in ("type", "strict")}
+    rest = {name: value for name, value in tool.items() if name != "type"}
     return {"type": "function", "function": rest}
 
 

@@ -21,6 +21,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.running = self._of(Gauge, "num_requests_running", "Requests being generated")
         self.waiting = self._of(Gauge, "num_requests_waiting", "Requests in the queue")
+        self.cache_usage = self._of(
+            Gauge, "kv_cache_usage_perc", "Positions of running requests over those that fit, 0 to 1"
+        )
         self.queue_time = self._of(
             Histogram, "request_queue_time_seconds", "From arrival to the start in the engine", buckets=REQUESTS
         )

@@ -134,7 +134,8 @@ MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reas
 DRAFT_MAX = "speculative.n_max"  # llama.cpp's name, with its dot
 EFFORT = "reasoning_effort"  # a parameter, and a variable of the templates that know it
 TEMPLATE_FIELDS = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}  # not a request's to set
-VARIABLES = {EFFORT: str, "enable_thinking": bool}  # all parameters that are variables of templates
+THINKING = "enable_thinking"  # a parameter and a variable, too
+VARIABLES = {EFFORT: str, THINKING: bool}  # all parameters that are variables of templates
 REASONING = "reasoning"  # others' name for the message's reasoning_content; as a parameter, what holds the effort
 # Fields of messages, and of `reasoning`, on which nothing depends.
 MESSAGE_LABELS = {"annotations", "cache_control", "id", "metadata", "parsed", "phase", "provider_specific_fields",
@@ -247,9 +248,6 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         grammar=read_grammar(left),
         warnings=(),
     )
-    if call.grammar is not None and call.tools is not None:
-        message = f"{call.grammar.name} with tools is not supported: leave one of them out"
-        raise ApiError(400, message, param=call.grammar.name, code="unsupported_parameter")
     for name in LABELS:
         _take(left, name, str)
     for name, value in left.items():
@@ -383,6 +381,7 @@ def _template_values(left: dict[str, Any], ignored: list[str]) -> dict[str, Any]
         ignored.append(path)
     if given.get(EFFORT) == "none":
         del given[EFFORT]
+        given.setdefault(THINKING, False)
     return {**given, **values}
 
 

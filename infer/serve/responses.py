@@ -262,9 +262,11 @@ def _delta(text: str, thought: str = "") -> dict[str, str]:
     return {**({"reasoning_content": thought} if thought else {}), **({"content": text} if text or not thought else {})}
 
 
-def _timeline(tokens: Sequence[Token]) -> list[list[str | float]]:
-    """The text that each token made printable, and its arrival in milliseconds since the engine started the request."""
-    return [[token.text, round(1000 * token.time, 3)] for token in tokens]
+def _timeline(tokens: Sequence[Token]) -> list[list[str | float | int]]:
+    """Of each token the text that it made printable, its arrival in milliseconds since the engine started the request,
+    1 if it was a draft that was right, and the other requests in its pass.
+    """
+    return [[token.text, round(1000 * token.time, 3), int(token.drafted), token.others] for token in tokens]
 
 
 def _ms(seconds: float | None) -> float | None:

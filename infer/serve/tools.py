@@ -3,11 +3,12 @@
 from typing import Any
 
 from infer.serve.body import ApiError, printable, shown, wrong
-from infer.text.tool_calls import NAME, ToolRequest, read_object
+from infer.text.tool_calls import NAME, ToolRequest
+from infer.text.values import read_object
 
 MOST_TOOLS = 512
-FUNCTION_FIELDS = ("name", "description", "parameters")  # templates read these
-TOOL_LABELS = ("cache_control", "strict")  # without effect: no schema is enforced
+FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
+TOOL_LABELS = ("cache_control",)  # without effect
 CALL_LABELS = ("index", "parsed_arguments", "provider_specific_fields", "extra_content")  # clients keep them
 CHOICES = ("none", "auto", "required")
 
@@ -35,11 +36,14 @@ def read_tools(left: dict[str, Any], ignored: list[str]) -> ToolRequest | None:
         raise ApiError(400, 'tool_choice = "required" needs tools', param="tool_choice")
     if choice == "none" or not read:
         return None
-    return ToolRequest(read, choice == "required" or name is not None, name, parallel and name is None)
+    strict = frozenset(
+        name for name, tool in zip(names, tools, strict=True) if tool["function"].get("strict") or tool.get("strict")
+    )
+    return ToolRequest(read, choice == "required" or name is not None, name, parallel and name is None, strict)
 
 
 def _tool(tool: Any, path: str, ignored: list[str]) -> dict[str, Any]:
-    """A definition, with the fields that templates read."""
+    """A definition, with the fields that templates read; `strict` is not one of them."""
     if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
         raise wrong(path, tool, 'an object {"type": "function", "function": {...}}')
     if tool["type"] != "function":
@@ -52,13 +56,16 @@ def _tool(tool: Any, path: str, ignored: list[str]) -> dict[str, Any]:
     function = tool.get("function")
     if not isinstance(function, dict):
         raise wrong(f"{path}.function", function, 'an object {"name": ..., "description": ..., "parameters": {...}}')
-    _only(tool, ("type", "function"), TOOL_LABELS, path, ignored)
+    _only(tool, ("type", "function", "strict"), TOOL_LABELS, path, ignored)
     _only(function, FUNCTION_FIELDS, TOOL_LABELS, f"{path}.function", ignored)
     name, schema = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise wrong(f"{path}.function.name", name, "1 to 64 letters, digits, points, hyphens and underscores")
     if not isinstance(description := function.get("description") or "", str):
         raise wrong(f"{path}.function.description", description, "a text")
+    for fields, where in ((tool, path), (function, f"{path}.function")):
+        if not isinstance(fields.get("strict"), bool | None):
+            raise wrong(f"{where}.strict", fields["strict"], "true or false")
     if not isinstance(schema, dict | None):
         raise wrong(f"{path}.function.parameters", schema, "a JSON schema, an object")
     schema = schema or {"type": "object", "properties": {}}

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.engine.options import JobEngineOptions
 from infer.serve.body import NESTED
+from infer.serve.prompts import prompt_of
 from infer.text.channels import Part
 from infer.text.grammar import Grammar
 from infer.text.tool_calls import Read, ToolCall, ToolRequest
@@ -67,10 +68,14 @@ class Question(NamedTuple):
 
 
 class Encoded(NamedTuple):
-    """The token ids of a question."""
+    """The token ids of a question, and what the answer must be."""
 
     prompt: list[int]
     prediction: list[int]
+    tools: ToolRequest | None = None
+    grammar: Grammar | None = None
+    notes: tuple[str, ...] = ()
+    """Warnings for the client."""
 
 
 class Order(NamedTuple):
@@ -120,6 +125,10 @@ class Token(NamedTuple):
     part: Part
     calls: tuple[ToolCall, ...] = ()
     """Calls of functions that this token completed."""
+    drafted: bool = False
+    """Whether it was a draft that was right."""
+    others: int = 0
+    """Other requests with rows in its pass."""
 
 
 class Drafting(NamedTuple):
@@ -332,12 +341,10 @@ class _Worker:
 
     def _check(self, number: int, question: Question) -> None:
         from infer.sampling import Sampling
-        from infer.text.conversation import encode
 
         engine, prompt = self._engine, question.prompt
+        tools, grammar, notes = None, question.grammar, ()
         engine.check_sampling(Sampling(**question.sampling))
-        if question.grammar is not None:
-            engine.check_constraint(question.grammar)
         if question.stop_strings and engine.tokenizer is None:
             raise InputError("stop = a text: it needs a tokenizer, which the model does not have; give stop_token_ids")
         vocabulary, context = engine.config.vocab_size, engine.config.max_position_embeddings
@@ -348,9 +355,13 @@ class _Worker:
             if self._chat is None:
                 self._send("refused", number, f"this model cannot chat: {self._no_chat}", "no_chat_template")
                 return
-            prompt = encode(self._chat, prompt, question.tools, question.template_values)
-        elif isinstance(prompt, str) and engine.tokenizer is not None:
-            prompt = engine.tokenizer.encode(prompt)
+            asked = (prompt, question.tools, question.template_values, grammar)
+            prompt, tools, grammar, notes = prompt_of(engine, self._chat, *asked)
+        else:
+            if grammar is not None:
+                engine.check_constraint(grammar)
+            if isinstance(prompt, str) and engine.tokenizer is not None:
+                prompt = engine.tokenizer.encode(prompt)
         if not isinstance(prompt, str) and len(prompt) >= context:
             message = (
                 f"the prompt has {len(prompt)} tokens and the context {context}: shorten the prompt to leave room for"
@@ -363,7 +374,7 @@ class _Worker:
             raise InputError(f"token ids must be from 0 to {vocabulary - 1}")
         predicts = question.prediction and self._drafts and engine.tokenizer is not None
         predicted = engine.encode_prediction(question.prediction).tolist() if predicts else []
-        self._send("checked", number, Encoded(engine.encode(prompt).tolist(), predicted))
+        self._send("checked", number, Encoded(engine.encode(prompt).tolist(), predicted, tools, grammar, notes))
 
     def _generate(self, number: int, order: Order) -> None:
         from infer.sampling import Sampling
@@ -401,7 +412,8 @@ class _Worker:
             called += len(read.calls)
             named = None if order.logprobs is None else self._named(token, token.logprob)
             top = tuple(self._named(*each) for each in token.top_logprobs)
-            made = Token(int(token), read.text, token.time, named, top, read.part, read.calls)
+            origin = token.drafted, token.others
+            made = Token(int(token), read.text, token.time, named, top, read.part, read.calls, *origin)
             self._send("token", number, made)
             if reader is not None and reader.finished:
                 generation.cancel()

@@ -11,7 +11,7 @@ and <|call|> end a turn, <|end|> a message.
 from collections.abc import Sequence
 from copy import copy
 from enum import Enum
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,6 +29,23 @@ class Part(Enum):
     """The form of the answer: what begins and ends messages, and their headers."""
     CALL = "call"
     """Arguments of a call of a function."""
+
+
+class Parts(Protocol):
+    """The part to which each token of one answer belongs."""
+
+    part: Part
+    """That of the next token, unless it is a mark."""
+    openings: tuple[int, ...]
+    """Tokens that may precede the content."""
+    may_reason: bool
+    """Whether reasoning may follow."""
+
+    def copy(self) -> Self:
+        """The same place in the answer, for another reader of its tokens."""
+
+    def add(self, token: int) -> Part:
+        """The part of the answer's next token."""
 
 
 class Harmony(NamedTuple):
@@ -81,6 +98,11 @@ class Channels:
         made = copy(self)
         made._header = None if self._header is None else [*self._header]
         return made
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether reasoning may follow."""
+        return True
 
     @property
     def openings(self) -> tuple[int, ...]:

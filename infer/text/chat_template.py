@@ -18,7 +18,10 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import tokenizers
 
-from infer.text.channels import Channels, Harmony
+from infer.text.call_grammars import call_grammar
+from infer.text.channels import Channels, Harmony, Part, Parts
+from infer.text.grammar import Grammar
+from infer.text.thinking import Thinking, ThinkMarks
 from infer.text.tool_calls import HARMONY, HERMES, HarmonyReader, Reader, TextReader, ToolRequest, find_format
 from laneformer.errors import CheckpointError, InputError
 from laneformer.files import parse_json, read_file
@@ -123,6 +126,7 @@ class ChatTemplate:
         self.says_date = "strftime_now" in names
         """Whether the text contains the date, and so differs from day to day."""
         self._harmony = Harmony.find(tokenizer) if "<|channel|>" in source else None
+        self._think = None if self._harmony is not None else ThinkMarks.find(source, tokenizer)
         self._thinking = "thinking" in source and "reasoning_content" not in source  # gpt-oss's name for it
         found = find_format(source, names)
         self.tool_format = None if found is HARMONY and self._harmony is None else found
@@ -207,12 +211,23 @@ class ChatTemplate:
         found = (*eos, *self._written_end)
         return found if self._harmony is None else self._harmony.turn_stops(found)
 
-    def channels(self, prompt: Sequence[int], calls: bool = False) -> Channels | None:
-        """What separates reasoning from content in the answer to these ids; None if the template has no channels.
+    def channels(self, prompt: Sequence[int], calls: bool = False) -> Parts | None:
+        """What separates reasoning from content in the answer to these ids; None if the template has no reasoning.
 
-        calls: whether calls of functions are apart from reasoning, too.
+        calls: whether calls of functions in harmony are apart from reasoning, too.
         """
-        return None if self._harmony is None else Channels(self._harmony, self._tokenizer, prompt, calls)
+        if self._harmony is not None:
+            return Channels(self._harmony, self._tokenizer, prompt, calls)
+        return None if self._think is None else Thinking(self._think, self._tokenizer, prompt)
+
+    def call_grammar(self, prompt: Sequence[int], request: ToolRequest, **options: Any) -> Grammar:
+        """The grammar of the answer to these ids. options, errors: as `call_grammar` in infer/text/call_grammars.py."""
+        made = self.tool_format or HERMES
+        reasoning = self._harmony is not None and self.channels(prompt).part is Part.REASONING
+        return call_grammar(made, request, self._special_id, reasoning=reasoning, **options)
+
+    def _special_id(self, text: str) -> int | None:
+        return self._tokenizer.token_to_id(text) if text in self._special else None
 
     @property
     def reader_tokens(self) -> tuple[str, ...]:

@@ -9,15 +9,16 @@ models have seen.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from infer.text.tool_calls import HARMONY, ToolRequest, json_text, read_object
+from infer.text.tool_calls import HARMONY, ToolRequest
+from infer.text.values import json_text, read_object
 from laneformer.errors import InputError
 
 if TYPE_CHECKING:
     from infer.text.chat_template import ChatTemplate
 
 NO_FORMAT = (
-    'tool_choice = {choice}: the chat template has no tool format, so no call can be required; use "auto", or a'
-    " template that reads tools"
+    "tool_choice = {choice}: the chat template has no tool format, so that only a grammar can require a call; use"
+    " \"auto\", or a template that reads tools, or pip install 'laneformer[grammar]'"
 )
 TOOLS_IN_WORDS = """\
 # Tools
@@ -41,7 +42,7 @@ def encode(
     """
     messages, opening = [_message(message, chat) for message in messages], ""
     if chat.tool_format is None:
-        if tools is not None and tools.required:
+        if tools is not None and tools.required and tools.opened:
             choice = '"required"' if tools.name is None else json_text(tools.name)
             raise InputError(NO_FORMAT.format(choice=choice))
         messages, definitions = in_words(messages, tools), None

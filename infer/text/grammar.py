@@ -13,11 +13,15 @@ WHITE_SPACE = r"(\n[ ]{0,40}|[ ]{1,4})?"
 class Grammar:
     """A description of all texts that an answer may be. It is checked when an engine compiles it."""
 
-    kind: Literal["json_schema", "regex", "grammar", "choice"]
+    kind: Literal["json_schema", "regex", "grammar", "choice", "lark"]
     text: str
     """The schema or the list of texts as JSON; the expression; the grammar, in llama.cpp's GBNF or in Lark's form."""
     name: str = "constraint"
     """Of the parameter that has it, for messages."""
+    whole: bool = False
+    """Whether it describes reasoning and marks too, not the content alone."""
+    form: "Grammar | None" = None
+    """The grammar that the rules of this one, of kind lark, refer to as `@form`."""
 
     @classmethod
     def json_schema(cls, schema: dict[str, Any] | bool, name: str = "constraint") -> Self:

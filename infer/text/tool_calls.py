@@ -8,7 +8,6 @@ White space beside a call belongs to no part.
 The web process imports this file, so it needs the standard library only.
 """
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 from infer.text.channels import FUNCTIONS, Channels, Part
+from infer.text.values import json_text, kinds_of, read_object, typed
 
 SPACE = " \t\r\n"
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a function, as OpenAI's, and with points
@@ -45,6 +45,16 @@ class ToolRequest:
     """The only function that may be called, if required."""
     parallel: bool = True
     """Whether there may be several calls; otherwise the first one ends the answer."""
+    strict: frozenset[str] = frozenset()
+    """Functions whose arguments must fit their schemas."""
+    opened: bool = True
+    """Whether a required call begins in the prompt."""
+
+    @property
+    def strict_path(self) -> str:
+        """The parameter that makes the first strict function so."""
+        n = next(n for n, tool in enumerate(self.tools) if tool["function"]["name"] in self.strict)
+        return f"tools[{n}].function.strict"
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
@@ -110,10 +120,18 @@ class ToolFormat:
     """Texts that may follow a call and are no content."""
     parse: Parser | None
     """None for harmony, whose calls are messages."""
-    required: str
-    """The beginning of an answer that must call a function."""
-    named: str
-    """The same for a function {name}."""
+    head: str
+    """A call of function {name} up to its arguments."""
+    tail: str = ""
+    """What follows the arguments."""
+    begin: str = ""
+    """What is before the first call."""
+    between: str = ""
+    """What is between two calls."""
+    finish: str = ""
+    """What is behind the last call."""
+    tagged: bool = False
+    """Whether arguments are tags instead of JSON."""
     spelled: tuple[str, ...] = ()
     """Special tokens that are part of the form; elsewhere they have no text."""
     bare: bool = False
@@ -121,39 +139,22 @@ class ToolFormat:
     short_ids: bool = False
     """Whether the template wants ids of nine letters and digits."""
 
+    @property
+    def chained(self) -> bool:
+        """Whether several calls are a list behind one opening; otherwise each one has its own."""
+        return not self.head.startswith(self.openings)
+
     def opening(self, request: ToolRequest) -> str:
-        """The text with which an answer to this request begins."""
-        if not request.required:
+        """The beginning of a call that a prompt for this request ends with, up to where a token begins."""
+        if not request.required or not request.opened:
             return ""
-        return self.required if request.name is None else self.named.replace("{name}", request.name)
+        before, _, behind = (self.begin + self.head).partition("{name}")
+        return before.removesuffix(' "') if request.name is None else f"{before}{request.name}{behind}".rstrip(" ")
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> ToolCall:
         """A call with a random id."""
         return ToolCall(secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}", name,
                         json_text(arguments))  # fmt: skip
-
-
-def json_text(value: Any) -> str:
-    """JSON with characters as they are, but for halves of surrogate pairs."""
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return text
-
-
-def read_object(text: str) -> dict[str, Any] | None:
-    """The JSON object in a text, None if it is not one."""
-    try:
-        value = json.loads(text, parse_constant=_no_number)
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def _no_number(text: str) -> None:
-    raise ValueError(text)
 
 
 # ---- steps of parsers
@@ -281,7 +282,8 @@ def _coder(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[None,
     if not NAME.fullmatch(name):
         return None
     at += len(name) + 1
-    properties, arguments = schemas.get(name, {}).get("properties"), {}
+    root, arguments = schemas.get(name, {}), {}
+    properties = root.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
     while True:
         at = yield from _space(source, at)
@@ -292,7 +294,10 @@ def _coder(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[None,
         if not (parameter := (yield from _tag(source, at))):
             return None
         at += len(parameter) + 1
-        look = at
+        look, schema = at, properties.get(parameter)
+        if "string" not in (kinds_of(schema, root) or ("string",)):  # JSON, whose texts may contain the end of a tag
+            inside = yield from _space(source, at)
+            look = (yield from _json(source, inside)) or at
         while True:
             if (end := source.text.find(PARAMETER_END, look)) < 0:
                 if source.ended:
@@ -305,7 +310,7 @@ def _coder(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[None,
             if (yield from _word(source, behind, (PARAMETER, FUNCTION_END))) is not None:
                 break
         value = source.text[at:end].removeprefix("\n").removesuffix("\n")
-        arguments[parameter] = typed(value, properties.get(parameter))
+        arguments[parameter] = typed(value, schema, root)
         at = look
 
 
@@ -319,61 +324,27 @@ def _tag(source: Text, at: int) -> Generator[None, None, str]:
         yield
 
 
-KINDS = {"string": str, "boolean": bool, "integer": int, "number": (int, float), "array": list, "object": dict,
-         "null": type(None)}  # fmt: skip
-PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
-
-
-def typed(text: str, schema: Any) -> Any:
-    """A value that was written as text, by the schema of its parameter; the text where that does not fit."""
-    kinds = _kinds(schema)
-    if not kinds or kinds == {"string"}:
-        return text
-    plain = text.strip()
-    try:
-        value = json.loads(PYTHON_WORDS.get(plain, plain), parse_constant=_no_number)
-    except (ValueError, RecursionError):
-        return text
-    fits = any(
-        isinstance(value, KINDS[kind]) and (kind == "boolean") == isinstance(value, bool)
-        for kind in kinds - {"string"}
-        if kind in KINDS
-    )
-    return value if fits else text
-
-
-def _kinds(schema: Any) -> set[str]:
-    """The types that a schema names."""
-    if not isinstance(schema, Mapping):
-        return set()
-    kind = schema.get("type")
-    kinds = {each for each in (kind if isinstance(kind, list) else [kind]) if isinstance(each, str)}
-    for word in ("anyOf", "oneOf"):
-        several = schema.get(word)
-        kinds = kinds.union(*map(_kinds, several if isinstance(several, list) else []))
-    return kinds
-
-
 TAGS = {"openings": ("<tool_call>",), "closings": ("</tool_call>",)}
-HARMONY = ToolFormat("harmony", ("<|channel|>", FUNCTIONS), (), (), (), None, "<|channel|>commentary to=functions.",
-                     "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>")  # fmt: skip
+TAG_TOKENS = ("<tool_call>", "</tool_call>")
+HARMONY = ToolFormat("harmony", ("<|channel|>", FUNCTIONS), (), (), (), None,
+                     head="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>")  # fmt: skip
 HERMES = ToolFormat("hermes", ("<tool_call>", '"arguments"'), ("<arg_key>", "<invoke", "<tool_calls>"), **TAGS,
-                    parse=_object_call, required='<tool_call>\n{"name":',
-                    named='<tool_call>\n{"name": "{name}", "arguments":',
-                    spelled=("<tool_call>", "</tool_call>"))  # fmt: skip
+                    parse=_object_call, head='<tool_call>\n{"name": "{name}", "arguments": ', tail="}\n</tool_call>",
+                    between="\n", spelled=TAG_TOKENS)  # fmt: skip
 FORMATS = (  # the first one that fits a template is its
     HARMONY,
     ToolFormat("qwen3-coder", ("<tool_call>", FUNCTION_START, PARAMETER), (), ("<tool_call>", FUNCTION_START),
-               ("</tool_call>",), _coder, "<tool_call>\n<function=", "<tool_call>\n<function={name}>\n",
-               ("<tool_call>", "</tool_call>")),
+               ("</tool_call>",), _coder, head="<tool_call>\n<function={name}>\n", tail="\n</tool_call>", between="\n",
+               tagged=True, spelled=TAG_TOKENS),
     HERMES,
     ToolFormat("mistral-args", ("[TOOL_CALLS]", "[ARGS]"), (), ("[TOOL_CALLS]",), (), _mistral,
-               "[TOOL_CALLS]", "[TOOL_CALLS]{name}[ARGS]", ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), short_ids=True),
-    ToolFormat("mistral", ("[TOOL_CALLS]",), (), ("[TOOL_CALLS]",), (), _mistral,
-               '[TOOL_CALLS] [{"name":', '[TOOL_CALLS] [{"name": "{name}", "arguments":', ("[TOOL_CALLS]",),
+               head="[TOOL_CALLS]{name}[ARGS]", spelled=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"), short_ids=True),
+    ToolFormat("mistral", ("[TOOL_CALLS]",), (), ("[TOOL_CALLS]",), (), _mistral, begin="[TOOL_CALLS] [",
+               head='{"name": "{name}", "arguments": ', tail="}", between=", ", finish="]", spelled=("[TOOL_CALLS]",),
                short_ids=True),
     ToolFormat("llama3", ('{"name": function name, "parameters":',), (), ("<|python_tag|>",), (";",), _object_call,
-               '{"name":', '{"name": "{name}", "parameters":', ("<|python_tag|>",), bare=True),
+               head='{"name": "{name}", "parameters": ', tail="}", between="; ", spelled=("<|python_tag|>",),
+               bare=True),
 )  # fmt: skip
 
 

@@ -1,29 +1,45 @@
-// The page: connects, runs, stops, replays. Reading order: form (the request), stream (sending it), recording (the answer), pane (its
-// text), meter and histogram (its figures).
+// The page: connects, completes prompts, holds a conversation, keeps both over a reload. Reading order: form (the request), stream (sending
+// it), recording (the answer), conversation (turns), pane (growing text) and log (turns on the page), meter and histogram (figures), replay.
 
+import { copy, download } from "./clipboard.js";
+import { Conversation } from "./conversation.js";
 import { EXAMPLES } from "./examples.js";
-import { asCurl, isChat, readRequest } from "./form.js";
-import { showConditions, showDetails, showProgress } from "./meter.js";
-import { Pane, play } from "./pane.js";
+import { asCurl, isChat, readRequest, readSettings, writeSettings } from "./form.js";
+import { Log } from "./log.js";
+import { clear, showConditions, showDetails, showProgress } from "./meter.js";
+import { Pane } from "./pane.js";
 import { Recording } from "./recording.js";
+import { Replay } from "./replay.js";
+import { load, save } from "./store.js";
 import { ask, explain, stream } from "./stream.js";
 
 const byId = (id) => document.getElementById(id);
 const form = byId("request");
-const answer = new Pane(byId("answer"));
-const replay = new Pane(byId("replay"));
+const prompt = form.elements.prompt;
 const METER_MS = 200; // between updates of the figures, so that they can be read
 const RETRY_MS = 1000;
-const COPIED_MS = 1200;
-const [SLOWEST, FASTEST] = [30, 3000];
-const PRESETS = [30, 100, 300, 1000, 3000];
+const touch = matchMedia("(pointer: coarse)"); // Enter starts a new line there
 
 let key = ""; // kept only in memory
 let model = null;
-let recording = null;
 let running = null; // AbortController of the request
-let playing = null; // AbortController of the replay
+let completion = null; // the recording of the last one
+let conversation = new Conversation();
+let selected = null; // the turn whose figures are shown
+let replayed = false; // whether the conversation has the replay beside it
 let example = null;
+let wanted = "chat"; // the mode, if the model has it
+
+const answer = new Pane(byId("answer"));
+const log = new Log(byId("log"), (name, turn) => ACTIONS[name](turn), change);
+const state = (text) => (byId("state").textContent = text);
+const announce = (text) => (byId("announcement").textContent = text);
+const replay = new Replay(new Pane(byId("replay")), enable, announce);
+
+const ready = () => !running && Boolean(model?.conditions);
+
+/** The recording whose figures are shown. */
+const current = () => (isChat() ? selected?.recording : completion) ?? null;
 
 // ---- the server
 
@@ -39,10 +55,11 @@ async function connect() {
       setTimeout(connect, RETRY_MS);
       return;
     }
-    const chat = form.elements.mode[1];
+    const [plain, chat] = form.elements.mode;
     chat.disabled = !model.chat;
+    (wanted === "chat" && model.chat ? chat : plain).checked = true;
     byId("no-chat").hidden = model.chat;
-    showConditions(model, null);
+    setMode();
   } catch (problem) {
     if (problem.status === 401) askForKey(problem);
     else {
@@ -67,33 +84,49 @@ byId("key-form").addEventListener("submit", (event) => {
 
 // ---- a run
 
-async function run() {
-  if (running || !model?.conditions) return;
-  playing?.abort();
-  playing = null;
+async function complete() {
+  completion = new Recording(model, readRequest(model));
+  replay.use(null);
+  answer.clear(prompt.value);
+  await run(completion, answer);
+}
+
+/** Adds a turn and lets the model answer it. If no token arrives the turn is removed: `instead` is shown, and giveBack() called. */
+async function say(parent, message, giveBack, instead = null) {
+  const turn = conversation.add(parent, message);
+  turn.recording = new Recording(model, readRequest(model, turn, conversation.key));
+  selected = turn;
+  replayed = false;
+  replay.use(null);
+  const ended = run(turn.recording, log.view(turn).pane, () => log.view(turn).showFigures());
+  log.toEnd();
+  const problem = await ended;
+  if (!problem || turn.recording.tokens) return;
+  conversation.remove(turn, instead);
+  selected = instead ?? conversation.path.at(-1) ?? null;
+  showAll();
+  giveBack();
+  keep();
+}
+
+/** Receives an answer into its pane. onProgress: called now and then while it grows. Returns the problem that ended it, or null. */
+async function run(recording, pane, onProgress = () => {}) {
   const stop = (running = new AbortController());
-  const request = readRequest(model);
-  const current = (recording = new Recording(model, request));
-  const chat = isChat();
-  answer.clear(chat ? "" : request.body.prompt);
-  replay.clear(answer.prompt);
-  replayState("");
   showProblem(null);
   announce("");
   state("waiting for the first token");
-  enable();
-  showConditions(model, current);
-  if (byId("results").getBoundingClientRect().top > innerHeight / 2) byId("results").scrollIntoView();
-
+  showAll();
+  const { top } = byId("stage").getBoundingClientRect();
+  if (top > innerHeight / (isChat() ? 3 : 2)) byId(isChat() ? "stage" : "results").scrollIntoView();
   const began = performance.now();
   let read = 0;
   const frame = (now) => {
     if (running !== stop) return;
-    answer.show(current.text, now);
+    pane.show(recording, recording.text.length, now);
     if (now - read > METER_MS) {
       read = now;
-      showProgress(current, performance.now() - began);
-      showDetails(current);
+      onProgress();
+      if (current() === recording) showFigures(recording, performance.now() - began);
     }
     requestAnimationFrame(frame);
   };
@@ -101,38 +134,40 @@ async function run() {
   let problem = null;
   try {
     await stream(
-      request, key, stop.signal,
+      recording.request, key, stop.signal,
       (events) => {
-        if (!current.tokens) state("running");
-        current.add(events, performance.now() - began);
+        if (!recording.tokens) state("running");
+        recording.add(events, performance.now() - began);
       },
       (before) => state(before === 1 ? "1 request before this one" : `${before} requests before this one`),
     );
   } catch (error) {
     problem = error;
   }
-  current.elapsed = performance.now() - began;
+  recording.elapsed = performance.now() - began;
+  recording.outcome = !problem ? "complete" : problem.name === "AbortError" ? "stopped" : "incomplete";
   running = null;
-  answer.finish(current.text, chat);
-  showProgress(current, current.elapsed);
-  showDetails(current);
-  showConditions(model, current);
-  enable();
-  end(current, problem);
+  const follows = isChat() && log.atEnd;
+  pane.finish(recording);
+  showAll();
+  if (follows) log.toEnd();
+  end(recording, problem);
+  keep();
+  return problem;
 }
 
 /** Shows how a run ended, and announces it to screen readers. */
-function end(current, problem) {
-  const count = `${current.tokens.toLocaleString("en")} tokens`;
+function end(recording, problem) {
+  const count = `${recording.tokens.toLocaleString("en")} tokens`;
   if (problem?.name === "AbortError") {
     state(`stopped after ${count}`);
     announce(`Stopped after ${count}.`);
   } else if (problem) {
-    state(current.tokens ? `ended after ${count}: the answer is incomplete` : "no answer");
+    state(recording.tokens ? `ended after ${count}: the answer is incomplete` : "no answer");
     if (problem.status === 401) askForKey(problem);
     else showProblem(explain(problem));
   } else {
-    const rate = current.rate === null ? "" : ` at ${Math.round(current.rate).toLocaleString("en")} tokens per second`;
+    const rate = recording.rate === null ? "" : ` at ${Math.round(recording.rate).toLocaleString("en")} tokens per second`;
     state("complete");
     announce(`Finished: ${count}${rate}.`);
   }
@@ -140,128 +175,133 @@ function end(current, problem) {
 
 function halt() {
   running?.abort();
-  playing?.abort();
+  replay.stop();
 }
 
 form.addEventListener("submit", (event) => {
   event.preventDefault();
-  run();
+  if (!ready()) return;
+  if (!isChat()) {
+    complete();
+    return;
+  }
+  const message = prompt.value;
+  prompt.value = "";
+  say(conversation.last, message, () => (prompt.value = [message, prompt.value].filter(Boolean).join("\n\n")));
 });
 byId("stop").addEventListener("click", halt);
 addEventListener("keydown", (event) => {
-  if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+  const sends = event.ctrlKey || event.metaKey || (event.target === prompt && isChat() && !event.shiftKey && !touch.matches);
+  if (event.key === "Enter" && sends && !event.isComposing) {
     event.preventDefault();
     form.requestSubmit();
-  } else if (event.key === "Escape" && (running || playing)) {
+  } else if (event.key === "Escape" && (running || replay.running)) {
     event.preventDefault();
     halt();
   }
 });
 
-// ---- the replay
+// ---- the conversation
 
-const speed = () => Math.round(SLOWEST * (FASTEST / SLOWEST) ** (byId("speed").value / byId("speed").max));
-const speedInWords = () => `${rounded(speed()).toLocaleString("en")} tok/s`;
-
-/** Rounded to two significant digits, the precision of the slider. */
-function rounded(value) {
-  const unit = 10 ** (Math.floor(Math.log10(value)) - 1);
-  return Math.round(value / unit) * unit;
+/** Sends a turn's message with another text; returns whether it could. */
+function change(turn, message) {
+  if (!ready()) {
+    if (running) showProblem(["An answer is still growing.", "Stop it or wait for its end, then send this."]);
+    return false;
+  }
+  say(turn.parent, message, () => log.edit(turn, message), turn);
+  prompt.focus();
+  return true;
 }
 
-async function startReplay() {
-  if (running || !recording?.tokens) return;
-  playing?.abort();
-  const stop = (playing = new AbortController());
-  const [current, chat, rate] = [recording, "messages" in recording.request.body, rounded(speed())];
-  const wanted = `${((current.tokens - 1) / rate).toFixed(2)} s`;
-  replayState(`0.00 of ${wanted}`);
-  enable();
-  let shown = 0;
-  const onFrame = (ms) => {
-    if (ms - shown < METER_MS) return;
-    shown = ms;
-    replayState(`${(ms / 1000).toFixed(2)} of ${wanted}`);
-  };
-  const original = play(current, answer, chat, (ms) => current.tokensAt(ms), stop.signal);
-  const took = await play(current, replay, chat, (ms) => 1 + Math.floor((ms * rate) / 1000), stop.signal, onFrame);
-  if (playing === stop) replayState(took === null ? "stopped" : `${rate.toLocaleString("en")} tok/s took ${(took / 1000).toFixed(2)} s`);
-  const whole = (await original) !== null;
-  if (playing !== stop) return; // another replay has started
-  if (!whole) answer.finish(current.text, chat);
-  playing = null;
-  announce(took === null ? "Replay stopped." : "Replay finished.");
-  enable();
+/** Shows another version of a turn, with what followed it. */
+function turnTo(turn, steps, button) {
+  const version = turn.versions[turn.number + steps];
+  conversation.choose(version);
+  selected = version;
+  showAll();
+  log.focus(version, button);
+  keep();
 }
 
-function setSpeed(value) {
-  byId("speed").value = (byId("speed").max * Math.log(value / SLOWEST)) / Math.log(FASTEST / SLOWEST);
-  showSpeed();
-}
+const ACTIONS = {
+  edit: (turn) => log.edit(turn),
+  retry(turn) {
+    if (!ready()) return;
+    say(turn.parent, turn.message, () => {}, turn);
+    log.focus(selected, "retry");
+  },
+  replay(turn) {
+    selected = turn;
+    replayed = true;
+    showAll();
+    replay.start();
+  },
+  select(turn) {
+    selected = turn;
+    showAll();
+  },
+  earlier: (turn) => turnTo(turn, -1, "earlier"),
+  later: (turn) => turnTo(turn, 1, "later"),
+};
 
-function showSpeed() {
-  byId("speed-value").textContent = speedInWords();
-  byId("speed").setAttribute("aria-valuetext", speedInWords());
-}
-
-byId("play").addEventListener("click", startReplay);
-byId("speed").addEventListener("input", showSpeed);
-byId("speed").addEventListener("change", () => playing && startReplay());
-for (const preset of PRESETS) {
-  addButton("presets", preset.toLocaleString("en"), () => {
-    setSpeed(preset);
-    if (playing) startReplay();
-  }).setAttribute("aria-label", `${preset} tokens per second`);
-}
+byId("new").addEventListener("click", () => {
+  if (running) return;
+  conversation = new Conversation();
+  selected = null;
+  replayed = false;
+  log.views.clear();
+  state("ready");
+  showProblem(null);
+  showAll();
+  prompt.focus();
+  keep();
+});
 
 // ---- copies and downloads
 
-byId("copy-text").addEventListener("click", ({ target }) => recording && copy(target, recording.text));
+byId("copy-text").addEventListener("click", ({ target }) => current() && copy(target, current().text, announce));
 byId("copy-curl").addEventListener("click", ({ target }) => {
-  if (model) copy(target, recording ? asCurl(recording.request, recording.final?.seed, key) : asCurl(readRequest(model), undefined, key));
+  if (!model) return;
+  const recording = current();
+  const first = isChat() ? { messages: [{ role: "user", content: prompt.value }] } : null;
+  copy(target, asCurl(recording?.request ?? readRequest(model, first), recording?.final?.seed, key), announce);
 });
-byId("download").addEventListener("click", () => {
-  if (!recording || running) return;
-  const link = document.createElement("a");
-  link.href = URL.createObjectURL(new Blob([JSON.stringify(recording, null, 1)], { type: "application/json" }));
-  link.download = `laneformer-${recording.date.toISOString().slice(0, 19).replaceAll(":", "")}.json`;
-  link.click();
-  setTimeout(() => URL.revokeObjectURL(link.href), RETRY_MS);
-});
-
-async function copy(button, text) {
-  const [name, done] = [button.textContent, await copied(text)];
-  button.textContent = done ? "Copied" : "Not copied";
-  announce(button.textContent);
-  setTimeout(() => (button.textContent = name), COPIED_MS);
-}
-
-/** Browsers allow the clipboard only for HTTPS and localhost; other pages use execCommand. */
-async function copied(text) {
-  try {
-    await navigator.clipboard.writeText(text);
-    return true;
-  } catch {
-    const area = document.createElement("textarea");
-    area.value = text;
-    document.body.append(area);
-    area.select();
-    const done = document.execCommand("copy");
-    area.remove();
-    return done;
-  }
-}
+byId("download").addEventListener("click", () => current() && !running && download(current()));
 
 // ---- the page
 
-const state = (text) => (byId("state").textContent = text);
-const replayState = (text) => (byId("replay-state").textContent = text);
-const announce = (text) => (byId("announcement").textContent = text);
+/** Shows everything that depends on the state. */
+function showAll() {
+  const recording = current();
+  const chat = isChat();
+  const path = conversation.path;
+  if (chat) log.show(path, selected, running !== null);
+  byId("answer").hidden = chat;
+  byId("log").hidden = !chat;
+  byId("replay-pane").hidden = chat && !replayed;
+  byId("new").hidden = !chat;
+  byId("examples").hidden = chat && path.length > 0;
+  if (!running) {
+    const source = recording && { recording, pane: chat ? log.view(selected).pane : answer };
+    if (recording !== replay.recording) replay.use(source);
+  }
+  if (recording) showFigures(recording, recording.elapsed ?? 0);
+  else clear();
+  if (model || recording) showConditions(model, recording);
+  enable();
+}
+
+function showFigures(recording, elapsed) {
+  showProgress(recording, elapsed);
+  showDetails(recording);
+}
 
 /** Buttons are marked, not disabled, because a disabled button loses the focus. */
 function enable() {
-  const able = { run: !running, stop: running || playing, play: !running && recording?.tokens, "copy-text": recording?.tokens,
-                 download: !running && recording?.tokens };
+  const some = current()?.tokens;
+  const able = { run: !running, stop: running || replay.running, play: !running && some, "copy-text": some, download: !running && some,
+                 new: !running && conversation.path.length };
   for (const [id, can] of Object.entries(able)) byId(id).setAttribute("aria-disabled", String(!can));
 }
 
@@ -274,26 +314,43 @@ function showProblem(words) {
   box.replaceChildren(what, " ", remedy);
 }
 
-function addButton(into, text, action) {
-  const button = document.createElement("button");
-  button.type = "button";
-  button.textContent = text;
-  button.addEventListener("click", action);
-  byId(into).append(button);
-  return button;
-}
-
 function useExample(chosen) {
   example = chosen;
-  byId("prompt").value = chosen[isChat() ? "chat" : "completion"];
+  prompt.value = chosen[isChat() ? "chat" : "completion"];
 }
 
-for (const each of EXAMPLES) addButton("examples", each.name, () => useExample(each));
+for (const each of EXAMPLES) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.textContent = each.name;
+  button.addEventListener("click", () => useExample(each));
+  byId("examples").append(button);
+}
+
+const MAC = /Mac|iPhone|iPad/.test(navigator.userAgent);
+
+/** Arranges the page for the chosen mode: a prompt comes before its answer, a message after the conversation. */
+function setMode() {
+  const chat = isChat();
+  const before = example?.[chat ? "completion" : "chat"];
+  if (prompt.value === before) useExample(example);
+  const main = document.querySelector("main");
+  if (main.dataset.mode !== form.elements.mode.value) {
+    main.dataset.mode = form.elements.mode.value;
+    if (chat) main.append(byId("results"), byId("composer"), form, byId("details"));
+    else main.append(byId("composer"), form, byId("results"), byId("details"));
+  }
+  byId("prompt-label").textContent = chat ? "Message" : "Prompt";
+  byId("answer-title-words").textContent = chat ? "Conversation" : "Answer";
+  byId("run-words").textContent = chat ? "Send" : "Run";
+  byId("run-key").textContent = chat ? "Enter" : MAC ? "⌘ ⏎" : "Ctrl Enter";
+  showAll();
+}
+
 form.elements.mode.forEach((choice) =>
   choice.addEventListener("change", () => {
-    const before = example?.[isChat() ? "completion" : "chat"];
-    byId("prompt-label").textContent = isChat() ? "Message" : "Prompt";
-    if (byId("prompt").value === before) useExample(example);
+    wanted = choice.value;
+    setMode();
   }),
 );
 
@@ -303,10 +360,51 @@ function setTheme(theme) {
   byId("theme").textContent = `Theme: ${theme}`;
 }
 byId("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf(document.documentElement.dataset.theme) + 1) % 3]));
-setTheme("auto");
 
-if (/Mac|iPhone|iPad/.test(navigator.userAgent)) byId("run-key").textContent = "⌘ ⏎";
-setSpeed(100);
-useExample(EXAMPLES[0]);
-enable();
+byId("tint").addEventListener("change", ({ target }) => byId("stage").classList.toggle("tinted", target.checked));
+
+// ---- what a reload keeps
+
+function keep() {
+  const data = (brief) => ({
+    mode: wanted,
+    settings: readSettings(),
+    prompt: prompt.value,
+    theme: document.documentElement.dataset.theme,
+    conversation: conversation.saved(brief),
+    completion: completion?.saved(brief),
+  });
+  if (!save(data) && conversation.path.length) showProblem(["A reload would lose this conversation.", "The browser has no room to keep it."]);
+}
+
+function restore() {
+  setTheme("auto");
+  const saved = load();
+  if (!saved) {
+    useExample(EXAMPLES[0]);
+    return;
+  }
+  writeSettings(saved.settings);
+  wanted = saved.mode;
+  if (wanted === "chat") form.elements.mode[1].checked = true; // at once, without a change when the model is known
+  if (THEMES.includes(saved.theme)) setTheme(saved.theme);
+  try {
+    const [made, unanswered] = Conversation.restored(saved.conversation);
+    conversation = made;
+    prompt.value = [unanswered, saved.prompt].filter(Boolean).join("\n\n");
+    selected = conversation.path.at(-1) ?? null;
+    if (saved.completion?.text) {
+      completion = Recording.restored(saved.completion);
+      answer.clear(completion.request.body.prompt);
+      answer.finish(completion);
+    }
+  } catch {
+    conversation = new Conversation(); // saved by another version of this page
+  }
+}
+
+addEventListener("pagehide", keep);
+restore();
+setMode();
+log.toEnd();
 connect();

@@ -5,21 +5,28 @@ const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "repeti
 
 export const isChat = () => form.elements.mode.value === "chat";
 
-/** The request in the form; the server chooses the values of empty fields. */
-export function readRequest(model) {
-  const prompt = form.elements.prompt.value;
-  const asked = isChat() ? { messages: [{ role: "user", content: prompt }] } : { prompt };
+/** A request with the settings in the form; the server chooses the values of empty fields. turn: of a conversation, with its key; without
+ * one a completion of the prompt. */
+export function readRequest(model, turn, key) {
+  const asked = turn ? { messages: turn.messages, prompt_cache_key: key } : { prompt: form.elements.prompt.value };
   const body = { model: model.id, ...asked };
   for (const name of NUMBERS) {
     const value = form.elements[name].valueAsNumber;
     if (!Number.isNaN(value)) body[name] = value;
   }
-  return { path: isChat() ? "v1/chat/completions" : "v1/completions", body: { ...body, stream: true, return_timeline: true } };
+  return { path: turn ? "v1/chat/completions" : "v1/completions", body: { ...body, stream: true, return_timeline: true } };
+}
+
+/** The settings as data, and back. */
+export const readSettings = () => Object.fromEntries(NUMBERS.map((name) => [name, form.elements[name].value]));
+
+export function writeSettings(settings) {
+  for (const name of NUMBERS) if (typeof settings?.[name] === "string") form.elements[name].value = settings[name];
 }
 
 /** The request as a command for a POSIX shell. The key is read from a variable and never shown. */
 export function asCurl({ path, body }, seed, withKey) {
-  const { return_timeline, ...plain } = body;
+  const { return_timeline, prompt_cache_key, ...plain } = body;
   const data = JSON.stringify(seed === undefined ? plain : { ...plain, seed }).replaceAll("'", "'\\''");
   const key = withKey ? ' \\\n  -H "Authorization: Bearer $LANEFORMER_API_KEY"' : "";
   return `curl -N ${new URL(path, document.baseURI)} \\\n  -H 'Content-Type: application/json'${key} \\\n  -d '${data}'`;

@@ -31,19 +31,30 @@ function* pieces(text, prose) {
   }
 }
 
-/** The part of a text from `start` on, coloured in the context of the whole text. */
-export function highlighted(text, start, prose) {
+/** Stretches [start, end, names] of a text as elements of these classes, coloured in the context of the whole text. */
+export function highlighted(text, stretches, prose) {
   const made = document.createDocumentFragment();
-  let done = start;
-  for (const [kind, from, to] of text.length > MOST ? [] : pieces(text, prose)) {
-    if (to <= start) continue;
-    made.append(text.slice(done, Math.max(from, done)));
-    const span = document.createElement("span");
-    span.className = kind;
-    span.textContent = text.slice(Math.max(from, done), to);
-    made.append(span);
-    done = to;
+  const colours = text.length > MOST ? [] : [...pieces(text, prose)];
+  let at = 0;
+  for (const [start, end, names] of stretches) {
+    const into = names ? made.appendChild(element(names)) : made;
+    let done = start;
+    while (at < colours.length && colours[at][2] <= start) at++;
+    for (let i = at; i < colours.length && colours[i][1] < end; i++) {
+      const [kind, ...range] = colours[i];
+      const [from, to] = [Math.max(range[0], start), Math.min(range[1], end)];
+      into.append(text.slice(done, from));
+      into.append(element(kind, text.slice(from, to)));
+      done = to;
+    }
+    into.append(text.slice(done, end));
   }
-  made.append(text.slice(done));
   return made;
+}
+
+export function element(className, text = "") {
+  const span = document.createElement("span");
+  span.className = className;
+  span.textContent = text;
+  return span;
 }

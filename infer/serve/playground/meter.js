@@ -13,7 +13,8 @@ function put(id, text) {
 }
 
 /** The conditions of a recording, or of the model alone before the first run. */
-export function showConditions(model, recording) {
+export function showConditions(current, recording) {
+  const model = recording?.model ?? current;
   const facts = model.conditions ?? {};
   const seed = recording?.final?.seed ?? recording?.request.body.seed;
   const words = [
@@ -58,8 +59,21 @@ export function showProgress(recording, elapsed) {
   put("elapsed", `${(elapsed / 1000).toFixed(2)} s`);
   const first = recording.final?.metrics.time_to_first_token_ms ?? recording.times.values[0];
   put("first", milliseconds(first));
+  put("drafted", recording.tokens ? share(recording.right / recording.tokens) : NONE);
+  put("company", recording.tokens ? companyNow(recording) : NONE);
   const note = recording.final ? "sustained, measured by the server" : "so far, by the engine's clock";
   put("rate-note", recording.elapsed !== null && !recording.final ? "until the early end, by the engine's clock" : note);
+}
+
+/** Before a run. */
+export function clear() {
+  const names = ["rate", "client-rate", "count", "elapsed", "first", "drafted", "company", "prompt-n", "cache-n", "prompt-ms", "prompt-rate",
+                 "queue-ms", "decode-n", "decode-ms", "mean-ms", "company-rates", "finish", "p50", "p95", "p99"];
+  for (const name of names) put(name, NONE);
+  byId("rate").classList.add("none");
+  put("rate-note", "sustained, by the engine's clock");
+  put("gaps-note", "");
+  draw(byId("histogram"), [], {}, "Histogram: no run yet");
 }
 
 /** Prefill, decode and the distribution of times between tokens. */
@@ -73,6 +87,7 @@ export function showDetails(recording) {
   put("decode-n", timings ? tokens(timings.predicted_n) : NONE);
   put("decode-ms", milliseconds(timings?.predicted_ms));
   put("mean-ms", milliseconds(metrics?.mean_itl_ms));
+  put("company-rates", recording.tokens ? costOfCompany(recording) || others(0) : NONE);
   put("finish", { length: "length limit", stop: "the model" }[recording.finish] ?? NONE);
   const gaps = recording.gaps;
   const marks = gaps.length ? { p50: percentile(gaps, 50), p95: percentile(gaps, 95), p99: percentile(gaps, 99) } : {};
@@ -83,6 +98,41 @@ export function showDetails(recording) {
   put("gaps-note", gaps.length ? `${gaps.length.toLocaleString("en")} at the engine's host${detail}` : "");
   const words = Object.entries(marks).map(([name, value]) => `${name} ${milliseconds(value)}`);
   draw(byId("histogram"), gaps, marks, `Histogram of ${gaps.length} times: ${words.join(", ")}`);
+}
+
+/** The figures of an answer, for the line below it: pairs of name and value. */
+export function summary(recording) {
+  const { final, rate } = recording;
+  const first = final?.metrics.time_to_first_token_ms ?? recording.times.values[0];
+  const { prompt_n: computed, cache_n: cached } = final?.timings ?? {};
+  const drafts = recording.right;
+  return [
+    ["first token", first !== undefined && first !== null && milliseconds(first)],
+    ["prompt", final && `${tokens(computed + cached)} tokens, ${tokens(cached)} cached`],
+    ["answer", `${tokens(recording.tokens)} tokens${rate === null ? "" : `, ${figures(rate)} tok/s`}`],
+    ["drafted", drafts > 0 && share(drafts / recording.tokens)],
+    ["company", costOfCompany(recording)],
+  ].filter(([, value]) => value);
+}
+
+/** How many requests have rows in the newest pass while the answer grows; at its end the share of tokens with others. */
+function companyNow(recording) {
+  if (recording.outcome === null) return others(recording.others.last);
+  const all = recording.others.values;
+  const shared = all.filter((count) => count > 0).length;
+  return shared ? `${share(shared / all.length)} shared` : others(0);
+}
+
+const others = (count) => (count ? `${count} other${count > 1 ? "s" : ""}` : "alone");
+
+/** The speeds alone and with others; "" if all passes were its own. */
+function costOfCompany({ company }) {
+  const rated = company.filter(({ rate }) => rate !== null);
+  return !company.at(-1)?.others ? "" : rated.map(({ others: count, rate }) => `${count ? `with ${others(count)}` : "alone"} ${figures(rate)} tok/s`).join(", ");
+}
+
+function share(part) {
+  return `${Math.round(100 * part)} %`;
 }
 
 function tokens(count) {

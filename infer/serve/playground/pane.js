@@ -1,15 +1,19 @@
 // Growing text: one write per frame into a short last block, so that the cost of a frame does not depend on the length of the text.
 
-import { highlighted } from "./highlight.js";
+import { element, highlighted } from "./highlight.js";
 
 const BLOCK = 500; // characters after which the next line starts a new block
+const NEAR_END = 40; // pixels from its end within which a pane follows its text
 
 export const still = matchMedia("(prefers-reduced-motion: reduce)");
 const STILL_MS = 500; // between writes if the user prefers reduced motion
 
 export class Pane {
-  constructor(element) {
+  /** scroller: what scrolls when the text grows. prose: whether it is the text of a chat, which has code only between ```. */
+  constructor(element, { scroller = element, prose = false } = {}) {
     this.element = element;
+    this.scroller = scroller;
+    this.prose = prose;
     this.clear();
   }
 
@@ -26,55 +30,56 @@ export class Pane {
   #block;
   #size;
 
-  /** Shows the text, which starts with what is already shown. now: time of the frame. */
-  show(text, now) {
-    if (text.length === this.length || (still.matches && now - this.#written < STILL_MS)) return;
-    const element = this.element;
-    const follows = element.scrollHeight - element.scrollTop - element.clientHeight < 40;
+  /** Shows the recording's first `length` characters, of which it shows some already. now: time of the frame. */
+  show(recording, length, now) {
+    if (length === this.length || (still.matches && now - this.#written < STILL_MS)) return;
+    const { scrollHeight, scrollTop, clientHeight } = this.scroller;
+    const follows = scrollHeight - scrollTop - clientHeight < NEAR_END;
     if (this.length === 0) this.#start();
     this.#written = now;
-    this.#append(text.slice(this.length));
-    this.length = text.length;
-    if (follows) element.scrollTop = element.scrollHeight;
+    for (const [start, end, names] of recording.stretches(this.length, length)) this.#append(recording.text.slice(start, end), names);
+    this.length = length;
+    if (follows) this.scroller.scrollTop = this.scroller.scrollHeight;
   }
 
-  /** Shows the whole text in colours. prose: whether it is the text of a chat. */
-  finish(text, prose) {
+  /** Shows the whole text in colours. */
+  finish(recording) {
     this.#written = -Infinity;
-    this.show(text, 0);
+    this.show(recording, recording.text.length, 0);
     if (!this.length) return;
-    const top = this.element.scrollTop;
-    this.#text.replaceChildren(highlighted(this.prompt + text, this.prompt.length, prose));
-    this.element.scrollTop = top;
+    const top = this.scroller.scrollTop;
+    const before = this.prompt.length;
+    const stretches = Array.from(recording.stretches(0, this.length), ([start, end, names]) => [before + start, before + end, names]);
+    this.#text.replaceChildren(highlighted(this.prompt + recording.text, stretches, this.prose));
+    this.scroller.scrollTop = top;
   }
 
   #start() {
-    const prompt = document.createElement("span");
-    prompt.className = "prompt";
-    prompt.textContent = this.prompt;
-    this.#text = document.createElement("span");
-    this.#text.className = "text";
+    this.#text = element("text");
     this.#block = this.#text;
     this.#size = 0;
-    this.element.replaceChildren(prompt, this.#text);
+    this.element.replaceChildren(element("prompt", this.prompt), this.#text);
   }
 
-  #append(text) {
+  #append(text, names) {
     const line = this.#size + text.length > BLOCK ? text.indexOf("\n") + 1 : 0;
-    this.#block.append(text.slice(0, line || text.length));
+    this.#add(text.slice(0, line || text.length), names);
     this.#size += text.length;
     if (!line) return;
-    this.#block = document.createElement("span");
-    this.#block.className = "block";
-    this.#block.append(text.slice(line));
+    this.#block = element("block");
+    this.#add(text.slice(line), names);
     this.#size = text.length - line;
     this.#text.append(this.#block);
+  }
+
+  #add(text, names) {
+    this.#block.append(names && text ? element(names, text) : text);
   }
 }
 
 /** Plays a recording in a pane from its first token on. tokensAt: number of tokens after some ms. Resolves with the duration in ms, or
  * null if it was stopped. */
-export function play(recording, pane, prose, tokensAt, signal, onFrame = () => {}) {
+export function play(recording, pane, tokensAt, signal, onFrame = () => {}) {
   pane.clear(pane.prompt);
   return new Promise((resolve) => {
     let began = null;
@@ -87,10 +92,10 @@ export function play(recording, pane, prose, tokensAt, signal, onFrame = () => {
       const tokens = Math.min(tokensAt(now - began), recording.tokens);
       onFrame(now - began);
       if (tokens < recording.tokens) {
-        pane.show(recording.upTo(tokens), now);
+        pane.show(recording, recording.lengthAt(tokens), now);
         requestAnimationFrame(frame);
       } else {
-        pane.finish(recording.text, prose);
+        pane.finish(recording);
         resolve(now - began);
       }
     };

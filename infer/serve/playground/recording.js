@@ -1,4 +1,7 @@
-// One answer as received: its text, the end of each token in it, and arrival times by the engine's clock and by this page's.
+// One answer as received: its text, the end of each token in it, what its tokens come from, and arrival times by the engine's clock and by
+// this page's.
+
+const US = 1000; // per ms
 
 /** A growing array of numbers. */
 class Series {
@@ -24,19 +27,23 @@ class Series {
 }
 
 export class Recording {
-  /** model: as /v1/models reports it. request: path and body. Times are in milliseconds. */
+  /** model: as /v1/models reports it. request: path and body. Times are in milliseconds; places in the text in UTF-16 units. */
   constructor(model, request) {
     this.model = model;
     this.request = request;
     this.date = new Date();
-    this.text = "";
+    this.text = ""; // with the reasoning
+    this.thoughts = []; // [start, end] of each stretch of reasoning in the text
     this.ends = new Series(); // end of each token in the text
     this.times = new Series(); // arrival of each token since the engine started the request, by the engine's clock
+    this.drafted = new Series(); // 1 for each token that was a right draft
+    this.others = new Series(); // other requests in the pass that drew each token
     this.arrivals = new Series(); // arrival of each read since the request was sent, by this page's clock
     this.counts = new Series(); // number of tokens at each of these arrivals
     this.final = null; // the event with the timings
     this.finish = null;
     this.elapsed = null;
+    this.outcome = null; // once it has ended: complete, stopped or incomplete
   }
 
   get tokens() {
@@ -48,14 +55,15 @@ export class Recording {
     for (const event of events) {
       const choice = event.choices?.[0];
       if (!choice) continue;
-      const text = choice.text ?? (choice.delta.reasoning_content ?? "") + (choice.delta.content ?? "");
       let end = this.text.length;
-      for (const [piece, ms] of choice.timeline ?? []) {
+      for (const [piece, ms, drafted, others] of choice.timeline ?? []) {
         end += piece.length;
         this.ends.push(end);
         this.times.push(ms);
+        this.drafted.push(drafted);
+        this.others.push(others);
       }
-      this.text += text;
+      this.#grow(choice.delta?.reasoning_content ?? "", choice.text ?? choice.delta.content ?? "");
       this.finish = choice.finish_reason ?? this.finish;
       if (event.timings) this.final = event;
     }
@@ -63,6 +71,24 @@ export class Recording {
       this.arrivals.push(time);
       this.counts.push(this.tokens);
     }
+  }
+
+  #grow(reasoning, content) {
+    const start = this.text.length;
+    if (reasoning) {
+      if (this.thoughts.at(-1)?.[1] === start) this.thoughts.at(-1)[1] += reasoning.length;
+      else this.thoughts.push([start, start + reasoning.length]);
+    }
+    this.text += reasoning + content;
+  }
+
+  get reasoning() {
+    return this.thoughts.map(([start, end]) => this.text.slice(start, end)).join("");
+  }
+
+  get content() {
+    const bounds = [0, ...this.thoughts.flat(), this.text.length];
+    return bounds.map((bound, i) => (i % 2 ? "" : this.text.slice(bound, bounds[i + 1]))).join("");
   }
 
   /** Tokens per second after the first by the engine's clock; the server's figure once it is in. Null with fewer than two tokens. */
@@ -78,22 +104,62 @@ export class Recording {
     return counts.length > 1 ? (1000 * (this.counts.last - counts[0])) / (this.arrivals.last - this.arrivals.values[0]) : null;
   }
 
+  /** Tokens that were right drafts. */
+  get right() {
+    return this.drafted.values.reduce((sum, drafted) => sum + drafted, 0);
+  }
+
+  /** Tokens after the first arrival by the other requests in their passes, in order: [{others, tokens, rate}], rate in tokens per second.
+   * Tokens that arrived together share the time since those before. */
+  get company() {
+    const found = new Map();
+    const [times, others] = [this.times.values, this.others.values];
+    for (let start = this.tokensAt(0); start < times.length; ) {
+      let end = start + 1;
+      while (end < times.length && times[end] === times[start]) end++;
+      const ms = (times[start] - times[start - 1]) / (end - start);
+      for (; start < end; start++) {
+        const at = found.get(others[start]) ?? { others: others[start], tokens: 0, ms: 0 };
+        at.tokens++;
+        at.ms += ms;
+        found.set(others[start], at);
+      }
+    }
+    const rated = Array.from(found.values(), ({ ms, ...at }) => ({ ...at, rate: ms ? (1000 * at.tokens) / ms : null }));
+    return rated.sort((a, b) => a.others - b.others);
+  }
+
   /** Number of tokens that had arrived `ms` after the first one, by the engine's clock. */
   tokensAt(ms) {
     const times = this.times.values;
-    let low = 0;
-    let high = times.length;
-    while (low < high) {
-      const middle = (low + high) >> 1;
-      if (times[middle] - times[0] <= ms) low = middle + 1;
-      else high = middle;
-    }
-    return low;
+    return firstAfter(times, times[0] + ms);
   }
 
-  /** The text up to a number of tokens. The last one includes what was held back. */
-  upTo(tokens) {
-    return tokens >= this.tokens ? this.text : this.text.slice(0, tokens ? this.ends.values[tokens - 1] : 0);
+  /** Length of the text up to a number of tokens. The last one includes what was held back. */
+  lengthAt(tokens) {
+    return tokens >= this.tokens ? this.text.length : tokens ? this.ends.values[tokens - 1] : 0;
+  }
+
+  /** Stretches [start, end, names] of a part of the text, in order: names of a right draft, of reasoning, of both or "". */
+  *stretches(from, to) {
+    const [ends, drafted] = [this.ends.values, this.drafted.values];
+    for (let token = firstAfter(ends, from); from < to; ) {
+      const draft = drafted[token] === 1;
+      let end = token < ends.length ? ends[token] : to;
+      while (++token < ends.length && end < to && (drafted[token] === 1) === draft) end = ends[token];
+      for (end = Math.min(end, to); from < end; ) {
+        const [thought, until] = this.#thought(from);
+        const next = Math.min(end, until);
+        yield [from, next, [draft && "draft", thought && "thought"].filter(Boolean).join(" ")];
+        from = next;
+      }
+    }
+  }
+
+  /** Whether a place is in the reasoning, and where that changes. */
+  #thought(place) {
+    const next = this.thoughts.find(([, end]) => end > place);
+    return !next ? [false, Infinity] : place < next[0] ? [false, next[0]] : [true, next[1]];
   }
 
   /** Times between arrivals at the engine's host, sorted. Tokens of one dispatch arrive together and count as one arrival. */
@@ -122,7 +188,13 @@ export class Recording {
       text: this.text,
       timings: this.final?.timings ?? null,
       metrics: this.final?.metrics ?? null,
-      tokens: { point: "engine_host", time_ms: list(this.times), end: list(this.ends) },
+      tokens: {
+        point: "engine_host",
+        time_ms: list(this.times),
+        end: list(this.ends),
+        drafted: list(this.drafted),
+        others: list(this.others),
+      },
       between_arrivals_ms: gaps.length
         ? { point: "engine_host", n: gaps.length, p50: percentile(gaps, 50), p95: percentile(gaps, 95), p99: percentile(gaps, 99), max: gaps.at(-1) }
         : null,
@@ -137,6 +209,46 @@ export class Recording {
       notes: ["one request, measured in a browser; use `python -m infer bench` for figures to publish"],
     };
   }
+
+  /** What `restored` needs, in little space: numbers as differences, times in microseconds. Without the messages of the request, and if
+   * `brief` without the tokens. */
+  saved(brief) {
+    const { messages, ...body } = this.request.body;
+    const { model, date, text, thoughts, final, finish, elapsed, outcome } = this;
+    const series = brief ? null : SERIES.map(([name, unit]) => steps(this[name].values, unit));
+    const { id, conditions } = model;
+    const kept = final && { seed: final.seed, timings: final.timings, metrics: final.metrics };
+    return { model: { id, conditions }, request: { ...this.request, body }, date, text, thoughts, final: kept, finish, elapsed, outcome, series };
+  }
+
+  static restored({ model, request, series, ...saved }, messages) {
+    const made = new Recording(model, { ...request, body: messages ? { ...request.body, messages } : request.body });
+    Object.assign(made, saved, { date: new Date(saved.date), outcome: saved.outcome ?? "incomplete" });
+    SERIES.forEach(([name, unit], i) => {
+      let sum = 0;
+      for (const step of series?.[i] ?? []) made[name].push((sum += step) / unit);
+    });
+    made.elapsed ??= made.arrivals.last ?? 0; // of a run that the reload ended
+    return made;
+  }
+}
+
+const SERIES = [["ends", 1], ["times", US], ["drafted", 1], ["others", 1], ["arrivals", US], ["counts", 1]]; // and units per unit
+
+function steps(values, unit) {
+  return Array.from(values, (value, i) => Math.round(value * unit) - (i ? Math.round(values[i - 1] * unit) : 0));
+}
+
+/** Index of the first of sorted values that is larger. */
+function firstAfter(values, value) {
+  let low = 0;
+  let high = values.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] <= value) low = middle + 1;
+    else high = middle;
+  }
+  return low;
 }
 
 /** A percentile of sorted values, interpolated linearly as numpy's. */

@@ -65,20 +65,20 @@ export async function stream(request, key, signal, onEvents, onQueued) {
 export function explain(problem) {
   const { status, code, message } = problem;
   if (!(problem instanceof Problem)) return ["This page failed.", `Reload it and try again. (${problem})`];
-  if (status === 0) return ["The server cannot be reached.", "Check in its terminal whether it is running, start it again if not, then press Run."];
+  if (status === 0) return ["The server cannot be reached.", "Check in its terminal whether it is running, start it again if not, then try again."];
   if (status === 401) return ["The server refused the key.", "Enter the key that it was started with."];
   if (status === 403) return ["The server does not accept this host name.", sentence(message)];
   if (code === "model_not_found") return ["The server has a different model now.", "Reload this page."];
   if (status === 413) return ["The prompt is too long for one request.", "Shorten it."];
   if (status === 429) {
-    return ["The queue is full.", `${sentence(message)} The engine answers one request at a time: press Run again in ${problem.retryAfter ?? "a few"} s or more.`];
+    return ["The queue is full.", `${sentence(message)} Try again in ${problem.retryAfter ?? "a few"} s or more.`];
   }
   if (code === "timeout") return ["The answer took too long.", `${sentence(message)} Ask for fewer tokens, or start the server with a larger --timeout.`];
   if (code === "context_length_exceeded") return ["The prompt does not fit.", sentence(message)];
-  if (message.includes("shutting down")) return ["The server was stopped.", "Start it again, then press Run."];
+  if (message.includes("shutting down")) return ["The server was stopped.", "Start it again, then try again."];
   if (status === 503) return ["The engine is not ready.", sentence(message)];
-  if (status >= 500) return ["The engine failed.", `${sentence(message)} Press Run to try again; the server's terminal may show the cause.`];
-  return ["The server refused the request.", `${sentence(message)} Change that, then press Run.`];
+  if (status >= 500) return ["The engine failed.", `${sentence(message)} Try again; the server's terminal may show the cause.`];
+  return ["The server refused the request.", `${sentence(message)} Change that, then try again.`];
 }
 
 function sentence(message) {

@@ -1,0 +1,37 @@
+// What leaves the page: copies and downloads.
+
+const COPIED_MS = 1200;
+const KEPT_MS = 1000; // for a download to begin
+
+/** Copies a text and says so on the button. */
+export async function copy(button, text, announce) {
+  const [name, done] = [button.textContent, await copied(text)];
+  button.textContent = done ? "Copied" : "Not copied";
+  announce(button.textContent);
+  setTimeout(() => (button.textContent = name), COPIED_MS);
+}
+
+/** Browsers allow the clipboard only for HTTPS and localhost; other pages use execCommand. */
+async function copied(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+    return true;
+  } catch {
+    const area = document.createElement("textarea");
+    area.value = text;
+    document.body.append(area);
+    area.select();
+    const done = document.execCommand("copy");
+    area.remove();
+    return done;
+  }
+}
+
+/** Downloads a recording as a JSON file. */
+export function download(recording) {
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([JSON.stringify(recording, null, 1)], { type: "application/json" }));
+  link.download = `laneformer-${recording.date.toISOString().slice(0, 19).replaceAll(":", "")}.json`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), KEPT_MS);
+}

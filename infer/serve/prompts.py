@@ -1,0 +1,107 @@
+"""Prompts of chats in the engine's process: their tokens, and the grammar of the answer where tools or a form ask for
+one.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from infer.text.grammar import Grammar
+from infer.text.tool_calls import ToolRequest
+from laneformer.errors import InputError, LaneformerError
+
+if TYPE_CHECKING:
+    from infer.engine.engine import Engine
+    from infer.text.chat_template import ChatTemplate
+
+MOST_SECONDS = 1.0  # to find the schemas that cannot be obeyed
+LATE = InputError("the schemas before took too long to compile: simplify them")
+
+
+class Prompt(NamedTuple):
+    """The prompt of a chat, and what its answer must be."""
+
+    ids: list[int]
+    tools: ToolRequest | None
+    grammar: Grammar | None
+    notes: tuple[str, ...] = ()
+    """Warnings for the client."""
+
+
+def prompt_of(
+    engine: "Engine",
+    chat: "ChatTemplate",
+    messages: Sequence[dict[str, Any]],
+    tools: ToolRequest | None,
+    values: dict[str, Any],
+    form: Grammar | None,
+) -> Prompt:
+    """Encodes a conversation.
+
+    A required call, strict functions and a form beside tools make a grammar. Where the engine has none, an answer that
+    must call begins as a call in the prompt. Raises LaneformerError, with the name of the parameter.
+    """
+    from infer.text.conversation import encode
+
+    def encoded(tools: ToolRequest | None) -> list[int]:
+        return encode(chat, messages, tools, values)
+
+    if form is not None:
+        engine.check_constraint(form)
+    if tools is None or not (tools.required or tools.strict or form is not None):
+        return Prompt(encoded(tools), tools, form)
+    why = engine.why_no_constraint(tools.strict_path if tools.strict else "tool_choice")
+    if why is not None and tools.strict:
+        path = tools.strict_path
+        raise type(why)(str(why) if str(why).startswith(path) else f"{path} = true: {why}")
+    if why is not None:
+        return Prompt(encoded(tools), tools, form)
+    unopened = replace(tools, opened=False)
+    ids = encoded(unopened)
+    parts = chat.channels(ids)
+    if tools.required and (parts is None or not parts.may_reason) and chat.tool_format is not None:
+        unopened, ids = tools, encoded(tools)  # reading a text takes less time than writing it
+    grammar, notes = _usable(engine, chat, unopened, ids, form)
+    return Prompt(ids, unopened, grammar, notes)
+
+
+def _usable(
+    engine: "Engine", chat: "ChatTemplate", tools: ToolRequest, ids: Sequence[int], form: Grammar | None
+) -> tuple[Grammar, tuple[str, ...]]:
+    """The grammar, and warnings: a schema that cannot be obeyed is refused where its function is strict, and otherwise
+    its arguments are any object.
+    """
+    loose = set() if tools.required else {*tools.schemas} - tools.strict
+
+    def made(functions: ToolRequest, loose: set[str]) -> Grammar:
+        return chat.call_grammar(ids, functions, loose=loose, form=form, name="tools")
+
+    if _problem(lambda: engine.check_constraint(made(tools, loose))) is None:
+        return made(tools, loose), ()
+    notes, end = [], time.perf_counter() + MOST_SECONDS
+    for n, tool in enumerate(tools.tools):  # which of them is it?
+        name = tool["function"]["name"]
+        if name in loose or (tools.name or name) != name:
+            continue
+        alone = replace(tools, tools=(tool,), required=True, name=name, opened=False)
+        late = time.perf_counter() > end
+        problem = LATE if late else _problem(lambda alone=alone: engine.check_constraint(made(alone, set())))
+        if problem is not None:
+            path = f"tools[{n}].function.parameters"
+            line = str(problem).removeprefix("tools ").removeprefix("cannot be used: ")
+            if name in tools.strict:
+                raise type(problem)(f"{path} cannot be obeyed, as strict = true asks for: {line}")
+            loose.add(name)
+            notes.append(f"{path} is not enforced: {line}")
+    grammar = made(tools, loose)
+    engine.check_constraint(grammar)
+    return grammar, tuple(notes)
+
+
+def _problem(check: Callable[[], None]) -> LaneformerError | None:
+    try:
+        check()
+    except LaneformerError as error:
+        return error
+    return None

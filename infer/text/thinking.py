@@ -1,0 +1,95 @@
+"""Answers with reasoning between two marks, before the content, as Qwen3 and DeepSeek R1 write them.
+
+    <think>
+    2 + 2 is 4.
+    </think>
+
+    4
+
+The marks are tokens. The first one may be the end of the prompt; behind a prompt that ends with both, the answer is
+content. White space behind a mark belongs to it.
+"""
+
+from collections.abc import Sequence
+from copy import copy
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from infer.text.channels import Part
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+MARKS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+MOST_SPACES = 2  # tokens of white space between the marks and the content of an answer that has a grammar
+
+
+class ThinkMarks(NamedTuple):
+    """The ids of the marks."""
+
+    open: int
+    close: int
+    spaces: tuple[int, ...]
+    """Tokens of line ends, which models write behind a mark."""
+
+    @classmethod
+    def find(cls, source: str, tokenizer: "Tokenizer") -> Self | None:
+        """Those of a chat template with this text; None if it has none that are tokens."""
+        for texts in MARKS:
+            ids = tuple(map(tokenizer.token_to_id, texts))
+            if texts[1] in source and None not in ids:
+                spaces = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n\n", "\n"))
+                return cls(*ids, tuple(each[0] for each in spaces if len(each) == 1))
+        return None
+
+
+class Thinking:
+    """The part to which each token of one answer belongs."""
+
+    def __init__(self, marks: ThinkMarks, tokenizer: "Tokenizer", prompt: Sequence[int]):
+        """prompt: its token ids. Marks in messages of the prompt do not count, as the answer's are at its end."""
+        self._marks, self._tokenizer = marks, tokenizer
+        last = next((token for token in reversed(prompt) if not self._is_space(token)), None)
+        self.part = Part.REASONING if last == marks.open else Part.CONTENT
+        """That of the next token, unless it is a mark."""
+        self._may_open = last not in (marks.open, marks.close)
+        self._behind_mark = last in (marks.open, marks.close)
+        self._spaces = 0
+
+    def copy(self) -> Self:
+        """The same place in the answer, for another reader of its tokens."""
+        return copy(self)
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether reasoning may follow."""
+        return self._may_open or self.part is Part.REASONING
+
+    @property
+    def openings(self) -> tuple[int, ...]:
+        """Tokens that may precede the content."""
+        if self._may_open:
+            return (self._marks.open,)
+        return self._marks.spaces if self._behind_mark and self._spaces < MOST_SPACES else ()
+
+    def add(self, token: int) -> Part:
+        """The part of the answer's next token."""
+        if self._behind_mark and self._is_space(token):
+            self._spaces += 1
+            return Part.MARK
+        if (opens := self._may_open and token == self._marks.open) or (
+            self.part is Part.REASONING and token == self._marks.close
+        ):
+            self.part = Part.REASONING if opens else Part.CONTENT
+            self._may_open, self._behind_mark, self._spaces = False, True, 0
+            return Part.MARK
+        self._may_open = self._behind_mark = False
+        return self.part
+
+    def _is_space(self, token: int) -> bool:
+        text = self._tokenizer.decode([int(token)], skip_special_tokens=False)
+        return bool(text) and not text.strip()
