@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
-# Everything that one GPU allows, in one command and under nine minutes: builds, tests, checkers, microbenchmarks, the decode benchmark.
+# Everything that one GPU allows, in one command and under nine minutes: builds, tests, checkers, microbenchmarks, steps of
+# training, the decode benchmark. With --budget it pretrains a model instead, scores it and measures its speed (docs/gpu.md).
 #
 #   scripts/gpu_check.sh [FOLDER] [--stages a,b] [--seconds N] [--wheels FOLDER] [--dry-run]     PYTHON=python3.12 names another Python
+#   scripts/gpu_check.sh FOLDER --budget 2400 [--humaneval HumanEval.jsonl.gz] [--seconds N]     again while its status is 75
 #
-# Results go to FOLDER (default: gpu_results/): report.md, report.json, and the output of every stage. Exit status 1 if a stage failed.
+# Results go to FOLDER (default: gpu_results/): report.md, report.json, and the output of every stage. Exit status 1 if a
+# stage failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 exec "${PYTHON:-python3}" -m scripts.gpu_check "$@"

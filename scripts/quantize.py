@@ -21,8 +21,8 @@ import tyro
 import laneformer as lf
 from laneformer.errors import CheckpointError, ConfigError, run_command
 from laneformer.hf import read_values
-from laneformer.hf.compressed import config_of, settings_of, tensors_of
 from laneformer.hf.folder import HfFolder
+from laneformer.hf.packed.compressed import config_of, settings_of, tensors_of
 from laneformer.hf.safetensors import DTYPES, INDEX, Stack, Tensor, write_tensors
 from laneformer.quantized.rounding import Kind, relative_error, round_to
 from scripts.convert import TOKENIZER_FILES
@@ -83,6 +83,7 @@ def quantize(options: Options) -> str:
     folder = HfFolder(options.model)
     if folder.quantized:
         raise CheckpointError(f"{options.model} is quantized already; give the model that it was made of")
+    folder.check_packed("leave it as it is")
     ids = None if options.data is None else read_rows(options.data, folder.config, options.rows)
     rounded = write(folder, options)
     for name in (name for name in TOKENIZER_FILES if (options.model / name).exists()):

@@ -47,6 +47,10 @@ class Engine:
         return sys.executable if self.environment is None else installed(folder, self.environment)
 
 
+SERVING = {  # by the names of PEERS
+    "laneformer": "scripts.peers.ours_serving",
+    "llama.cpp": "scripts.peers.llama_cpp_serving",
+}
 INDUCTOR = (("TORCHINDUCTOR_COMPILE_THREADS", "1"),)  # no pool of processes next to the measured one
 OURS = Engine("laneformer", "scripts.peers.ours")
 PEERS = {

@@ -33,7 +33,8 @@ class LlamaCpp:
         of_model.n_gpu_layers, of_model.load_mode = 0, llama_cpp.LLAMA_LOAD_MODE_NONE
         self._model = llama_cpp.llama_model_load_from_file(os.fsencode(path), of_model)
         of_context = llama_cpp.llama_context_default_params()
-        of_context.n_ctx, of_context.n_batch = max(task.positions, task.longest_prompt), BATCH
+        of_context.n_ctx, of_context.n_batch = task.slots * max(task.positions, task.longest_prompt), BATCH
+        of_context.n_seq_max, of_context.kv_unified = task.slots, False  # llama.cpp's advice for separate sequences
         of_context.n_threads = of_context.n_threads_batch = task.threads
         self._context = self._model and llama_cpp.llama_init_from_model(self._model, of_context)
         if not self._context:

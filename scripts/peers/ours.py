@@ -45,7 +45,9 @@ class Ours:
             weights = BF12 if task.option == BF12 else task.weights
             precision = dataclasses.replace(Precision.default("bfloat16"), compute=task.compute)
             source = RandomSource(config, "bfloat16", precision=precision, format=format, matrices=matrices)
-            self._backend = CpuBackend(source, threads=task.threads, weights=weights)
+            serves = {"parallel": task.slots, "speculation": None if task.slots > 1 else 0}
+            slowdown = task.most_slowdown
+            self._backend = CpuBackend(source, threads=task.threads, weights=weights, most_slowdown=slowdown, **serves)
         self._vocab, self._prompts, c = config.vocab_size, 0, self._backend.conditions
         self.conditions = {
             "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__},

@@ -62,6 +62,10 @@ class Process:
         """The engine's answer to a prompt of that many tokens. Raises EngineError."""
         return self._request(f"first {prompt}", f"computing a prompt of {prompt} tokens")
 
+    def serve(self, verb: str, *arguments: object) -> dict:
+        """The answer of an engine that serves requests, see scripts/peers/protocol.py. Raises EngineError."""
+        return self._request(" ".join(map(str, (verb, *arguments))), f"serving requests ({verb})")
+
     def _request(self, line: str, doing: str) -> dict:
         self._signal(signal.SIGCONT)
         try:

@@ -3,8 +3,9 @@
 A program gets its task as JSON on the command line. It reports {"ready": conditions} when its model is loaded, and then
 answers every line on standard input, until that ends. To `decode PROMPT TOKENS` the answer is {"gaps": [...],
 "cpu_seconds": ..., "peak_bytes": ...}: seconds from each token to the next, processor time of the request, and peak
-resident memory so far. To `first PROMPT` it has "seconds", until the first token, in place of the gaps. Output of
-libraries goes to standard error.
+resident memory so far. To `first PROMPT` it has "seconds", until the first token, in place of the gaps. A program that
+serves requests answers `together`, `copied` and `turn` as well, with the fields of `Served`. Output of libraries goes
+to standard error.
 """
 
 import ctypes
@@ -19,7 +20,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 XLA, CPP_WRAPPER, BF12 = "xla", "cpp_wrapper", "bf12"  # options
 PR_SET_PDEATHSIG = 1
@@ -76,6 +77,10 @@ class Task:
     """Dtype of our kernel's products; the other engines choose theirs."""
     longest_prompt: int = 0
     """Tokens of the longest prompt whose first token is measured."""
+    slots: int = 1
+    """Sequences at a time; several for a program that serves requests."""
+    most_slowdown: float = 1.5
+    """Of our engine: see infer/engine/cpu.py."""
 
     def text(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -104,6 +109,31 @@ class Decoder(Protocol):
         """Seconds from a request of `prompt` tokens to its first token; nothing of earlier requests is reused."""
 
 
+class Served(NamedTuple):
+    """What serving requests took."""
+
+    seconds: float
+    tokens: int
+    """That were drawn in these seconds; of a turn, those of the prompt that were not computed."""
+    passes: int
+    """In which they were drawn."""
+
+
+class Server(Decoder, Protocol):
+    """A loaded model that serves requests."""
+
+    def together(self, prompt: int, tokens: int, clients: int) -> Served:
+        """That many clients at once, each with its prompt, from the start of the first to the end of the last."""
+
+    def copied(self, file: str, drafts: int) -> Served:
+        """A forced answer, after its first token. file: JSON with token ids of "prompt" and "answer". drafts: most of
+        a pass, copied from the text so far; -1 for as many as pay.
+        """
+
+    def turn(self, prompt: int, answer: int, new: int) -> Served:
+        """The first token of a second turn: its prompt is that of the first one, its answer and `new` tokens."""
+
+
 def serve(load: Callable[[Task], Decoder]) -> None:
     """Loads the model of the task on the command line and answers requests until standard input ends."""
     # A stopped process cannot notice that its driver was killed.
@@ -124,6 +154,10 @@ def serve(load: Callable[[Task], Decoder]) -> None:
         cpu = time.process_time()
         if verb == "first":
             found = {"seconds": model.first(int(sizes[0]))}
+        elif verb == "copied":
+            found = model.copied(sizes[0], int(sizes[1]))._asdict()
+        elif verb != "decode":
+            found = getattr(model, verb)(*map(int, sizes))._asdict()
         else:
             times = model.decode(*map(int, sizes))
             found = {"gaps": [b - a for a, b in itertools.pairwise(times)]}
