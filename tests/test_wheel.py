@@ -16,6 +16,7 @@ import pytest
 
 from custom_calls import build
 from custom_calls.gpu import compile as gpu_compile
+from custom_calls.library import library
 from tests.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -87,6 +88,7 @@ def test_a_wheel_works_without_the_checkout(tmp_path):
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     outside |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     (tmp_path / "empty").mkdir()
+    library()  # compiled by now
 
     def run(*command, status: int = 0, **environment) -> str:
         done = subprocess.run(
@@ -101,6 +103,9 @@ def test_a_wheel_works_without_the_checkout(tmp_path):
         assert done.returncode == status and "Traceback" not in done.stderr, done.stdout + done.stderr
         return done.stdout
 
+    cache = tmp_path / "cache" / "laneformer"
+    cache.mkdir(parents=True)
+    shutil.copy(build.find(), cache)  # to compile it takes minutes, and is what an installation in a checkout does
     built = ("wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path / "wheels", checkout)
     run(sys.executable, "-m", "pip", *built)
     (wheel,) = (tmp_path / "wheels").glob("laneformer-*.whl")
@@ -118,6 +123,7 @@ def test_a_wheel_works_without_the_checkout(tmp_path):
     (site / "shared.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     run(python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", wheel)
     shutil.rmtree(checkout)
+    shutil.rmtree(cache)
 
     laneformer = python.with_name("laneformer")
     listed = run(laneformer, "--help")

@@ -218,6 +218,22 @@ def test_broken_compiler_makes_the_library_unavailable(sources, tmp_path, monkey
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
-def test_installation_compiles_the_library(sources, tmp_path):
-    assert build.try_build(tmp_path / "lib") is None
-    assert len(list((tmp_path / "lib").glob("cpu-*.so"))) == 1
+def test_installation_compiles_the_library_once(sources, tmp_path, monkeypatch):
+    folder = tmp_path / "lib"
+    folder.mkdir()
+    (folder / "cpu-0000.so").touch()  # of other sources
+    assert build.try_build(folder) is None
+    (made,) = folder.glob("cpu-*.so")
+    assert made.stat().st_size and build.find() is None, "another folder than the package's"
+
+    monkeypatch.setattr(build, "INSTALLED", folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "compile_objects", None)
+        assert build.try_build(folder) is None and list(folder.iterdir()) == [made]
+        assert build.try_build(tmp_path / "wheel" / "lib") is None
+    assert (tmp_path / "wheel" / "lib" / made.name).read_bytes() == made.read_bytes()
+
+    compiled, ways = [], build.compile_objects
+    monkeypatch.setattr(build, "compile_objects", lambda cxx, *a, **k: compiled.append(cxx) or ways(cxx, *a, **k))
+    monkeypatch.setenv("CXX", build.compiler()[0])
+    assert build.try_build(folder) is None and compiled == [build.compiler()], "CXX asks for its own"

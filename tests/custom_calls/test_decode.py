@@ -15,7 +15,7 @@ from custom_calls import ENDS, build
 from infer.sampling import sample
 from laneformer.formats import BF12_END, Bf12Product, Bf12Tiles
 from tests.support import small
-from tests.support.decode_cases import CONFIGS, EXPERTS, LAYOUTS, MODELS, NORMED_SUMS, SAMPLINGS
+from tests.support.decode_cases import CONFIGS, EXPERTS, LAYOUTS, MODELS, NORMED_SUMS, ON_CPU, SAMPLINGS
 from tests.support.gpu_cases import plan_of_normed_sums, state_of, weights_of
 from tests.support.plan_interpreter import interpret
 
@@ -56,9 +56,9 @@ def test_layouts(layout, lanes):
     check(small.interpreted_logits, config, small.make_weights(config))
 
 
-@pytest.mark.parametrize("name", CONFIGS | MODELS | EXPERTS)
+@pytest.mark.parametrize("name", CONFIGS | MODELS | EXPERTS | ON_CPU)
 def test_configs(name):
-    config = small.make_config(**(CONFIGS | MODELS | EXPERTS)[name])
+    config = small.make_config(**(CONFIGS | MODELS | EXPERTS | ON_CPU)[name])
     check(small.interpreted_logits, config, small.make_weights(config))
 
 

@@ -103,8 +103,8 @@ STATES = {
     "a batch": (partial(changed, layer=0, shape=(2, 2, CAPACITY, 1, 6)), "cache 0 does not fit"),
     "another rank": (partial(changed, layer=0, shape=(2, CAPACITY, 1, 6)), "cache 0 does not fit"),
     "another capacity": (partial(changed, layer=2, shape=(2, 1, CAPACITY - 1, 1, 6)), "cache 2 does not fit"),
-    "a layer too few": (lambda s: s._replace(keys=s.keys[1:], values=s.values[1:]), "keys and values of every layer"),
-    "values missing": (lambda s: s._replace(values=s.values[1:]), "keys and values of every layer"),
+    "a layer too few": (lambda s: s._replace(keys=s.keys[1:], values=s.values[1:]), "all that the layers keep"),
+    "values missing": (lambda s: s._replace(values=s.values[1:]), "all that the layers keep"),
     "another vocabulary": (lambda s: s._replace(seen=jnp.zeros(41, jnp.uint8)), "each token of the vocabulary"),
 }
 
@@ -259,7 +259,7 @@ def test_tokens_come_one_by_one(model, slow):
             have = drawn
     outputs, _ = result[0]
     assert len(pieces) > 1 and session.finished and session.wait(30, 60_000) == 30
-    tokens, logprobs, times, top_tokens, top_logprobs = (np.concatenate(part) for part in zip(*pieces, strict=True))
+    tokens, logprobs, times, top_tokens, top_logprobs, *_ = (np.concatenate(part) for part in zip(*pieces, strict=True))
     assert small.same((outputs.tokens[:30], outputs.logprobs[:30]), (tokens, logprobs))
     assert small.same((outputs.top_tokens[:30], outputs.top_logprobs[:30]), (top_tokens, top_logprobs))
     assert (np.diff(times) > 0).all()

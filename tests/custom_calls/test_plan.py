@@ -18,7 +18,7 @@ from laneformer.decoder import decoder_ops
 from laneformer.layout import Landing, Own, Payload, Schedule
 from laneformer.ops import HeadKind, Matrix, Norm, OutputNorm, Rotary, Value, Weight
 from tests.support import small
-from tests.support.decode_cases import CONFIGS, EXPERTS, MODELS
+from tests.support.decode_cases import CONFIGS, EXPERTS, MODELS, ON_CPU
 from tests.support.decode_cases import LAYOUTS as LAYOUT_CASES
 from tests.support.plan_interpreter import interpret, run_schedule
 
@@ -137,7 +137,7 @@ def test_schedules_of_one_layer_word_for_word():
         assert writer.words == [*words, len(sums), *itertools.chain(*sums)] and writer.floats == floats
 
 
-CASES = CONFIGS | MODELS | EXPERTS
+CASES = CONFIGS | MODELS | EXPERTS | ON_CPU
 
 
 def interpreted(config, weights, ids):
@@ -207,7 +207,7 @@ def test_small_weights_have_places_of_their_own(name):
         owners[mine > 0] = index
         offset, stride = plan.places[path]
         for lane in range(plan.ops.lanes):
-            own = values[lane] if weight.lane_sharded else values
+            own = (values[lane] if weight.lane_sharded else values).reshape(-1)
             np.testing.assert_array_equal(mine[offset + lane * stride :][: len(own)], own + weight.plus)
 
 

@@ -40,7 +40,7 @@ def toy_transcription(run, x0, weights):
         return [np.tanh(x @ weights[m, l].T) for l, x in enumerate(X)]
 
     streams = [x0.astype(np.float64) for _ in range(weights.shape[1])]
-    with mock.patch.object(reference, "module", module):
+    with mock.patch.object(reference.model, "module", module):
         return np.stack(run(streams))
 
 
@@ -95,7 +95,7 @@ def laneformer_literally(X, n, d, early, twice, exchanged):
     """The published model's exchange, optionally with the corrected form of the early layers."""
     sent = []
     for m in range(2 * n):
-        o = reference.module(None, None, m, X)
+        o = reference.model.module(None, None, m, X)
         sent.append(o)
         for l in range(len(X)):
             if m // 2 < d:
@@ -154,7 +154,7 @@ def test_fractional_delay_against_its_literal_transcription(lanes, n, k, a, seed
     def literally(X):
         sent = []
         for m in range(2 * n):
-            o = reference.module(None, None, m, X)
+            o = reference.model.module(None, None, m, X)
             sent.append(o)
             joined = [(1 - a, m - k), (a, m - k - 1)]
             alone = sum(w for w, source in joined if source < 0)

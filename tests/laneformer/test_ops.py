@@ -3,16 +3,29 @@
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from custom_calls.plan import make_plan
 from laneformer.decoder import decoder_ops
-from laneformer.ops import Attend, OutputNorm, Product, Route, Value, Weight
+from laneformer.ops import (
+    Attend,
+    DeltaNet,
+    LatentAttend,
+    LatentKeep,
+    OutputNorm,
+    Product,
+    Route,
+    SharedExpert,
+    SigmoidRoute,
+    Value,
+    Weight,
+)
 from laneformer.weights import parameter_table
 from tests.support import small
-from tests.support.decode_cases import CONFIGS, EXPERTS, MODELS
+from tests.support.decode_cases import CONFIGS, EXPERTS, MODELS, ON_CPU
 
-CASES = CONFIGS | MODELS | EXPERTS
+CASES = CONFIGS | MODELS | EXPERTS | ON_CPU
 
 
 def weights_of(value):
@@ -30,8 +43,27 @@ def weights_of(value):
 def test_ops_name_every_weight_of_the_table(name):
     config = small.make_config(**CASES[name])
     plan = make_plan(decoder_ops(config), config.schedule)
-    shapes = {weight.path: plan.shape_of(weight.path) for weight in weights_of(plan.ops)}
-    assert shapes == {path: parameter.shape for path, parameter in parameter_table(config).items()}
+    shapes = {weight.path: plan.shape_of(weight.path) for weight in weights_of(plan.ops) if not weight.cut_from}
+    table = {path: parameter.shape for path, parameter in parameter_table(config).items()}
+    cuts = [weight for weight in weights_of(plan.ops) if weight.cut_from]
+    whole = {weight.cut_from for weight in cuts}
+    assert shapes == {path: shape for path, shape in table.items() if path not in whole}
+    for path in whole:  # every value once
+        parts = plan.parts(path, np.arange(np.prod(table[path])).reshape(table[path]))
+        assert {own: part.shape for own, part in parts.items()} == {
+            weight.path: plan.shape_of(weight.path) for weight in cuts if weight.cut_from == path
+        }
+        values = np.concatenate([part.reshape(-1) for part in parts.values()])
+        assert np.array_equal(np.sort(values), np.arange(np.prod(table[path])))
+
+
+def check_product(op: Product, sizes: dict[Value, int]) -> None:
+    assert all(matrix.weight.shape[1] == op.columns for matrix in op.matrices)
+    assert sizes[op.reads] == op.inputs
+    assert op.chosen is None or op.chosen.used == sizes[Value.ROUTES]
+    assert op.blocks is None or {matrix.weight.experts for matrix in op.matrices} == {op.blocks.count}
+    assert not op.gated or len({matrix.rows for matrix in op.matrices}) == 1
+    sizes[op.writes] = op.channels
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -42,13 +74,23 @@ def test_values_are_written_before_they_are_read(name):
             sizes = {Value.STREAM: config.hidden_size}
             for op in module.ops:
                 if isinstance(op, Product):
-                    assert all(matrix.weight.shape[1] == op.columns for matrix in op.matrices)
-                    assert sizes[op.reads] == op.inputs
-                    assert op.chosen is None or op.chosen.used == sizes[Value.ROUTES]
-                    assert not op.gated or len({matrix.rows for matrix in op.matrices}) == 1
-                    sizes[op.writes] = op.channels
-                elif isinstance(op, Route):
+                    check_product(op, sizes)
+                elif isinstance(op, LatentKeep):
+                    assert sizes[Value.PROJECTED] == op.rank + 2 * len(op.rotary.frequencies)
+                elif isinstance(op, LatentAttend):
+                    assert sizes[Value.QUERIES] == op.heads * (op.still + op.rotating)
+                    assert sizes[Value.ABSORBED] == op.heads * op.rank
+                    sizes[Value.ATTENDED] = op.heads * op.rank
+                elif isinstance(op, Route | SigmoidRoute):
                     sizes[Value.ROUTES] = op.used
+                elif isinstance(op, SharedExpert):
+                    hidden, down = op.products
+                    assert (hidden.reads, hidden.columns) == (Value.STREAM, sizes[Value.STREAM])
+                    assert (down.reads, down.columns) == (hidden.writes, hidden.channels) and Value.OUTPUT in sizes
+                    assert op.gate is None or op.gate.weight.shape == (1, config.hidden_size)
+                elif isinstance(op, DeltaNet):
+                    assert sizes[Value.PROJECTED] == op.projected
+                    sizes[Value.ATTENDED] = op.value_heads * op.value_dim
                 elif isinstance(op, OutputNorm):
                     assert op is module.ops[-1] and op.norm.gain.shape == (sizes[Value.OUTPUT],)
                 else:

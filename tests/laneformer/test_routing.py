@@ -119,7 +119,7 @@ def logits_of(model: Laneformer):
     return [routing.logits_lbse for routing in routings]
 
 
-@pytest.mark.parametrize("layout", ["dtp(1)", pytest.param("tp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["dtp(1)", pytest.param("tp", marks=pytest.mark.exhaustive)])
 def test_the_losses_are_added_to_the_cross_entropy(layout):
     model = model_of(layout, None)
     (total, parts), gradient = objective(model, 0.5, 0.25)

@@ -87,10 +87,46 @@ def test_narrow_activations_are_kept_in_bfloat16():
     wide = tiny.random_model(values)
     model = Laneformer(wide.config, wide.weights(), Precision(activation="bfloat16"), None)
     text = str(jax.make_jaxpr(model)(IDS))
-    assert text.count("reduce_precision") == 2 * (4 + 3), "q, k, v, o; gate, up, down"
+    assert text.count("reduce_precision") == 2 * (2 + 2), "q with k and v, o; gate with up, down"
     logits = model(IDS)
     assert logits.dtype == jnp.float32
     assert 0 < tiny.difference(logits, wide(IDS)) < 0.2
+
+
+@pytest.mark.parametrize("names", [("wq", "wk", "wv"), ("w1", "w3")])
+def test_narrow_products_of_one_operand_are_one_product(names):
+    """Its rows are those of each product, rounded, and the gradients of operand and weights those of their sum."""
+    values = tiny.values(num_hidden_layers=1)
+    random = np.random.default_rng(0)
+    h = random.normal(size=(4, 2, 3, values["hidden_size"])).astype(np.float32)
+
+    def block(activation, weights):
+        model = Laneformer(wide.config, {**wide.weights(), **weights}, Precision(activation=activation), None)
+        return model.layers[0].attention if names[0] == "wq" else model.layers[0].feed_forward
+
+    wide = tiny.random_model(values)
+    paths = {name: f"layers.0.{'attention' if names[0] == 'wq' else 'feed_forward'}.{name}" for name in names}
+    weights = {path: wide.weights()[path] for path in paths.values()}
+
+    def narrow(h, weights):
+        return block("bfloat16", weights).products(names, h)
+
+    assert str(jax.make_jaxpr(narrow)(h, weights)).count("dot_general") == 1
+    wide_text = str(jax.make_jaxpr(lambda h: block("float32", weights).products(names, h))(h))
+    assert wide_text.count("dot_general") == len(names)
+    found, pull = jax.vjp(narrow, h, weights)
+    exact = [np.einsum("lbsd,lod->lbso", h.astype(np.float64), weights[path]) for path in paths.values()]
+    for y, expected in zip(found, exact, strict=True):
+        np.testing.assert_allclose(y, expected, rtol=2**-8, atol=1e-6)
+        np.testing.assert_array_equal(y, y.astype(jnp.bfloat16).astype(np.float32))
+    slopes = [random.integers(-8, 8, y.shape).astype(np.float32) for y in found]  # exact in bfloat16
+    dh, dweights = pull(slopes)
+    pairs = list(zip(slopes, paths.values(), strict=True))
+    expected = sum(np.einsum("lbso,lod->lbsd", dy.astype(np.float64), weights[path]) for dy, path in pairs)
+    np.testing.assert_allclose(dh, expected, rtol=1e-5, atol=1e-5)
+    for dy, path in pairs:
+        expected = np.einsum("lbso,lbsd->lod", dy.astype(np.float64), h)
+        np.testing.assert_allclose(dweights[path], expected, rtol=1e-5, atol=1e-5)
 
 
 def test_attention_stays_within_a_document():

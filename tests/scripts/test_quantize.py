@@ -182,6 +182,12 @@ def test_mistakes_are_one_line(name, tmp_path, capsys):
     assert re.search(expected, error) and error.count("\n") == 1
 
 
+def test_a_family_without_quantized_weights_is_left(tmp_path, capsys):
+    assert run(tiny.TESTS / "moe" / "deepseek_v4_1", tmp_path / "out", "--weights", "int8") == 2
+    assert "quantized weights of DeepSeek V4 cannot be read yet" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_quantized_model_is_not_rounded_again(tmp_path, capsys):
     assert run(LLAMA, tmp_path / "a", "--weights", "int8") == 0
     assert run(tmp_path / "a", tmp_path / "b", "--weights", "int4") == 2

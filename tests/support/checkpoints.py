@@ -50,7 +50,7 @@ def save_checkpoint(
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers, **heads}
     tokenizer = byte_tokenizer(*special_tokens, words=words)
     options = {"max_position_embeddings": CONTEXT, **changes}
-    config = laneformer.ModelConfig(vocab_size=tokenizer.get_vocab_size(), **sizes, **options)
+    config = laneformer.ModelConfig(vocab_size=tokenizer.get_vocab_size(), **{**sizes, **options})
     laneformer.save_hf(laneformer.Laneformer.init(config, 1), folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder

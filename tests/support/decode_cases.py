@@ -1,7 +1,7 @@
 """Layouts, configs and samplings that every decode kernel is tested with."""
 
 from infer.sampling import Sampling
-from laneformer.config import RopeScaling
+from laneformer.config import LatentAttention, RopeScaling
 
 LAYOUTS = [
     ("tp", 2),
@@ -113,6 +113,7 @@ MODELS = {
 }
 
 
+CLAMPED = {"swiglu_limit": 0.7, "swiglu_alpha": 1.0, "swiglu_plus_one": False}
 EXPERTS = {
     "experts": {"num_experts": 5, "layout": "tp"},
     "shares of all experts, an MLP between": {
@@ -125,9 +126,119 @@ EXPERTS = {
     },
     "lanes with routes of their own": {"layout": "desync(2)", "lanes": 3, "num_experts": 7, "hidden_act": "quick_gelu"},
     "one expert": {"num_experts": 3, "num_experts_per_tok": 1, "lanes": 1, "norm_after": "lane"},
-    "all experts": {"num_experts": 3, "num_experts_per_tok": 3, "lanes": 1, "moe_intermediate_size": 33},
+    "all experts, clamped": {
+        "num_experts": 3,
+        "num_experts_per_tok": 3,
+        "lanes": 1,
+        "moe_intermediate_size": 33,
+        **CLAMPED,
+    },
 }
 """Models whose layers have experts."""
+
+
+SHARED_EXPERTS = {
+    "a shared expert": {"num_experts": 5, "layout": "tp", "lanes": 3, "shared_expert_intermediate_size": 3 * 18},
+    "a clamped shared expert with a gate": {
+        **CLAMPED,
+        "num_experts": 4,
+        "layout": "tp",
+        "shared_expert_intermediate_size": 2 * 40,
+        "shared_expert_gate": True,
+        "mlp_only_layers": (1,),
+    },
+    "a small shared expert": {
+        "num_experts": 3,
+        "lanes": 1,
+        "layout": "desync(2)",
+        "hidden_act": "gelu",
+        "norm_after": "lane",
+        "shared_expert_intermediate_size": 7,
+        "shared_expert_gate": True,
+    },
+}
+"""The same with an expert that every token uses."""
+
+
+LATENT = {"layout": "tp", "head_dim": None}
+LATENTS = {
+    "latent attention": LATENT
+    | {
+        "layout": "ladder",
+        "heads": 3,
+        "kv_heads": 3,
+        "latent_attention": LatentAttention(
+            q_lora_rank=7, kv_lora_rank=9, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=6
+        ),
+    },
+    "latent attention of many heads without a rank of queries": LATENT
+    | {
+        "lanes": 1,
+        "heads": 40,
+        "kv_heads": 40,
+        "rope_scaling": RopeScaling(
+            type="yarn", factor=4.0, original_max_position_embeddings=8, mscale=1.0, mscale_all_dim=1.0
+        ),
+        "latent_attention": LatentAttention(kv_lora_rank=16, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3),
+    },
+}
+"""Models whose keys and values are made of one vector per position."""
+
+
+SIGMOIDS = {
+    "a sigmoid router": {
+        "num_experts": 5,
+        "scoring_func": "sigmoid",
+        "router_correction": True,
+        "routed_scaling_factor": 2.5,
+        "lanes": 3,
+        "moe_intermediate_size": 3 * 12,
+        "layout": "tp",
+    },
+    "groups of experts, latents, a shared expert": LATENTS["latent attention"]
+    | {
+        "num_experts": 12,
+        "num_experts_per_tok": 4,
+        "scoring_func": "sigmoid",
+        "router_correction": True,
+        "n_group": 4,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+        "mlp_only_layers": (0,),
+        "shared_expert_intermediate_size": 2 * 8,
+    },
+}
+"""Models that choose experts by sigmoids."""
+
+
+DELTA_NET = {
+    "delta net": {
+        "lanes": 2,
+        "layout": "tp",
+        "delta_layers": (0, 2),
+        "delta_net": {"key_heads": 4, "value_heads": 8, "key_dim": 8, "value_dim": 16, "conv_kernel": 4},
+    },
+    "delta net of odd sizes": {
+        "lanes": 3,
+        "delta_layers": (1,),
+        "delta_net": {"key_heads": 3, "value_heads": 9, "key_dim": 5, "value_dim": 19, "conv_kernel": 3},
+        "broadcast_delay": 1,
+    },
+    "delta net beside gated attention": {
+        "lanes": 1,
+        "attention_gate": True,
+        "delta_layers": (0, 1),
+        "delta_net": {"key_heads": 2, "value_heads": 2, "key_dim": 16, "value_dim": 8, "conv_kernel": 2},
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "shared_expert_gate": True,
+    },
+}
+"""Models whose layers have gated DeltaNet, but for one at least."""
+
+
+ON_CPU = SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET
+"""Models that the kernel on GPUs does not have."""
 
 
 NORMED_SUMS = ("caat(0.5)", "kraken", "dtp(1)", "desync(2)")

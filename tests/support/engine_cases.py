@@ -33,7 +33,11 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 def model(mesh=None, precision=None, dtype="float32", **changes):
     """Random weights, large enough for logits that differ; made on one device, whose programs all meshes share."""
     made = laneformer.Laneformer.init(CONFIG.replace(**changes), 5)
-    weights = {path: (8 * w if w.ndim > 1 else w).astype(dtype) for path, w in made.weights().items()}
+    rates = (".decay", ".step")  # at eight times as much a state would keep all or nothing
+    weights = {
+        path: (8 * w if w.ndim > 1 and not path.endswith(rates) else w).astype(dtype)
+        for path, w in made.weights().items()
+    }
     if mesh is not None:
         table = parameter_table(made.config)
         weights = {path: jax.device_put(w, sharding(table[path].spec, w.shape, mesh)) for path, w in weights.items()}

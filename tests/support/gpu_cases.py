@@ -85,9 +85,7 @@ def weights_of(plan: Plan, dtype="float32", seed: int = 0) -> dict[str, np.ndarr
 
 def state_of(plan: Plan, capacity: int) -> State:
     """As small.make_state, for any plan."""
-    shapes = [(plan.ops.lanes, 1, capacity, attend.kv_heads, attend.head_dim) for attend in plan.attends]
-    keys, values = ([jnp.zeros(shape, plan.cache_dtype.name) for shape in shapes] for _ in "kv")
-    return State(jnp.zeros(plan.ops.vocab_size, jnp.uint8), keys, values)
+    return State.of(jnp.zeros(plan.ops.vocab_size, jnp.uint8), custom_calls.empty_layers(plan, capacity))
 
 
 def jitted(session, mesh=None, **sizes):

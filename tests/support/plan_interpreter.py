@@ -9,7 +9,24 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from custom_calls.plan import Dtype, Plan, Table, decode_plan
-from laneformer.ops import Activation, Attend, HeadKind, Matrix, Norm, Op, Product, Rotary, Route, Value, Weight
+from laneformer.ops import (
+    Activation,
+    Attend,
+    DeltaNet,
+    HeadKind,
+    LatentAttend,
+    LatentKeep,
+    Matrix,
+    Norm,
+    Op,
+    Product,
+    Rotary,
+    Route,
+    SharedExpert,
+    SigmoidRoute,
+    Value,
+    Weight,
+)
 
 ACTIVATIONS = {
     Activation.NONE: lambda x: x,
@@ -30,6 +47,8 @@ class Interpreter:
         self.plan, self.places, size = decode_plan(words, floats)
         assert small.shape == (size,)
         self.arrays, self.small = arrays, small.astype(np.float64)
+        self.routes: list[np.ndarray] = []
+        """Experts that `logits` has chosen, [s, used], of each module and lane with a softmax over them."""
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """[s, vocab]."""
@@ -51,12 +70,26 @@ class Interpreter:
         for op in ops:
             if isinstance(op, Product) and op.chosen is not None:
                 values[op.writes] = self.experts(op, lane, values[op.reads], *values[Value.ROUTES])
+            elif isinstance(op, Product) and op.blocks is not None:
+                values[op.writes] = self.blocks(op, lane, values[op.reads])
             elif isinstance(op, Product):
                 values[op.writes] = self.product(op, lane, values[op.reads])
             elif isinstance(op, Route):
                 values[Value.ROUTES] = self.route(op, lane, values[Value.STREAM])
+                self.routes.append(values[Value.ROUTES][0])
+            elif isinstance(op, SigmoidRoute):
+                values[Value.ROUTES] = self.route_by_sigmoids(op, lane, values[Value.STREAM])
+            elif isinstance(op, LatentKeep):
+                values[Value.PROJECTED] = self.latents(op, lane, values[Value.PROJECTED])
+            elif isinstance(op, LatentAttend):
+                read = (values[value] for value in (Value.ABSORBED, Value.QUERIES, Value.PROJECTED))
+                values[Value.ATTENDED] = self.attend_to_latents(op, *read)
+            elif isinstance(op, SharedExpert):
+                values[Value.OUTPUT] = values[Value.OUTPUT] + self.shared_expert(op, lane, x)
             elif isinstance(op, Attend):
                 values[Value.ATTENDED] = self.attend(op, lane, values[Value.PROJECTED])
+            elif isinstance(op, DeltaNet):
+                values[Value.ATTENDED] = self.delta_net(op, lane, values[Value.PROJECTED])
             else:
                 values[Value.OUTPUT] = self.norm(op.norm, lane, values[Value.OUTPUT])
         return values[Value.OUTPUT]
@@ -85,6 +118,24 @@ class Interpreter:
         chosen = np.take_along_axis(odds, numbers, -1)
         return numbers, chosen / (chosen if op.normalized else odds).sum(-1, keepdims=True)
 
+    def route_by_sigmoids(self, op: SigmoidRoute, lane: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        logits = self.rows(op.matrix, lane, x if op.norm is None else self.norm(op.norm, lane, x))
+        scores = 1 / (1 + np.exp(-logits))
+        choice = scores if op.correction is None else scores + self.vector(op.correction, lane)
+        groups = choice.reshape(len(x), op.groups, -1)
+        if op.groups > 1:
+            best = np.argsort(-np.sort(groups, -1)[..., -2:].sum(-1), -1, kind="stable")[:, : op.groups_used]
+            kept = (best[:, :, None] == np.arange(op.groups)).any(1)
+            choice = np.where(kept[..., None], groups, -np.inf).reshape(choice.shape)
+        numbers = np.argsort(-choice, -1, kind="stable")[:, : op.used]
+        shares = np.take_along_axis(scores, numbers, -1)
+        return numbers, op.factor * shares / (shares.sum(-1, keepdims=True) if op.normalized else 1)
+
+    def blocks(self, op: Product, lane: int, x: np.ndarray) -> np.ndarray:
+        """Head by head."""
+        own = [x[:, n * op.blocks.step :][:, : op.columns] for n in range(op.blocks.count)]
+        return np.concatenate([self.product(op, lane, x, n) for n, x in enumerate(own)], -1)
+
     def experts(self, op: Product, lane: int, x: np.ndarray, numbers: np.ndarray, shares: np.ndarray) -> np.ndarray:
         """Position by position, expert by expert."""
         width = op.columns if op.chosen.summed else 0
@@ -96,6 +147,13 @@ class Interpreter:
             for s in range(len(x))
         ]
         return np.einsum("sj,sjd->sd", shares, found) if op.chosen.summed else np.reshape(found, (len(x), -1))
+
+    def shared_expert(self, op: SharedExpert, lane: int, x: np.ndarray) -> np.ndarray:
+        y = self.module(op.products, lane, x)
+        if op.gate is None:
+            return y
+        norm = op.products[0].norm
+        return y / (1 + np.exp(-self.rows(op.gate, lane, x if norm is None else self.norm(norm, lane, x))))
 
     def attend(self, op: Attend, lane: int, projected: np.ndarray) -> np.ndarray:
         s, e = len(projected), op.head_dim
@@ -114,6 +172,49 @@ class Interpreter:
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         attended = np.einsum("hst,the->she", weights / weights.sum(-1, keepdims=True), v)
         return (attended / (1 + np.exp(-g)) if op.attention_gate else attended).reshape(s, -1)
+
+    def latents(self, op: LatentKeep, lane: int, projected: np.ndarray) -> np.ndarray:
+        vectors, keys = np.split(projected, [op.rank], -1)
+        keys = rotate(op.rotary, keys[:, None])[:, 0]
+        return self.cached(np.concatenate([self.norm(op.norm, lane, vectors), keys], -1))
+
+    def attend_to_latents(self, op: LatentAttend, absorbed, queries, latents: np.ndarray) -> np.ndarray:
+        s, (absorbed, queries) = len(latents), (x.reshape(len(x), op.heads, -1) for x in (absorbed, queries))
+        q = np.concatenate([absorbed, rotate(op.rotary, queries[..., op.still :])], -1)
+        scores = np.where(np.tri(s, dtype=bool), op.scale * np.einsum("shi,ti->hst", q, latents), -np.inf)
+        weights = np.exp(scores - scores.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return np.einsum("hst,tc->shc", weights, latents[:, : op.rank]).reshape(s, -1)
+
+    def delta_net(self, op: DeltaNet, lane: int, projected: np.ndarray) -> np.ndarray:
+        s, n, r = len(projected), op.key_heads, op.ratio
+        width = 2 * op.key_dim + 2 * r * op.value_dim
+        heads = projected[:, : n * width].reshape(s, n, width)
+        qkv, z = heads[..., : width - r * op.value_dim], heads[..., width - r * op.value_dim :]
+        b, a = np.split(projected[:, n * width :].reshape(s, n, 2 * r), 2, -1)
+        ends = np.cumsum([op.key_dim, op.key_dim])
+        u = np.concatenate([part.reshape(s, -1) for part in np.split(self.cached(qkv), ends, -1)], -1)
+        weight = self.vector(op.convolution, lane).reshape(op.convolution.shape)
+        taps = weight.shape[1]
+        before = np.concatenate([np.zeros((taps - 1, u.shape[1])), u])
+        mixed = sum(before[i : i + s] * weight[:, i] for i in range(taps))
+        mixed = mixed / (1 + np.exp(-mixed))
+        q, k, v = np.split(mixed, np.cumsum([n * op.key_dim] * 2), -1)
+        q, k = (x.reshape(s, n, 1, op.key_dim) for x in (q, k))
+        q, k = (x / np.sqrt((x**2).sum(-1, keepdims=True) + op.unit_eps) for x in (q, k))
+        q, k = (np.repeat(x, r, 2) for x in (q / math.sqrt(op.key_dim), k))
+        v = v.reshape(s, n, r, op.value_dim)
+        rate, step = (self.vector(w, lane).reshape(n, r) for w in (op.decay, op.step))
+        decay = np.exp(-np.exp(rate) * np.logaddexp(0, a + step))
+        beta, state, found = 1 / (1 + np.exp(-b)), np.zeros((n, r, op.key_dim, op.value_dim)), []
+        for t in range(s):
+            state = decay[t, ..., None, None] * state
+            change = beta[t, ..., None] * (v[t] - np.einsum("nrkv,nrk->nrv", state, k[t]))
+            state = state + k[t, ..., None] * change[..., None, :]
+            found.append(np.einsum("nrkv,nrk->nrv", state, q[t]))
+        o = self.norm(op.norm, lane, np.array(found))
+        z = z.reshape(o.shape)
+        return (o * z / (1 + np.exp(-z))).reshape(s, -1)
 
     def cached(self, x: np.ndarray) -> np.ndarray:
         """Keys or values as the cache keeps them, the newest ones too."""
@@ -146,7 +247,7 @@ class Interpreter:
         return array if expert is None else array[expert]
 
     def vector(self, weight: Weight, lane: int, expert: int | None = None) -> np.ndarray:
-        (offset, stride), size = self.places[int(weight.path)], weight.shape[0]
+        (offset, stride), size = self.places[int(weight.path)], math.prod(weight.shape)
         return self.small[offset + lane * stride + (expert or 0) * size :][:size]
 
 
@@ -192,8 +293,14 @@ def run_schedule(
 
 
 def interpret(plan: Plan, weights: dict[str, np.ndarray], ids: Sequence[int]) -> np.ndarray:
-    """Logits [s, vocab] of a plan with these weights, by path."""
+    """Logits [s, vocab] of a plan with these weights, by path: its own, or those of the table."""
+    return interpreter(plan, weights).logits(ids)
+
+
+def interpreter(plan: Plan, weights: dict[str, np.ndarray]) -> Interpreter:
+    """weights: as of `interpret`."""
+    weights = {own: array for path, weight in weights.items() for own, array in plan.parts(path, weight).items()}
     small = np.zeros(plan.small_size, np.float32)
     for path in plan.places:
         plan.place(small, path, weights[path])
-    return Interpreter(plan.words, plan.floats, [weights[path] for path in plan.weights], small).logits(ids)
+    return Interpreter(plan.words, plan.floats, [weights[path] for path in plan.weights], small)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +20,8 @@ JSON = {"Content-Type": "application/json"}
 
 class Server:
     """`python -m infer serve` on a free port."""
+
+    patience = 60  # seconds of a client for the next bytes
 
     def __init__(self, checkpoint, *args, key=None, program=("-m", "infer"), environment=os.environ):
         env = {**environment, **({"LANEFORMER_API_KEY": key} if key else {})}
@@ -42,7 +45,7 @@ class Server:
 
     def wait_until(self, status):
         """Waits until /health has that status."""
-        ends = time.monotonic() + 60
+        ends = time.monotonic() + 300  # where other work is in the way
         while (answer := self.get("/health"))[0] != status:
             assert self.process.poll() is None and time.monotonic() < ends, answer
             time.sleep(0.02)
@@ -50,7 +53,7 @@ class Server:
 
     def connect(self, method, path, body=None, headers=None):
         """The connection and its open response."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.patience)
         connection.request(method, path, body, headers or {})
         return connection, connection.getresponse()
 
@@ -111,6 +114,25 @@ class Server:
     def kill(self):
         self.process.kill()
         self.process.communicate()
+
+
+def all_together(work, count):
+    """Runs work(number) in threads. Raises what any of them raised."""
+    errors = []
+
+    def run(number):
+        try:
+            work(number)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def events(response):

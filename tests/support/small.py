@@ -14,6 +14,7 @@ import pytest
 
 import custom_calls
 from custom_calls import Inputs, Session, State
+from custom_calls.decode import empty_layers
 from custom_calls.plan import Plan, make_plan
 from infer.engine.backend import CheckpointSource
 from infer.engine.cpu import CpuBackend
@@ -22,7 +23,6 @@ from laneformer import Laneformer, ModelConfig, Precision, save_hf
 from laneformer.decoder import decoder_ops
 from laneformer.layout import parse_layout
 from laneformer.ops import Activation, Matrix, Op, Product, Route
-from laneformer.state import make_cache
 from laneformer.weights import parameter_table
 from tests.support import reference
 from tests.support.plan_interpreter import interpret
@@ -104,9 +104,15 @@ def make_session(
 ) -> Session:
     """options: of custom_calls.Session."""
     session = open_session(config, weights["tok_embeddings"].dtype.name, compute, **options)
-    for path, weight in weights.items():
-        session.pack(path, weight)
+    pack_all(session, weights)
     return session
+
+
+def pack_all(session: Session, weights: dict[str, np.ndarray]) -> None:
+    """weights: of the table, by path."""
+    for path, weight in weights.items():
+        for part, own in session.plan.parts(path, weight).items():
+            session.pack(part, own)
 
 
 def open_session(config: ModelConfig, stored: str, compute: str = "float32", **options) -> Session:
@@ -151,10 +157,10 @@ def make_inputs(
 
 
 def make_state(config: ModelConfig, capacity: int, dtype="float32", mesh=None) -> State:
-    cache = make_cache(config, 1, capacity, dtype, mesh)
     replicated = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    keys, values = ([layer[name] for layer in cache.layers] for name in ("keys", "values"))
-    return State(jnp.zeros(config.vocab_size, jnp.uint8, device=replicated), keys, values)
+    plan = make_plan(decoder_ops(config), config.schedule, cache_dtype=dtype)
+    seen = jnp.zeros(config.vocab_size, jnp.uint8, device=replicated)
+    return State.of(seen, empty_layers(plan, capacity, mesh))
 
 
 def jitted(session: Session, mesh=None, **sizes):
@@ -173,7 +179,7 @@ def prompt_of(config: ModelConfig, length: int) -> list[int]:
 
 
 def reference_logits(config: ModelConfig, weights: dict[str, np.ndarray], ids) -> np.ndarray:
-    """Of tests/support/reference.py, float64 [s, vocab]."""
+    """Of tests/support/reference, float64 [s, vocab]."""
     table, arrays = parameter_table(config), {}
     for path, weight in weights.items():
         arrays[table[path].file_name] = (

@@ -200,6 +200,7 @@ def one_error(result, *parts):
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("prefetch")]
 
 
+@pytest.mark.slow
 def test_run_resumes_after_a_damaged_shard_is_repaired(tmp_path, store, command, same_end):
     damaged, run = shutil.copytree(store, tmp_path / "store"), tmp_path / "run"
     shard = damaged / "train-00004.bin"

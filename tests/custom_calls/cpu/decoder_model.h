@@ -82,13 +82,13 @@ struct Model {
       add(fields);
     };
     add({3});
-    op(0, {0, 3, first + kWq, 0, first + kWk, 0, first + kWv, 0, 0, 1, 1, first + kNorm, eps, 0, 0, 0, zero, 0});
+    op(0, {0, 3, first + kWq, 0, first + kWk, 0, first + kWv, 0, 0, 1, 1, first + kNorm, eps, 0, 0, 0, zero, 0, 0});
     if (layer == 1) {
       op(1, {0, kHeads, kKvHeads, kHeadDim, scale, 1, 9, 1, 0, 0, 0, 0});  // a window of 9 keys
     } else {
       op(1, {0, kHeads, kKvHeads, kHeadDim, scale, 0, 1, 0, 0, 0, 0});
     }
-    op(0, {1, 1, first + kWo, 0, 2, 4, 0, 0, 0, 0, zero, 0});
+    op(0, {1, 1, first + kWo, 0, 2, 4, 0, 0, 0, 0, zero, 0, 0});
     if (layer == 1) {
       add({1, first + kNorm, eps});  // of the sum
     } else {
@@ -97,11 +97,11 @@ struct Model {
     add({2 + (layer == 0) + experts});
     if (experts) {
       op(3, {kOfLayer * kLayers + 3, 0, kUsed, 1, 1, first + kFfnNorm, eps});
-      op(0, {2, 2, first + kW1, 0, first + kW3, 0, 0, 3, 1, first + kFfnNorm, eps, 1, 1, 0, zero, 1, kUsed, 0});
-      op(0, {3, 1, first + kW2, 0, 3, 4, 0, 0, 0, 0, zero, 1, kUsed, 1});
+      op(0, {2, 2, first + kW1, 0, first + kW3, 0, 0, 3, 1, first + kFfnNorm, eps, 1, 1, 0, zero, 1, kUsed, 0, 0});
+      op(0, {3, 1, first + kW2, 0, 3, 4, 0, 0, 0, 0, zero, 1, kUsed, 1, 0});
     } else {
-      op(0, {2, 2, first + kW1, 0, first + kW3, 0, 0, 3, 1, first + kFfnNorm, eps, 1, 1, 0, zero, 0});
-      op(0, {3, 1, first + kW2, 0, 3, 4, 0, 0, 0, 0, zero, 0});
+      op(0, {2, 2, first + kW1, 0, first + kW3, 0, 0, 3, 1, first + kFfnNorm, eps, 1, 1, 0, zero, 0, 0});
+      op(0, {3, 1, first + kW2, 0, 3, 4, 0, 0, 0, 0, zero, 0, 0});
     }
     if (layer == 0) op(2, {first + kFfnNorm, eps});
     add({0});
@@ -173,9 +173,9 @@ struct Buffers {
   Buffers(const plan::Plan& m, int prompt, int limit) : seen(m.vocab_size), logits((int64_t)limit * m.vocab_size) {
     const int64_t size = (int64_t)m.context * kKvHeads * kHeadDim * bytes_of((Dtype)m.cache_dtype);
     caches.assign(2 * kLayers * m.lanes, std::vector<char>(size));
-    for (int i = 0; i < kLayers * m.lanes; i++) {
-      call.keys.push_back(caches[i].data());
-      call.values.push_back(caches[kLayers * m.lanes + i].data());
+    for (std::vector<char>& cache : caches) {
+      call.caches.push_back(cache.data());
+      call.widths.push_back(kKvHeads * kHeadDim * bytes_of((Dtype)m.cache_dtype));
     }
     for (int i = 0; i < prompt; i++) call.prompt.push_back(7 * i % m.vocab_size);
     call.limit = limit;

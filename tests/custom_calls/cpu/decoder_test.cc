@@ -178,8 +178,8 @@ void give_masks(Decoder& decoder, int slot, int call, int limit, int delay_us) {
   }
 }
 
-// Calls that run together draw what each draws alone, whatever joins and leaves meanwhile; drafts, prices and masks
-// that come late decide the rows of passes, never a bit.
+// Calls that run together draw what each draws alone, whatever joins and leaves meanwhile; drafts, prices, masks that
+// come late and prompts copied from each other decide the rows of passes, never a bit.
 void together(int threads, bool messages, int chaos_us, bool experts) {
   constexpr int kSlots = 4, kEach = 6;
   const Model model(2, Layout::delayed, 0, kCapacity, Dtype::bf16, Dtype::f16, false, experts);
@@ -235,7 +235,8 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
   for (const float slope : {0.0f, 0.1f, 0.4f, 0.6f}) {  // of prices: full blocks beside others, some rows, one, nothing
     for (Order& order : orders)
       for (int i = 0; i < kMostRows; i++) order.call.speculation.prices[i] = 1 + slope * (float)i;
-    std::atomic<int64_t> shared{0};
+    std::atomic<int64_t> shared{0}, copied{0};
+    std::atomic<int64_t> announced[kSlots] = {};  // number of the last call, and length of its prompt
     std::vector<std::thread> clients;
     for (int s = 0; s < kSlots; s++)
       clients.emplace_back([&, s] {
@@ -245,12 +246,16 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
           Buffers own(decoder.plan(), order.prompt, order.limit);
           const Buffers& right = *expected[i];
           Call call = order.call;
-          call.keys = own.call.keys, call.values = own.call.values, call.seen = own.seen.data();
+          call.caches = own.call.caches, call.seen = own.seen.data();
           call.logits = own.logits.data();
           Adjustment adjustment = order.adjustment;
           if (call.adjustment) call.adjustment = &adjustment;
           std::this_thread::sleep_for(std::chrono::microseconds(waits.below(300)));
-          decoder.schedule().begin(s);
+          announced[s] = decoder.schedule().begin(s) << 8 | order.prompt;  // all prompts begin alike
+          const int other = waits.below(kSlots);
+          const int64_t theirs = announced[other];
+          if (theirs && waits.below(4))
+            decoder.schedule().give_source(s, {other, theirs >> 8, std::min(theirs & 255, (int64_t)order.prompt) - 1});
           std::thread canceller;
           if (order.cancel_after >= 0)
             canceller = std::thread([&] {
@@ -263,7 +268,7 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
           if (host.joinable()) host.join();
           if (canceller.joinable()) canceller.join();
           const Slot& slot = decoder.slot(s);
-          shared += slot.shared;
+          shared += slot.shared, copied += slot.copied;
           const int drawn = slot.drawn, all = (int)answers[i].tokens.size();
           CHECK(end == End::cancelled ? order.cancel_after >= 0 && drawn <= all : drawn == all,
                 "call %d ended by %d after %d of %d tokens", i, (int)end, drawn, all);
@@ -285,6 +290,7 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
         }
       });
     for (std::thread& client : clients) client.join();
+    CHECK(copied > 0, "no prompt was copied where a pass costs %g", 1 + slope);
     CHECK(slope > 0.5f ? shared == 0 : shared > 0, "%d passes were shared where one costs %g", (int)shared, 1 + slope);
   }
 }

@@ -1,4 +1,5 @@
-// Who joins whom, with passes that only take time: a call that waits is let in again after prices were too high.
+// Who joins whom, with passes that only take time: a call that waits is let in again after prices were too high. And
+// who copies from whom.
 #include "schedule.h"
 
 #include <chrono>
@@ -13,7 +14,8 @@ namespace {
 
 constexpr int kAlone = 300, kShort = 20;  // tokens
 
-// A worker without a model: every pass draws token 0 for each of its calls. seconds: what it takes.
+// A worker without a model: the keys of a position are its token, and every pass draws token 0 for each of its calls.
+// seconds: what it takes.
 void lead(Schedule& schedule, const Slot& leader, const std::function<double(const Pass&)>& seconds) {
   Pass pass, next;
   schedule.plan(leader, {}, pass);
@@ -22,6 +24,8 @@ void lead(Schedule& schedule, const Slot& leader, const std::function<double(con
     if (pass.rows) schedule.cost_of(pass);
     for (int r = 0; r < pass.runs; r++) {
       Slot& slot = *pass.run[r].slot;
+      for (int i = 0; i < pass.run[r].count && !slot.call->caches.empty(); i++)
+        static_cast<int32_t*>(slot.call->caches[0])[pass.run[r].start + i] = pass.tokens[pass.run[r].first + i];
       if (pass.run[r].rows == 0) continue;
       slot.answer.tokens[slot.drawn++] = 0;
       slot.count.raise((uint32_t)slot.drawn);
@@ -61,9 +65,85 @@ void a_price_that_was_too_high_is_not_kept() {
   longer.join();
 }
 
+// A call with the prompt of one that runs: of which call it copies, whether that one is cancelled after its first pass,
+// and how many positions are then copied.
+void a_prompt_is_copied_from_a_call_that_runs(int later, bool cancelled, int expected) {
+  constexpr int kPrompt = 2 * kBlock + 10, kDrawn = 3;
+  Schedule schedule(2, 1.5);
+  std::vector<int32_t> keys[2] = {std::vector<int32_t>(kPrompt + kDrawn), std::vector<int32_t>(kPrompt + kDrawn)};
+  std::atomic<int> passes{0}, computed{0};
+  const auto seconds = [&](const Pass& pass) {
+    for (int ms = 0; passes == 0 && !schedule.waits() && pass.runs == 1 && ms < 200; ms++)  // for the second call
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (passes++ == 0 && cancelled) schedule.slot(0).cancel.store(1);
+    for (int r = 0; r < pass.runs; r++)
+      if (pass.run[r].slot == &schedule.slot(1) && schedule.slot(1).drawn == 0) computed += pass.run[r].count;
+    return 1e-3;
+  };
+  const auto answer = [&](int number, End end) {
+    Call call;
+    for (int i = 0; i < kPrompt; i++) call.prompt.push_back(100 + i);
+    call.limit = kDrawn;
+    call.caches = {keys[number].data()};
+    call.widths = {sizeof(int32_t)};
+    CHECK(schedule.run(number, call, [&](const Slot& slot) { lead(schedule, slot, seconds); }) == end, "call %d",
+          number);
+  };
+  const int64_t first = schedule.begin(0);
+  schedule.begin(1);
+  schedule.give_source(1, {0, first + later, kPrompt});
+  std::thread one(answer, 0, cancelled ? End::cancelled : End::length);
+  answer(1, End::length);
+  one.join();
+  CHECK(schedule.slot(1).copied == expected && computed == kPrompt - expected, "%d copied, %d computed, not %d",
+        (int)schedule.slot(1).copied, (int)computed, expected);
+  for (int i = 0; i < kPrompt; i++) CHECK(keys[1][i] == 100 + i, "key %d is %d", i, keys[1][i]);
+}
+
+// A prompt beside a call that draws, where six rows make the most of a pass but take too long: passes of two rows save
+// for those of six, so that passes take as long as allowed on average.
+void a_prompt_takes_its_share_of_time_in_the_best_passes() {
+  constexpr int kPrompt = 400;
+  Schedule schedule(2, 1.5);
+  float prices[kMostRows];
+  for (int rows = 1; rows <= kMostRows; rows++)
+    prices[rows - 1] = rows <= 3 ? 1.0f : rows <= 5 ? 1.49f : rows == 6 ? 1.6f : 0.4f * (float)rows;
+  schedule.speculate(0, prices, false);
+  int passes = 0, largest = 0, before = 0;
+  double time = 0;
+  const auto seconds = [&](const Pass& pass) {
+    const bool waits = pass.run[0].slot->drawn == 5 && before++ == 0;  // for the second call
+    for (int ms = 0; waits && !schedule.waits() && ms < 2000; ms++)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (pass.runs == 2 && schedule.slot(1).drawn == 0) {
+      passes++, time += prices[pass.positions - 1];
+      largest = std::max(largest, pass.positions);
+    }
+    return 0.0;
+  };
+  const auto answer = [&](int number, int prompt, int limit) {
+    Call call;
+    call.prompt.assign(prompt, 1);
+    call.limit = limit;
+    call.speculation = schedule.take_speculation(number);
+    schedule.run(number, call, [&](const Slot& slot) { lead(schedule, slot, seconds); });
+  };
+  std::thread one(answer, 0, 1, 1000);
+  while (schedule.slot(0).drawn_tokens() == 0) std::this_thread::yield();
+  answer(1, kPrompt, 2);
+  one.join();
+  CHECK(largest == 6, "%d positions at most", largest);
+  CHECK(time / passes < 1.52, "passes take %.3f on average", time / passes);
+  CHECK(passes < kPrompt / 4.1, "%d passes, which is no more than with four positions each", passes);
+}
+
 }  // namespace
 
 int main() {
+  a_prompt_takes_its_share_of_time_in_the_best_passes();
   a_price_that_was_too_high_is_not_kept();
+  a_prompt_is_copied_from_a_call_that_runs(0, false, 2 * kBlock + 9);
+  a_prompt_is_copied_from_a_call_that_runs(0, true, kBlock);
+  a_prompt_is_copied_from_a_call_that_runs(7, false, 0);  // a call that there is not
   return 0;
 }

@@ -16,13 +16,21 @@ from tests.support.plan_interpreter import interpret
 pytestmark = small.needs_library
 
 CONFIG = small.make_config(
-    lanes=2, hidden_size=64, head_dim=8, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=2 * 40, layout="tp"
+    lanes=2,
+    hidden_size=64,
+    head_dim=8,
+    num_experts=6,
+    num_experts_per_tok=3,
+    moe_intermediate_size=2 * 40,
+    layout="tp",
+    shared_expert_intermediate_size=2 * 24,
+    shared_expert_gate=True,
 )
 WAYS = ({"threads": 2}, {"threads": 3}, {"one_thread_per_lane": True})
 
 
 def logits_of(session: Session, ids: list[int], at_once: int = 80, drawn: int = 3) -> list[np.ndarray]:
-    """Logits of the last token and drawn ones, and the caches; the prompt in calls of so many tokens."""
+    """Logits of the last token and drawn ones, and the caches; the prompt in calls of that many tokens."""
     run, state = small.jitted(session, room=80, top=0, logits=True), state_of(session.plan, 128)
     starts = range(0, len(ids), at_once)
     for first in starts:
@@ -94,6 +102,22 @@ def test_a_position_has_the_same_bits_in_any_company(stored, kind):
     whole = logits_of(session, ids)
     for at_once in (1, 2, 7, 48):
         assert small.same(logits_of(session, ids, at_once), whole), at_once
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"products": ()}, "a shared expert without products"),
+        ({"gate": Matrix(Weight("other", (2, 64), lane_sharded=False))}, "a shared expert's gate is not one row"),
+    ],
+)
+def test_damaged_shared_experts_are_refused(changes, message):
+    plan = small.open_session(CONFIG, "float32", threads=1).plan
+    with pytest.raises(NativeError, match=f"damaged plan: {message}"):
+        Session(small.with_op(plan, 0, 6, **changes), instructions="none")
+    products = plan.ops.layers[0].ops[6].products
+    with pytest.raises(NativeError, match="damaged plan: a shared expert's last product, and no other, writes"):
+        Session(small.with_op(plan, 0, 6, products=products[:1]), instructions="none")
 
 
 def test_biases_and_limits():

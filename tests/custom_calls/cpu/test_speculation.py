@@ -11,7 +11,7 @@ import custom_calls
 from custom_calls import ENDS, State, build
 from custom_calls.cpu.session import MOST_ROWS
 from tests.support import small
-from tests.support.decode_cases import CONFIGS, EXPERTS, LAYOUTS, MODELS
+from tests.support.decode_cases import CONFIGS, EXPERTS, LAYOUTS, MODELS, ON_CPU
 
 pytestmark = small.needs_library
 
@@ -60,9 +60,19 @@ class Model:
         state = State(state.seen, *([jnp.full_like(x, cache) for x in caches] for caches in state[1:]))
         outputs, state = self.call(inputs, state)
         drawn, _, position = outputs.status.tolist()
-        filled = [cache[:, :, : position - 1] for cache in (*state.keys, *state.values)]
         of_tokens = [np.asarray(rows)[:drawn] for rows in outputs[:-1]]
-        return jax.tree.map(np.asarray, (of_tokens, outputs.status, state.seen, filled))
+        found = jax.tree.map(np.asarray, (of_tokens, outputs.status, state.seen, self.filled(state, position - 1)))
+        if state.base:  # the same state in other arrays, as passes moved it on: compare what follows
+            self.session.speculate(0, EQUAL)
+            inputs = small.make_inputs(of_tokens[0][-1:], 20, start=position - 1, room=ROOM)
+            found += (np.asarray(self.call(inputs, state)[0].logits[:20]),)
+        return found
+
+    @staticmethod
+    def filled(state, count):
+        """The entries of the first positions."""
+        arrays = jax.tree.leaves([state.keys, state.values, state.latents])
+        return [np.asarray(array)[:, :, :count] for array in arrays]
 
     def check(self, prompt, limit, **options):
         """Drafts from the text, all right, and every third one wrong; returns the answer's tokens."""
@@ -101,9 +111,9 @@ def test_layouts(layout, lanes):
         model.check(small.prompt_of(model.config, 19), 20, temperature=0.8)
 
 
-BLOCKS = CONFIGS | MODELS | EXPERTS
+BLOCKS = CONFIGS | MODELS | EXPERTS | ON_CPU
 USUAL = ("lane head", "vocab head", "vocab head, few tokens", "tied, norm of the sum", "norms of lanes, lane head",
-         "first layers slide", *EXPERTS)  # fmt: skip
+         "first layers slide", *EXPERTS, *ON_CPU)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -124,6 +134,24 @@ def test_instruction_sets_and_dtypes(instructions):
         changes = {"layout": "dtp(1)", "lanes": 3, "hidden_size": 72, "vocab_size": 95}
         model = make(dtype, changes, compute=compute, threads=2, instructions=instructions, **options)
         model.check(small.prompt_of(model.config, 19), 30, temperature=0.8)
+
+
+@given(wrong=st.sets(st.integers(0, 39)), most=st.sampled_from([1, 3, 15]))
+@settings(max_examples=20)
+def test_right_drafts_are_marked(model, wrong, most):
+    """The last token of a pass is drawn by the model after its right drafts."""
+    prompt = small.prompt_of(model.config, 30)
+    tokens = model.answer(prompt, 40)[0][0].tolist()
+    drafts = [(token + (n in wrong)) % model.config.vocab_size for n, token in enumerate(tokens)]
+    model.answer(prompt, 40, most=most, drafts=drafts)
+    expected = [False]
+    while len(expected) < 40:
+        right = 0
+        while right < min(most, 39 - len(expected)) and len(expected) + right not in wrong:
+            right += 1
+        expected += [True] * right + [False]
+    found = model.session.drawn(0, 40)
+    assert found.drafted.tolist() == expected and not found.others.any()
 
 
 def test_the_end_of_an_answer_may_lie_inside_a_run(model):

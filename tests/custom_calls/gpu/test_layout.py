@@ -9,12 +9,13 @@ import pytest
 
 from custom_calls.gpu.formats import Plain
 from custom_calls.gpu.header import model_header
-from custom_calls.gpu.layout import STEPS, Layout
+from custom_calls.gpu.layout import MOST_ROWS, STEPS, Layout
 from custom_calls.gpu.tiling import H200, MI300X, tile
 from custom_calls.plan import Dtype, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Activation, Norm, Product, Value, Weight
 from tests.support import small
+from tests.support.decode_cases import EXPERTS
 from tests.support.gpu_cases import mixed_plan
 
 pytestmark = small.needs_library
@@ -52,6 +53,27 @@ def test_steps_are_the_ops_in_order():
     first = STEPS.index("op")
     ops = [(first + number, layer) for layer in range(2) for number in range(5)]
     assert layout.steps == [(STEPS.index("embed"), -1), *ops, (STEPS.index("final"), -1), (STEPS.index("head"), -1)]
+
+
+@pytest.mark.parametrize("vocab", [40, 4001, 100_000])
+def test_rows_of_a_pass_change_no_packing(vocab):
+    """So that they change no order of sums: the head's too, whose sums take turns where one row leaves little room."""
+    plan = plan_of(vocab_size=vocab, head_dim=16, heads=32)
+    one, four = (Layout(plan, H200, 2, rows=rows) for rows in (1, 4))
+    assert (one.kinds, one.head) == (four.kinds, four.head) and one.packed_shape == four.packed_shape
+    assert four.shared_floats > one.shared_floats and one.draft_ints == 0 and one.head_parts == 1
+    assert four.head.steps // four.head.together % four.head_parts == 0
+
+
+def test_rows_that_do_not_fit_are_refused():
+    plan = plan_of()
+    for rows in (0, MOST_ROWS + 1):
+        with pytest.raises(ValueError, match=f"1 to {MOST_ROWS} rows, got {rows}"):
+            Layout(plan, H200, 2, rows=rows)
+    with pytest.raises(ValueError, match="several rows"):
+        Layout(plan, H200, 1, peer_ctas=1, rows=2)
+    with pytest.raises(ValueError, match="several rows"):
+        Layout(plan_of(**EXPERTS["one expert"]), H200, 2, rows=2)
 
 
 @pytest.mark.parametrize("machine", [H200, MI300X], ids=["H200", "MI300X"])

@@ -16,7 +16,9 @@ import pytest
 import infer.commands.agent
 from infer.__main__ import main
 from infer.agent.answers import read_edits
-from infer.agent.task import load_task
+from infer.agent.task import Task, load_task
+from infer.agent.tools import execute
+from infer.agent.turns import Workspace
 from infer.evaluate.scoring import Judge
 from infer.sandbox.sandbox import Sandbox
 from laneformer.errors import ConfigError
@@ -144,6 +146,47 @@ def test_second_turn_passes(task, tmp_path, capsys):
         and "(projected)" in out
         and "(measured)" in out
     )
+
+
+def write(text, path="intervals.py"):
+    return ("write_file", json.dumps({"path": path, "content": text}))
+
+
+@pytest.mark.usefixtures("known_judge")
+def test_tools_read_write_and_run_the_tests(task, tmp_path, capsys):
+    work, html = tmp_path / "work", tmp_path / "out/page.html"
+    looked = [("read_file", '{"path": "intervals.py"}'), ("read_file", '{"path": "none.py"}')]
+    odd = [("fly", "{}"), ("run_tests", "{"), write("x", "test_intervals.py"), write("x", "../x")]
+    answers = (looked, odd, [write("def merge(intervals): return 1 < 2\n"), ("run_tests", "{}")], "It should work.",
+               [write(PROGRAM), ("run_tests", "{}"), ("read_file", '{"path": "intervals.py"}')])  # fmt: skip
+    with Scripted(*answers, tools="hermes") as server:
+        code = main(agent(task, "--base-url", server.url, "--workspace", work, "--html", html))
+    assert code == 0 and (work / "files/intervals.py").read_text() == PROGRAM
+    first, second, *_, last = server.requests
+    assert [tool["function"]["name"] for tool in first["tools"]] == ["read_file", "write_file", "run_tests"]
+    assert "intervals.py, test_intervals.py" in first["messages"][0]["content"]
+    assert [message["role"] for message in second["messages"]] == ["user", "assistant", "tool", "tool"]
+    assert "raise NotImplementedError" in second["messages"][2]["content"]
+    assert second["messages"][3]["content"].startswith("error: no file none.py")
+    results = [message["content"] for message in last["messages"] if message["role"] == "tool"]
+    assert results[2].startswith("error: unknown tool fly") and results[3].startswith("error: the arguments must be {}")
+    assert "one of the tests" in results[4] and "inside the task's folder" in results[5]
+    assert results[6] == "wrote intervals.py, 1 lines" and "FAILED" in results[7]
+    assert last["messages"][-1]["role"] == "user" and "The tests fail" in last["messages"][-1]["content"]
+    lines = [json.loads(line) for line in (work / "transcript.jsonl").read_text().splitlines()]
+    assert [len(line["calls"]) for line in lines] == [2, 4, 2, 0, 2], "what follows passing tests is not executed"
+    assert [line["verdict"] for line in lines] == [None, None, "failed", "failed", "passed"]
+    record, shown = json.loads((work / "record.json").read_text()), html.read_text()
+    assert record["conditions"]["tools"] is True and record["turns"][2]["calls"][0]["name"] == "write_file"
+    assert sum(record["split"].values()) == pytest.approx(record["wall"])
+    assert "read_file, read_file: no tests" in capsys.readouterr().err
+    assert (
+        shown.count("<details") == 7
+        and "Result of run_tests" in shown
+        and "return 1 &lt; 2" in shown
+        and "FAILED" in shown
+    )
+    assert not re.search(r"<script|src=|href=|url\(", shown), "nothing from another host"
 
 
 @pytest.mark.usefixtures("known_judge")
@@ -381,6 +424,26 @@ def test_missing_library_sandbox_and_key_are_named(task, tmp_path, monkeypatch, 
 def test_code_blocks_become_files(answer, files):
     edits = read_edits(answer, ["a.py"], ["test_a.py"])
     assert edits.files == files and bool(edits.notes) == (not files)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["././test_a.py", "sub//test_b.py", "sub/./test_b.py", "sub", "a.py/b.py", "x\0.py", "\ud800.py", "", ".", "/",
+     "\U0001f600" * 60 + ".py"],
+)  # fmt: skip
+def test_tool_writes_no_test_and_no_name_that_cannot_be(tmp_path, path):
+    files = {"a.py": b"", "test_a.py": b"test", "sub/test_b.py": b"test"}
+    workspace = Workspace(Task("task", "text", files, ("test_a.py", "sub/test_b.py"), None), tmp_path)
+    work = execute([("", *write("pass", path))], workspace, lambda: None)
+    assert work.calls[0].result.startswith("error: ") and not work.written
+    assert workspace.files == files
+    assert {name: (tmp_path / name).read_bytes() for name in files} == files
+
+
+def test_answer_writes_no_test_and_no_folder():
+    answer = "```python ././test_a.py\npass\n```\n```python a.py/b.py\npass\n```\n```python c.py/d.py\npass\n```"
+    edits = read_edits(answer, ["a.py"], ["test_a.py"], ["c.py"])
+    assert not edits.files and len(edits.notes) == 3
 
 
 def test_unnamed_block_for_two_files_is_refused():

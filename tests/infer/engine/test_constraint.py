@@ -20,6 +20,7 @@ from infer.text.channels import Channels, Harmony
 from infer.text.tokenizer import Tokenizer
 from laneformer.errors import ConfigError, InputError
 from tests.support.checkpoints import HARMONY, byte_tokenizer, save_checkpoint
+from tests.support.serving.schemas import schemas
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -55,36 +56,6 @@ def reference(folder):
 
 def ask(engine, grammar, sampling=DRAW, tokens=150, **more):
     return engine.generate(PROMPT, max_new_tokens=tokens, sampling=sampling, constraint=grammar, **more)
-
-
-def schemas():
-    numbers = st.tuples(st.integers(-30, 30), st.integers(0, 50)).map(
-        lambda pair: {"type": "integer", "minimum": pair[0], "maximum": pair[0] + pair[1]}
-    )
-    leaves = st.one_of(
-        st.integers(0, 6).map(lambda n: {"type": "string", "maxLength": n}),
-        numbers,
-        st.sampled_from(
-            [{"type": "boolean"}, {"type": "null"}, {"enum": ["a", 5, None, "é\n"]}, {"const": {"x": [1]}}]
-        ),
-    )
-
-    def larger(inner):
-        arrays = st.tuples(inner, st.integers(0, 2)).map(
-            lambda made: {"type": "array", "items": made[0], "minItems": made[1], "maxItems": made[1] + 1}
-        )
-        named = st.dictionaries(st.sampled_from(["a", "name", 'q"', "ü"]), inner, max_size=3)
-        objects = st.tuples(named, st.integers(0, 3)).map(
-            lambda made: {
-                "type": "object",
-                "properties": made[0],
-                "required": [*made[0]][: made[1]],
-                "additionalProperties": False,
-            }
-        )
-        return st.one_of(arrays, objects, st.lists(inner, min_size=1, max_size=2).map(lambda each: {"anyOf": each}))
-
-    return st.recursive(leaves, larger, max_leaves=5)
 
 
 @settings(max_examples=40, deadline=None)
@@ -294,14 +265,14 @@ def test_forced_texts_are_cut_as_inside_a_text(made, forced, tmp_path):
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer = Tokenizer(tmp_path / "tokenizer.json")
     vocabulary = constraint._Vocabulary(tokenizer, made.get_vocab_size())
-    assert [vocabulary.tokens[token].decode() for token in vocabulary(b'name"')] == forced
+    assert [vocabulary._texts[token].decode() for token in vocabulary(b'name"')] == forced
     for text in (b"na me", b"n\xc3", b" name", b"{:"):
-        cut = [vocabulary.tokens[token] for token in vocabulary(text)]
+        cut = [vocabulary._texts[token] for token in vocabulary(text)]
         assert text.startswith(b"".join(cut)) and all(cut)
     place = Grammars(tokenizer, made.get_vocab_size()).constraint(Grammar.regex('name"?'))
     text = ""
     while (words := place.mask()) is not None:
         token = int(as_flags(words, made.get_vocab_size()).nonzero()[0][0])
         place.accept(token)
-        text += vocabulary.tokens[token].decode()
+        text += vocabulary._texts[token].decode()
     assert text in ("name", 'name"')

@@ -431,11 +431,11 @@ def test_a_backend_without_adjustments_refuses_them(monkeypatch):
     assert not CudaBackend.adjusts and not HipBackend.adjusts
 
 
-def test_recurrent_states_are_those_of_the_text():
+@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "cpu"])
+def test_recurrent_states_are_those_of_the_text(backend):
     """Padded prompts, another request between, and a cancelled one: each answer begins with an empty state."""
     io = np.load(MOE / "qwen3_next_2" / "io.npz")
-    engine = Engine.load(MOE / "qwen3_next_2", dtype="float32", num_lanes=2)
-    assert engine.backend == "xla"  # chosen: no other one has this model
+    engine = Engine.load(MOE / "qwen3_next_2", backend, dtype="float32", num_lanes=2)
     ask = {"max_new_tokens": 12, "stop_tokens": ()}
     for cancelled in (True, False):
         assert list(engine.generate(io["greedy_prompt"], **ask)) == io["greedy_ids"].tolist()
@@ -444,5 +444,3 @@ def test_recurrent_states_are_those_of_the_text():
         if cancelled:
             between.cancel()
         assert (len(between.result.tokens) < 12) == cancelled
-    with pytest.raises(ConfigError, match=r"cpu is not available \(it has no delta_net, the block of layer 0"):
-        Engine.load(MOE / "qwen3_next_2", "cpu")

@@ -1,6 +1,7 @@
 """Processes of a job that follow the first one: the requests that they receive, and the commands with --distributed."""
 
 import json
+import re
 import signal
 import threading
 import types
@@ -12,9 +13,12 @@ import infer.__main__
 import infer.engine.following
 from custom_calls import NativeError
 from infer.engine.backend import Request
+from infer.engine.constraint import Elsewhere, as_flags
 from infer.engine.engine import Engine
 from infer.engine.following import Leader, follow
 from infer.sampling import Sampling
+from infer.text.grammar import Grammar
+from laneformer.errors import InputError
 from laneformer.processes import GroupError
 from tests.support import several
 from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
@@ -25,7 +29,7 @@ from tests.support.serve_cases import BACKEND, Server
 class Recorder:
     """A backend that records its requests, and fails for a limit of 13."""
 
-    source = types.SimpleNamespace(mesh=several.MESH)
+    source = types.SimpleNamespace(mesh=several.MESH, config=types.SimpleNamespace(vocab_size=40))
 
     def __init__(self):
         self.asked = []
@@ -57,7 +61,7 @@ def request(**fields):
 def same(a: Request, b: Request) -> bool:
     fields = ("limit", "sampling", "stop_tokens", "tokens_per_dispatch", "top_logprobs")
     prompts = a.prompt.dtype == b.prompt.dtype and a.prompt.tolist() == b.prompt.tolist()
-    return prompts and all(getattr(a, name) == getattr(b, name) for name in fields)
+    return prompts and all(getattr(a, name) == getattr(b, name) for name in fields) and b.constraint is None
 
 
 def test_announced_requests_arrive_unchanged(pair):
@@ -75,6 +79,22 @@ def test_announced_requests_arrive_unchanged(pair):
     thread.join(10)
     assert not thread.is_alive() and len(asked) == len(given), "also after a failed request"
     assert all(same(a, b) for a, b in zip(given, asked, strict=True))
+
+
+class Unanswerable(Elsewhere):
+    def mask(self):
+        raise InputError("no token may follow")
+
+
+def test_masks_are_computed_by_the_first_process_alone(pair):
+    leader, asked, thread = pair
+    with pytest.raises(InputError, match="no token may follow"):
+        leader.announce(request(constraint=Unanswerable(40)))
+    leader.announce(request(constraint=Elsewhere(40)))
+    leader.end()
+    thread.join(10)
+    [followed] = asked
+    assert as_flags(followed.constraint.mask(), 40).tolist() == [True] * 40 == [True] * len(followed.constraint)
 
 
 def test_lost_follower_is_an_error(monkeypatch):
@@ -110,10 +130,13 @@ JOB = ("--backend", "xla", "--devices", 2, "--distributed")
 
 @pytest.mark.slow
 def test_serving_with_two_processes(checkpoint):
-    """The text of one process, also after clients that left; both processes end with the server."""
-    expected = (
-        Engine.load(checkpoint, "xla", devices=2).generate([3, 1, 4], max_new_tokens=20, stop_tokens=()).result.text
-    )
+    """The texts of one process, also after clients that left; both processes end with the server."""
+    pytest.importorskip("llguidance")
+    engine, form = Engine.load(checkpoint, "xla", devices=2), "[a-f]{3}(x|yz)"
+    expected = engine.generate([3, 1, 4], max_new_tokens=20, stop_tokens=()).result.text
+    drawn = Sampling(temperature=1.0, seed=5)
+    formed = engine.generate([3, 1, 4], max_new_tokens=20, sampling=drawn, constraint=Grammar.regex(form)).result.text
+    assert re.fullmatch(form, formed)
     first, second = several.environments(2)
     follower = several.start(second, "-m", "infer", "serve", "--checkpoint", checkpoint, *JOB)
     server = Server(checkpoint, *JOB, environment=first)
@@ -122,7 +145,12 @@ def test_serving_with_two_processes(checkpoint):
         for _ in range(2):
             with server.stream(prompt=[3], max_tokens=CONTEXT, ignore_eos=True) as stream:
                 next(stream)
+            with server.stream(prompt=[3], max_tokens=CONTEXT, regex="[a-z]*1") as stream:
+                next(stream)
             server.wait_for_metric("num_requests_running", 0)
+            fields = {"max_tokens": 20, "seed": 5}
+            assert server.complete([3, 1, 4], **fields, regex=form)["choices"][0]["text"] == formed
+            assert server.complete([3, 1, 4], max_tokens=2, regex=form)["choices"][0]["finish_reason"] == "length"
             assert (
                 server.complete([3, 1, 4], max_tokens=20, temperature=0, ignore_eos=True)["choices"][0]["text"]
                 == expected

@@ -21,6 +21,7 @@ from infer.engine.backend import ModelSource
 from infer.engine.gpu import CudaBackend, CudaGraphBackend, GpuBackend, HipBackend
 from infer.engine.native import plan_of
 from laneformer import ConfigError, Laneformer
+from laneformer.errors import InputError
 from laneformer.mesh import make_mesh, put_weight
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
@@ -112,6 +113,20 @@ def test_graph_backends_give_the_same_tokens(engine, model):
     assert (
         expected.items() <= graph.conditions.items() and engine.conditions["launch"] == "one kernel for a whole answer"
     )
+
+
+def test_drafts_change_no_answer(engine, model):
+    drafting, prompt = make_engine(model, speculation=9), [*range(20), *range(12)]
+    sampling = Sampling(temperature=1.0, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=5)
+    assert drafting.conditions["speculation"] == 3 and engine.conditions["speculation"] == 0
+    expected = engine.generate(prompt, max_new_tokens=30, sampling=sampling).result
+    for options in ({}, {"draft_max": 1}, {"prediction": expected.tokens}):
+        generation = drafting.generate(prompt, max_new_tokens=30, sampling=sampling, **options)
+        assert generation.result.tokens == expected.tokens
+    assert generation.result.drafting.predicted_accepted > 0
+    with pytest.raises(InputError, match="cannot force an answer"):
+        engine.generate(prompt, max_new_tokens=3, forced=[1, 2])
+    assert drafting.generate(prompt, max_new_tokens=3, forced=[1, 2]).result.tokens[:2] == (1, 2)
 
 
 def test_weights_in_12_bits_give_the_same_answer(tmp_path, caplog):
@@ -210,6 +225,7 @@ def test_mixtures_of_experts(case, lanes, devices):
         assert np.abs(outputs.logits[0] - io["logits"][0, first + 7]).max() < 1e-3
 
 
+@pytest.mark.slow
 @emulated.only_emulated
 def test_a_prompt_of_experts_that_xla_reads():
     """In a block; the kernel goes on with its cache."""
@@ -246,7 +262,7 @@ def test_conditions_and_trace_are_reported(engine, tmp_path, model):
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert count == sum(event["ph"] == "X" for event in events) > 0
     run = {event["name"] for event in events if event["ph"] == "X"}
-    assert run == {*engine.session.ops} - {"output_norm", "route", "up"}  # this model has none of them
+    assert run == {"embed", "merge", "final", "head", "sample", "qkv", "attend", "out", "gate_up", "down"}
     assert engine.session.read_pass() >= 0  # a difference of two short times here
 
 

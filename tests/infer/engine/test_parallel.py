@@ -11,6 +11,7 @@ import custom_calls
 import laneformer
 from infer import Engine, Sampling
 from infer.engine import cpu
+from laneformer.config import DeltaNetSizes
 from laneformer.errors import ConfigError, InputError
 from tests.support.engine_cases import ADJUSTED, CONFIG, RANDOM, model
 
@@ -86,6 +87,71 @@ def test_answers_have_the_bits_of_generations_alone(engines, prices, clients):
             assert getattr(result, name) == getattr(expected, name)[:n]  # to the last bit
 
 
+DELTA = {"delta_layers": (0,), "delta_net": DeltaNetSizes(key_heads=8, value_heads=16, key_dim=4, value_dim=4)}
+
+
+@pytest.fixture(scope="module")
+def recurrent():
+    """As `engines`, with gated DeltaNet in the first layer."""
+    made = model(**DELTA)
+    ours = Engine(made, "cpu", parallel=PARALLEL, prefix_cache=2, speculation=15)
+    return ours, Engine(made, "cpu", prefix_cache=0)
+
+
+TURNS = st.tuples(st.integers(1, 90), st.sampled_from([1, 5, 30]), st.sampled_from([None, None, 0, 2, 9]))
+
+
+@settings(max_examples=10)
+@given(
+    clients=st.lists(st.lists(TURNS, min_size=2, max_size=4), min_size=PARALLEL, max_size=PARALLEL),
+    prices=st.sampled_from([FREE, DEAR]),
+)
+def test_conversations_with_a_recurrent_state_have_the_bits_of_generations_alone(recurrent, clients, prices):
+    """Each turn adds to the text of the last one, cancelled or not: new tokens, length of the answer, and after how
+    many of its tokens it is cancelled.
+    """
+    ours, alone = recurrent
+    ours._backend.session.speculate(15, prices)
+    errors, asked = [], []
+
+    def run(client, turns):
+        try:
+            text = TEXT[40 * client :][:40]
+            for added, limit, cancel in turns:
+                text = np.concatenate([text, np.resize(TEXT[added:], added)])
+                with ours.generate(text, max_new_tokens=limit, stop_tokens=(), top_logprobs=2) as generation:
+                    if cancel is not None:
+                        for _ in zip(range(cancel), generation, strict=False):
+                            pass
+                        generation.cancel()
+                    asked.append((text, limit, generation.result))
+                text = np.concatenate([text, np.array(generation.result.tokens, np.int32)])
+        except BaseException as error:  # for the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=of) for of in enumerate(clients)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    for text, limit, result in asked:
+        expected = alone.generate(text, max_new_tokens=limit, stop_tokens=(), top_logprobs=2).result
+        for name in ("tokens", "logprobs", "top_logprobs"):
+            assert getattr(result, name) == getattr(expected, name)[: len(result.tokens)]  # to the last bit
+
+
+def test_turns_of_a_recurrent_model_compute_what_is_new(recurrent):
+    ours, _ = recurrent
+    first = ours.generate(TEXT[:60], max_new_tokens=8, stop_tokens=()).result
+    again = np.concatenate([TEXT[:60], first.tokens, TEXT[300:320]])
+    assert ours.generate(again, max_new_tokens=8, stop_tokens=()).result.cached_tokens == 67
+    with ours.generate(TEXT[:200], max_new_tokens=1000, stop_tokens=()) as running:
+        next(running)
+        beside = ours.generate(TEXT[:220], max_new_tokens=8, stop_tokens=()).result
+        assert beside.cached_tokens == 0
+
+
 def test_generations_share_passes_and_say_so(engines, slow):
     slow._backend.session.speculate(0, FREE)
     with slow.generate(TEXT[:9], max_new_tokens=1000, stop_tokens=()) as first:
@@ -93,12 +159,56 @@ def test_generations_share_passes_and_say_so(engines, slow):
         others = [slow.generate(TEXT[n : n + 9], max_new_tokens=20, stop_tokens=()) for n in (1, 2)]
         with pytest.raises(InputError, match="still generating"):
             slow.generate(TEXT[:4])
+        drawn = [list(other) for other in others]
         results = [other.result for other in others]
+    for tokens, result in zip(drawn, results, strict=True):
+        assert 0 < sum(token.others > 0 for token in tokens) <= result.shared_passes
+        assert {token.others for token in tokens} <= {0, 1, 2}
     for n, result in enumerate([first.result, *results]):
         expected = engines[1].generate(TEXT[n : n + 9], max_new_tokens=1000 if n == 0 else 20, stop_tokens=()).result
         assert result.tokens == expected.tokens[: len(result.tokens)] and result.shared_passes > 0
     assert [len(result.tokens) for result in results] == [20, 20]
-    assert slow.generate(TEXT[:9], max_new_tokens=20).result.shared_passes == 0
+    alone = slow.generate(TEXT[:9], max_new_tokens=20)
+    assert [token.others for token in alone] == [0] * len(alone.result.tokens) and alone.result.shared_passes == 0
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+@pytest.mark.parametrize("cancels", [False, True])
+def test_prompt_is_copied_from_a_generation_that_runs(engines, slow, tokens, cancels):
+    """Also while that one still reads its prompt, and where it is cancelled at that moment."""
+    slow._backend.session.speculate(0, FREE)
+    slow._backend._prefixes._kept.clear()
+    with slow.generate(TEXT[:300], max_new_tokens=1000, stop_tokens=()) as first:
+        for _ in range(tokens):
+            next(first)
+        second = slow.generate(np.append(TEXT[:250], 5), max_new_tokens=20, top_logprobs=2, stop_tokens=())
+        other = slow.generate(TEXT[:290], max_new_tokens=1, cache_salt="b")
+        if cancels:
+            first.cancel()
+        result = second.result
+        assert (250 if tokens and not cancels else 0) <= result.cached_tokens <= 250
+        if not cancels:
+            assert result.cached_tokens == 250
+        assert other.result.cached_tokens == 0
+    expected = engines[1].generate(np.append(TEXT[:250], 5), max_new_tokens=20, top_logprobs=2, stop_tokens=()).result
+    for name in ("tokens", "logprobs", "top_logprobs"):
+        assert getattr(result, name) == getattr(expected, name)
+    again = slow.generate(np.append(TEXT[:250], 5), max_new_tokens=1).result
+    assert again.cached_tokens == 250 and again.tokens == expected.tokens[:1]
+
+
+def test_answers_from_one_prompt_compute_it_once(engines, slow):
+    """Generations that start together, as the choices of a request do."""
+    slow._backend.session.speculate(0, FREE)
+    slow._backend._prefixes._kept.clear()
+    ask = {"max_new_tokens": 10, "stop_tokens": ()}
+    drawn = [Sampling(temperature=1, seed=seed) for seed in range(PARALLEL)]
+    several = [slow.generate(TEXT[:300], **ask, sampling=sampling) for sampling in drawn]
+    results = [generation.result for generation in several]
+    assert [result.cached_tokens for result in results] == [0, 299, 299]
+    for result, sampling in zip(results, drawn, strict=True):
+        expected = engines[1].generate(TEXT[:300], **ask, sampling=sampling).result
+        assert (result.tokens, result.logprobs) == (expected.tokens, expected.logprobs)
 
 
 def test_requests_wait_where_a_pass_would_cost_too_much(slow):

@@ -10,7 +10,7 @@ import custom_calls
 import laneformer
 from infer import Engine, Sampling
 from infer.engine.backend import Request
-from infer.engine.prefix import LEAST, Caches, PrefixCache
+from infer.engine.prefix import LEAST, Caches, CallId, PrefixCache, Source
 from laneformer.errors import ConfigError
 from laneformer.precision import Precision
 from tests.support.engine_cases import CONFIG, RANDOM, model
@@ -41,15 +41,16 @@ class Positions:
     def run(self, tokens, capacity=256, **changes):
         """Takes, checks what is there, computes the rest, keeps; the number of positions taken."""
         asked = request(tokens, **changes)
-        count, taken = self.cache.take(asked, capacity)
-        assert taken.capacity >= capacity and count < len(tokens)
+        lease = self.cache.take(asked, capacity)
+        count = lease.count
+        assert lease.caches.capacity >= capacity and count < len(tokens)
         filled = {}
-        for name, array in taken.layers[0].items():
+        for name, array in lease.caches.layers[0].items():
             now = np.array(array)
             np.testing.assert_array_equal(now[0, 0, :count, 0, 0], asked.prompt[:count])
             now[0, 0, : len(tokens), 0, 0] = asked.prompt
             filled[name] = jax.numpy.array(now)
-        self.cache.keep(asked, Caches([filled]), asked.prompt)
+        self.cache.keep(lease, Caches([filled]), asked.prompt)
         return count
 
 
@@ -129,6 +130,42 @@ def test_a_conversation_takes_its_own_sequence_where_another_begins_alike():
     assert positions.run(TEXT[:250], cache_key="two") == 240
 
 
+def test_whole_sequences_are_taken_once_they_have_ended():
+    prefixes = PrefixCache(caches, 3, 3, whole=True)
+    runs = prefixes.take(request(TEXT[:100]), 256, CallId(0, 7))
+    beside = prefixes.take(request(TEXT[:150]), 256, CallId(1, 8))
+    assert (beside.count, beside.source) == (0, None), "its state is that of a longer text later"
+    prefixes.drop(beside)
+    prefixes.keep(runs, runs.caches, TEXT[:99])
+    for tokens, count in ((TEXT[:99], 0), (TEXT[:60], 0), (TEXT[:100], 99)):
+        assert prefixes.take(request(tokens), 256, CallId(1, 9)).count == count
+
+
+def test_longest_prefix_may_be_that_of_a_request_that_runs():
+    prefixes = PrefixCache(caches, 3, 3)
+    kept = prefixes.take(request(TEXT[:80]), 256)
+    prefixes.keep(kept, kept.caches, TEXT[:80])
+    runs = prefixes.take(request(TEXT[:100]), 256, CallId(0, 7))
+    assert (runs.count, runs.source) == (80, None)
+    other = prefixes.take(request(TEXT[:150]), 256, CallId(1, 8))
+    assert (other.count, other.source) == (0, Source(CallId(0, 7), 99)), "its last token may not be computed yet"
+    runs.drawn.extend(TEXT[100:120].tolist())
+    third = prefixes.take(request(TEXT[:110]), 256, CallId(2, 9))
+    assert third.source == Source(CallId(0, 7), 109)
+    prefixes.drop(runs)
+    prefixes.drop(other)
+    prefixes.drop(third)
+    for changes, source in (({}, 99), ({"cache_salt": "a"}, 0), ({"cache_prompt": False}, 0)):
+        runs = prefixes.take(request(TEXT[:100], **changes), 256, CallId(0, 10))
+        found = prefixes.take(request(TEXT[:100]), 256, CallId(1, 11)).source
+        assert (found.count if found else 0) == source
+        assert prefixes.take(request(TEXT[:100]), 256).source is None, "a call that cannot copy"
+        prefixes._leases.clear()
+    alone = PrefixCache(caches, 0, 2)
+    alone.take(request(TEXT[:100]), 256, CallId(0, 1))
+    assert alone.take(request(TEXT[:100]), 256, CallId(1, 2)).source is None, "nothing is kept, and nothing shared"
+
+
 def test_taken_caches_are_lost_with_their_request():
     positions = Positions(1)
     positions.run(TEXT[:100])
@@ -202,7 +239,7 @@ def next_prompt(texts, step):
 
 @needs_library
 @pytest.mark.parametrize("engines", VARIANTS, indirect=True)
-@settings(max_examples=25)
+@settings(max_examples=12)
 @given(schedule=schedules())
 def test_answers_have_the_bits_of_requests_alone(engines, schedule):
     ours, alone = engines

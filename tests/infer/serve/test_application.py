@@ -415,6 +415,20 @@ def test_routes_answer(server):
     assert server.get("/")[1]["models"] == "/v1/models"
 
 
+def test_metrics_have_the_names_that_dashboards_read(server):
+    server.complete(PROMPT, max_tokens=10, ignore_eos=True)
+    text = server.get("/metrics")[1]
+    for name in (
+        *("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"),
+        *("prefix_cache_queries_total", "prefix_cache_hits_total"),
+        *("spec_decode_num_drafts_total", "spec_decode_num_draft_tokens_total"),
+        *("spec_decode_num_accepted_tokens_total", 'pass_rows_bucket{le="32.0"}'),
+    ):
+        assert f"\nlaneformer_{name} " in text, name
+    if BACKEND == "cpu":
+        assert '\nlaneformer_spec_decode_num_accepted_tokens_per_pos_total{position="0"} ' in text
+
+
 def test_metrics_count_requests_and_tokens(server):
     names = (
         "prompt_tokens_total",

@@ -61,7 +61,6 @@ def test_each_field_is_read(fields, read):
     ({"structured_outputs": {}}, "structured_outputs", "one of json, regex"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
     ({"guided_regex": "a", "grammar": "b"}, "grammar", "guided_regex and grammar describe the answer's form"),
-    ({"regex": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "regex", "regex with tools"),
 ])  # fmt: skip
 def test_wrong_fields_are_named(fields, param, message):
     with pytest.raises(ApiError) as caught:

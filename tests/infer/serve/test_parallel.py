@@ -3,13 +3,12 @@
 import contextlib
 import json
 import random
-import threading
 
 import pytest
 
 import infer
 from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
-from tests.support.serve_cases import BACKEND, JSON, Server
+from tests.support.serve_cases import BACKEND, JSON, Server, all_together
 
 pytestmark = pytest.mark.skipif(BACKEND != "cpu", reason="backend xla runs one request at a time")
 PARALLEL, CLIENTS = 3, 8
@@ -45,25 +44,6 @@ def alone(checkpoint):
     return {(prompt, seed): text(prompt, seed) for prompt in PROMPTS for seed in range(3)}
 
 
-def all_together(work, count=CLIENTS):
-    """Runs work(number) in threads. Raises what any of them raised."""
-    errors = []
-
-    def run(number):
-        try:
-            work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
-
-
 def test_clients_get_their_solitary_answers(server, alone):
     """Some leave in the middle of an answer; no slot is lost."""
 
@@ -83,7 +63,7 @@ def test_clients_get_their_solitary_answers(server, alone):
             else:
                 assert server.complete(prompt, **ask)["choices"][0]["text"] == alone[prompt, seed]
 
-    all_together(client)
+    all_together(client, CLIENTS)
     server.wait_for_metric("num_requests_running", 0)
     assert server.metric("num_requests_waiting") == 0
 
@@ -97,10 +77,13 @@ def test_requests_run_together_and_others_wait(server):
         with server.stream(prompt=PROMPTS[1], max_tokens=3, ignore_eos=True) as waiting:
             assert next(event for event in waiting if event != ": keepalive") == f": queued {PARALLEL}"
             assert server.metric("num_requests_running") == PARALLEL and server.metric("num_requests_waiting") == 1
+            whole = (PARALLEL * len(PROMPTS[0]) + PARALLEL) / (PARALLEL * CONTEXT)  # with a token of each at least
+            assert whole <= server.metric("kv_cache_usage_perc") <= 1
             first.close()  # its slot goes to the one that waits, and the others go on
             *_, last, done = waiting
         assert done == "[DONE]" and last["metrics"]["shared_passes"] > 0
     server.wait_for_metric("num_requests_running", 0)
+    assert server.metric("kv_cache_usage_perc") == 0
     assert server.complete(PROMPTS[0], max_tokens=5)["metrics"]["shared_passes"] == 0
 
 

@@ -7,20 +7,8 @@ import numpy as np
 import pytest
 
 from infer.bench import schema
-from tests.support.serving.playground import (  # noqa: F401
-    CODE,
-    FIELDS,
-    browser,
-    chromium,
-    complete,
-    expect,
-    number,
-    open_page,
-    record_of,
-    seconds_busy,
-    server,
-    shown,
-)
+from tests.support.serving.browser import browser, chromium, expect, open_page, server  # noqa: F401
+from tests.support.serving.playground import CODE, FIELDS, complete, number, record_of, seconds_busy, shown
 from tests.support.serving.playground_engine import RATE, answer
 
 

@@ -4,21 +4,8 @@ import json
 
 import pytest
 
-from tests.support.serving.playground import (  # noqa: F401
-    CODE,
-    KEY,
-    ask,
-    browser,
-    chromium,
-    complete,
-    expect,
-    open_page,
-    record_of,
-    server,
-    shown,
-    started,
-    strict,
-)
+from tests.support.serving.browser import KEY, browser, chromium, expect, open_page, server, started, strict  # noqa: F401
+from tests.support.serving.playground import CODE, ask, complete, record_of, shown
 from tests.support.serving.playground_engine import answer
 
 
@@ -60,7 +47,7 @@ def test_timeout_and_crash_are_explained(strict, open_page):
     expect(page.locator("#state")).to_contain_text("incomplete")
     assert answer(CODE, 90_000).startswith(shown(page))
     ask(page, "crash", 5)
-    expect(problem).to_contain_text("The engine process ended unexpectedly (exit code 3). Press Run to try again")
+    expect(problem).to_contain_text("The engine process ended unexpectedly (exit code 3). Try again")
     ask(page, CODE, 5)
     expect(problem).to_contain_text("The engine is restarting: try again soon.")
     strict.wait_until(200)

@@ -160,7 +160,8 @@ def test_template_variables_are_read():
     ({"reasoning": {"effort": "high", "summary": "auto"}}, {"reasoning_effort": "high"}, ["reasoning.summary"]),
     ({"reasoning": {"effort": "high", "enabled": True}, "reasoning_effort": "low"}, {"reasoning_effort": "low"}, []),
     ({"reasoning": {"enabled": False}}, {}, []), ({"reasoning": {}}, {}, []),
-    ({"reasoning": {"effort": "none"}}, {}, []),
+    ({"reasoning": {"effort": "none"}}, {"enable_thinking": False}, []),
+    ({"reasoning_effort": "none", "enable_thinking": True}, {"enable_thinking": True}, []),
     ({"enable_thinking": False, "reasoning_effort": "none"}, {"enable_thinking": False}, []),
     ({"stream": True, "stream_options": {"include_obfuscation": True}}, {}, ["stream_options.include_obfuscation"]),
 ])  # fmt: skip

@@ -10,16 +10,19 @@ from infer.serve.protocol import read_call
 from infer.text.chat_template import ChatTemplate
 from tests.support.paths import ROOT
 from tests.support.serve_cases import BACKEND, JSON, Server
-from tests.support.serving.tool_model import ADD, ANSWER, QUESTION, tool_model
-from tests.support.serving.tool_templates import WEATHER
+from tests.support.serving.tool_model import ADD, ANSWER, CALLS, QUESTION, tool_model
+from tests.support.serving.tool_templates import TEMPLATES, WEATHER
 
 PATH = "/v1/chat/completions"
 ASKED = {"messages": [QUESTION], "temperature": 0, "max_tokens": 200, "tools": [ADD, WEATHER]}
 MADE = {"type": "function", "function": {"name": "add", "arguments": '{"a": 2, "b": 3}'}}
+SMALL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {
+    "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": [3, 5]}},
+    "required": ["a", "b"], "additionalProperties": False}}}  # fmt: skip
 FORCED = {"type": "function", "function": {"name": "add"}}
 # What clients and agents sent in whole sessions (docs/serving.md), as recorded by a proxy, with its texts cut short.
 SESSIONS = json.loads((ROOT / "tests/support/serving/client_sessions.json").read_text(encoding="utf-8"))
-HARMLESS = ("messages[1].provider_specific_fields has no effect", "tools[0].function.strict has no effect")
+HARMLESS = ("messages[1].provider_specific_fields has no effect",)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +117,7 @@ def test_a_required_call_begins_in_the_prompt(server, checkpoint):
         ("required", '<tool_call>\n{"name":'),
         (FORCED, '<tool_call>\n{"name": "add", "arguments":'),
     ):
-        body = ask(server, **{**ASKED, "max_tokens": 4}, tool_choice=choice, return_token_ids=True)
+        body = ask(server, **{**ASKED, "max_tokens": 2}, tool_choice=choice, return_token_ids=True)
         assert body["prompt_token_ids"][: len(plain)] == plain
         assert template._tokenizer.decode(body["prompt_token_ids"][len(plain) :]) == opening
         [made] = body["choices"]
@@ -148,9 +151,93 @@ def test_tools_in_words_without_a_form(plain):
     [choice] = ask(plain, **{**ASKED, "messages": [QUESTION, choice["message"], result]})["choices"]
     assert choice["message"]["content"] == ANSWER
     for wanted in ("required", FORCED):
-        status, body = plain.post(PATH, **ASKED, tool_choice=wanted)
-        assert status == 400 and body["error"]["param"] == "tool_choice"
-        assert "the chat template has no tool format" in body["error"]["message"]
+        [choice] = ask(plain, **{**ASKED, "tools": [SMALL]}, tool_choice=wanted)["choices"]
+        assert fits(choice["message"]["tool_calls"]) and choice["finish_reason"] == "tool_calls"
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory):
+    """A model that reasons before it answers, with a template that knows `enable_thinking`."""
+    source = TEMPLATES["hermes"].replace(
+        "{% if add_gen", "{% if enable_thinking is false %}</think>{% endif %}{% if add_gen"
+    )
+    folder = tmp_path_factory.mktemp("checkpoints") / "thinking"
+    server = Server(tool_model(folder, f"<think>Two of them.</think>\n\n{CALLS}", source), "--backend", BACKEND)
+    yield server.wait_until(200)
+    server.kill()
+
+
+def test_reasoning_is_apart_from_content(thinking):
+    body = ask(thinking, **ASKED)
+    [choice] = body["choices"]
+    message = choice["message"]
+    assert message["reasoning_content"] == "Two of them." and message["content"] == "I add."
+    assert without_id(message["tool_calls"]) == [MADE] and choice["finish_reason"] == "tool_calls"
+    assert body["usage"]["completion_tokens_details"]["reasoning_tokens"] > 2
+    with thinking.stream(PATH, **ASKED) as stream:
+        *chunks, _ = stream
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "Two of them."
+    assert "".join(delta.get("content") or "" for delta in deltas) == "I add."
+    result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "5"}
+    [choice] = ask(thinking, **{**ASKED, "messages": [QUESTION, message, result]})["choices"]
+    assert choice["message"]["content"] == ANSWER and "reasoning_content" not in choice["message"]
+    items = thinking.post("/v1/responses", input="What are 2 and 3?", temperature=0, max_output_tokens=200)[1]["output"]
+    assert [item["type"] for item in items] == ["reasoning", "message"]
+
+
+def test_a_grammar_begins_behind_the_reasoning(thinking):
+    [choice] = ask(thinking, **{**ASKED, "tools": [SMALL]}, tool_choice="required")["choices"]
+    message = choice["message"]
+    assert message["reasoning_content"] == "Two of them." and fits(message["tool_calls"])
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SMALL["function"]["parameters"]}}
+    [choice] = ask(thinking, **{**ASKED, "tools": []}, response_format=form)["choices"]
+    assert choice["message"]["reasoning_content"] == "Two of them." and json.loads(choice["message"]["content"])
+    for off in ({"enable_thinking": False}, {"reasoning_effort": "none"}):
+        body = ask(thinking, **{**ASKED, "tools": [SMALL]}, tool_choice="required", **off)
+        assert fits(body["choices"][0]["message"]["tool_calls"]) and "warnings" not in body
+
+
+def fits(calls):
+    """Whether these are calls of SMALL whose arguments fit its schema."""
+    jsonschema = pytest.importorskip("jsonschema")
+    for call in calls:
+        assert call["function"]["name"] == "add"
+        jsonschema.validate(json.loads(call["function"]["arguments"]), SMALL["function"]["parameters"])
+    return bool(calls)
+
+
+@pytest.mark.parametrize("choice", ["required", FORCED, "auto"])
+def test_calls_fit_their_schema_streamed_or_not(server, choice):
+    strict = {"type": "function", "function": {**SMALL["function"], "strict": True}}
+    asked = {**ASKED, "tools": [strict], "tool_choice": choice, "temperature": 1.5, "top_p": 0.9, "presence_penalty": 1}
+    for seed in range(3):
+        [made] = ask(server, **asked, seed=seed)["choices"]
+        message, called = made["message"], made["message"].get("tool_calls", [])
+        assert fits(called) or choice == "auto" or made["finish_reason"] == "length"
+        text, calls, reason = streamed(server, **asked, seed=seed)
+        assert (text, reason) == (message["content"] or "", made["finish_reason"])
+        assert calls == [(call["function"]["name"], call["function"]["arguments"]) for call in called]
+        [cut] = ask(server, **asked, seed=seed, stop="a")["choices"]
+        assert fits(cut["message"].get("tool_calls", [])) or cut["finish_reason"] in ("stop", "length")
+
+
+def test_a_form_beside_tools(server):
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SMALL["function"]["parameters"]}}
+    for fields in ({}, {"tool_choice": "required"}):
+        [choice] = ask(server, **{**ASKED, "tools": [SMALL]}, **fields, response_format=form)["choices"]
+        called = choice["message"].get("tool_calls")
+        assert fits(called) if called else not fields and json.loads(choice["message"]["content"])
+
+
+def test_schemas_that_cannot_be_obeyed(server):
+    odd = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "not": {}}, "strict": True}}
+    status, body = server.post(PATH, **{**ASKED, "tools": [odd]})
+    assert status == 400 and body["error"]["param"] == "tools"
+    assert body["error"]["message"].startswith("tools[0].function.parameters cannot be obeyed, as strict = true asks")
+    del odd["function"]["strict"]
+    body = ask(server, **{**ASKED, "tools": [odd], "max_tokens": 60}, tool_choice="required")
+    assert body["warnings"][0].startswith("tools[0].function.parameters is not enforced: ")
 
 
 def test_openai_client_calls_a_tool(server):
@@ -213,7 +300,8 @@ def test_tools_are_read():
         "name": "f", "description": "", "parameters": {"type": "object", "properties": {}}}  # fmt: skip
     assert call.tools.tools[1] == ADD
     assert (call.tools.required, call.tools.name, call.tools.parallel) == (False, None, False)
-    assert call.warnings == ("tools[0].function.strict has no effect", "tools[1].cache_control has no effect")
+    assert call.tools.strict == {"f"} and call.tools.strict_path == "tools[0].function.strict"
+    assert call.warnings == ("tools[1].cache_control has no effect",)
     for choice, read in (
         ("auto", (False, None, True)),
         ("required", (True, None, True)),
@@ -237,6 +325,8 @@ def test_tools_are_read():
      "a JSON schema"),
     ({"tools": [{"type": "function", "function": {"name": "f", "description": 5}}]}, "tools[0].function.description",
      "a text"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict",
+     "true or false"),
     ({"tools": [ADD, ADD]}, "tools", "function add twice"),
     ({"tools": [ADD], "tool_choice": "any"}, "tool_choice", '"none", "auto", "required"'),
     ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "function f"),

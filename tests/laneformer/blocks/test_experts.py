@@ -16,7 +16,7 @@ from laneformer.blocks.rotary import rotary_tables
 from laneformer.config import ExpertsOptions, MlpOptions
 from laneformer.decoder import decoder_ops
 from laneformer.hf import read_hf_config
-from laneformer.ops import Activation, without_kernel
+from laneformer.ops import Activation, GpuOp, without_kernel
 from laneformer.routing import router_sums
 from tests.support import tiny
 from tests.support.paths import MOE
@@ -43,7 +43,7 @@ def block(own: ExpertsOptions, seed: int = 0) -> Experts:
 def route(own: Experts, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The experts that a token with these logits uses, the best first, and their shares."""
     options = own.options
-    if not options.sigmoid:
+    if options.scores == "softmax":
         scores = choice = np.exp(logits) / np.exp(logits).sum()
     else:
         scores = choice = 1 / (1 + np.exp(-logits))
@@ -88,7 +88,7 @@ def reference(own: Experts, h_lbsd: np.ndarray) -> np.ndarray:
     return out
 
 
-GROUPED = {"experts": 12, "used": 3, "sigmoid": True, "correction": True}
+GROUPED = {"experts": 12, "used": 3, "scores": "sigmoid", "correction": True}
 GROUPED |= {"groups": 4, "groups_used": 2, "factor": 2.5}
 
 
@@ -103,7 +103,7 @@ GROUPED |= {"groups": 4, "groups_used": 2, "factor": 2.5}
         ({"router_bias": True, "biases": True, "limit": 1.5}, 9),
         (GROUPED, 30),
         (GROUPED | {"normalized": False, "correction": False, "used": 4}, 9),
-        ({"sigmoid": True, "correction": True}, 3),
+        ({"scores": "sigmoid", "correction": True}, 3),
         (shared(), 3),
         (shared() | {"shared_gate": False}, 3),
     ],
@@ -159,7 +159,7 @@ def test_load_balance_of_sigmoids():
         ({}, 9),
         ({"router_bias": True, "biases": True, "limit": 1.5}, 9),
         (shared(1), 3),
-        ({"sigmoid": True, "correction": True, "factor": 2.5}, 9),
+        ({"scores": "sigmoid", "correction": True, "factor": 2.5}, 9),
         ({"experts": 3, "used": 1}, 1100),  # several blocks for each expert
     ],
     ids=str,
@@ -184,7 +184,7 @@ def test_gradients_equal_those_of_all_experts(changes, tokens):
             return found if name == "router" or isinstance(found, float) else found[:, None, None]
 
         logits = times("router", "lbsd,ed->lbse", h)
-        shares = own.options.factor * (jax.nn.sigmoid if own.options.sigmoid else jax.nn.softmax)(logits)
+        shares = own.options.factor * (jax.nn.sigmoid if own.options.scores == "sigmoid" else jax.nn.softmax)(logits)
         choice = shares / own.options.factor + weights.get("correction", 0.0)
         kept = shares * (choice >= jax.lax.top_k(choice, own.options.used)[0][..., -1:])
         gate, up = (times(name, "lbsd,lefd->lbsef", h) for name in ("w1", "w3"))
@@ -226,13 +226,12 @@ def test_the_vectors_of_all_uses_are_never_in_memory_together():
     ("case", "lanes", "devices"),
     [
         ("qwen3_moe_1", 4, 2),
-        ("qwen3_moe_2", 1, 0),
+        pytest.param("qwen3_moe_2", 1, 0, marks=pytest.mark.slow),
         pytest.param("mixtral", 2, 0, marks=pytest.mark.slow),
         ("qwen3_moe_mixed", 1, 0),
         ("gpt_oss_2", 1, 0),
         pytest.param("gpt_oss_1", 8, 2, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe_1", 1, 0, marks=pytest.mark.slow),
-        pytest.param("qwen3_moe_2", 2, 2, marks=pytest.mark.slow),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("qwen3_moe_1", 1, 0), ("qwen3_moe_2", 2, 2))),
         pytest.param("mixtral", 4, 4, marks=pytest.mark.exhaustive),
         *(pytest.param("gpt_oss_1", *cut, marks=pytest.mark.exhaustive) for cut in ((1, 0), (2, 2), (4, 0))),
         pytest.param("gpt_oss_2", 4, 4, marks=pytest.mark.slow),
@@ -328,9 +327,10 @@ def test_kernels_refuse_another_factor_of_the_clamped_swiglu():
         decoder_ops(read_hf_config(MOE / "gpt_oss_2").replace(swiglu_alpha=1.5))
 
 
-def test_kernels_refuse_a_shared_expert():
-    config = read_hf_config(MOE / "qwen3_moe_1").replace(shared_expert_intermediate_size=8)
-    assert without_kernel(decoder_ops(config)).startswith("it has no shared_expert, the block of layer 0: use backend")
+def test_the_kernel_on_gpus_refuses_a_shared_expert():
+    ops = decoder_ops(read_hf_config(MOE / "qwen3_moe_1").replace(shared_expert_intermediate_size=8))
+    assert without_kernel(ops, GpuOp).startswith("it has no shared_expert, the block of layer 0: use backend")
+    assert without_kernel(ops) is None
 
 
 def test_bad_values():
@@ -353,9 +353,9 @@ def test_bad_values():
             "shared_expert_intermediate_size = 3",
         ),
         ({"num_experts": 4, "shared_expert_gate": True}, "shared_expert_gate = true requires"),
-        ({"num_experts": 4, "scoring_func": "relu"}, "unknown scoring_func 'relu'; choose softmax or sigmoid"),
+        ({"num_experts": 4, "scoring_func": "relu"}, "scoring_func 'relu'; choose softmax, sigmoid, sqrtsoftplus"),
         ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' requires num_experts"),
-        ({"num_experts": 4, "n_group": 2}, "n_group = 2 requires scoring_func = 'sigmoid'"),
+        ({"num_experts": 4, "n_group": 2}, "n_group = 2 requires another scoring_func than 'softmax'"),
         (sigmoid | {"n_group": 3}, "n_group = 3 must divide num_experts = 4"),
         (sigmoid | {"n_group": 4}, "groups of at least 2"),
         (sigmoid | {"n_group": 2, "topk_group": 3}, "topk_group = 3"),

@@ -61,7 +61,8 @@ def test_reference_models(case):
     [
         FAST,
         slow("kimi_2", 2, 0),
-        *(slow(case, *cut) for case in CASES for cut in ((2, 2), (4, 2), (4, 0)) if (case, *cut) != FAST),
+        *(slow(case, 4, 2) for case in CASES if (case, 4, 2) != FAST),
+        *(pytest.param(case, *cut, marks=pytest.mark.exhaustive) for case in CASES for cut in ((2, 2), (4, 0))),
     ],
 )
 def test_lanes(case, lanes, devices):

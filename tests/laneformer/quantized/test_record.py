@@ -131,6 +131,29 @@ def test_codes_and_scales_move_together(name):
     assert found.take_rows(within).group == found.group
 
 
+@pytest.mark.parametrize("name", CUT)
+@pytest.mark.parametrize(
+    ("parts", "first", "count"), [(1, 0, 24), (1, 5, 19), (2, 0, 7), (2, 7, 5), (3, 4, 4), (4, 1, 2)]
+)
+def test_rows_of_heads_are_cut_and_transposed(name, parts, first, count):
+    found = CUT[name]
+    weights = found.dequantize().reshape(parts, -1, found.columns)[:, first : first + count]
+    for transposed, expected in ((False, weights), (True, weights.swapaxes(-1, -2))):
+        for lanes in (False, True):
+            record = replace(found, **{n: a[None] for n, a in found.arrays.items() if a.ndim > 1}) if lanes else found
+            cut = record.cut(parts, first, count, transposed)
+            assert cut.problem() is None
+            assert same_bits(cut.dequantize(), np.ascontiguousarray(expected[None] if lanes else expected))
+
+
+def test_columns_in_an_order_are_rows_in_their_place_when_they_are_cut():
+    order = np.random.default_rng(2).permutation(96).astype(np.int32)
+    found = replace(CUT["groups"], order=order)
+    expected = found.dequantize().reshape(2, 12, 96)[:, 3:9]
+    assert same_bits(found.cut(2, 3, 6, False).dequantize(), np.ascontiguousarray(expected))
+    assert same_bits(found.cut(2, 3, 6, True).dequantize(), np.ascontiguousarray(expected.swapaxes(1, 2)))
+
+
 def test_columns_in_an_order_of_their_own():
     order = np.random.default_rng(2).permutation(96).astype(np.int32)
     found = replace(CUT["groups"], order=order)

@@ -7,13 +7,14 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Scripted:
-    """Answers requests in turn: streams a text in small pieces, refuses with a (status, error). Use it in a `with`
-    block.
+    """Answers requests in turn: streams a text in small pieces, or a list of calls (name, arguments); refuses with a
+    (status, error). Use it in a `with` block.
     """
 
     def __init__(
-        self, *answers, models=("scripted",), chat=True, pause=0.0, usage=True, key=None, metrics=None, cached=None
-    ):
+        self, *answers, models=("scripted",), chat=True, pause=0.0, usage=True, key=None, metrics=None, cached=None,
+        tools=None,
+    ):  # fmt: skip
         """pause: seconds before the first piece, twice those before others. metrics, cached: of the last chunk."""
         self.cached = cached
         self.answers, self.requests, self.pause, self.usage, self.metrics = list(answers), [], pause, usage, metrics
@@ -33,7 +34,10 @@ class Scripted:
                 else:
                     self.send_json(
                         200,
-                        {"object": "list", "data": [{"id": name, "object": "model", "chat": chat} for name in models]},
+                        {
+                            "object": "list",
+                            "data": [{"id": name, "object": "model", "chat": chat, "tools": tools} for name in models],
+                        },
                     )
 
             def send_json(self, status, body):
@@ -48,7 +52,7 @@ class Scripted:
                 asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.requests.append(asked)
                 answer = outer.answers.pop(0)
-                if not isinstance(answer, str):
+                if isinstance(answer, tuple):
                     self.send_json(answer[0], {"error": answer[1]})
                     return
                 self.send_response(200)
@@ -79,6 +83,15 @@ class Scripted:
             content = {"delta": {"content": piece} if piece else {}} if chat else {"text": piece}
             return [{"index": 0, **content, "finish_reason": reason}]
 
+        calls, text = ("", text) if isinstance(text, str) else (text, "")
+        for n, (name, arguments) in enumerate(calls):
+            for function in ({"name": name, "arguments": ""}, {"arguments": arguments}):
+                call = {
+                    "index": n,
+                    "function": function,
+                    **({"id": f"c{n}", "type": "function"} if "name" in function else {}),
+                }
+                event([{"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}])
         pieces = [text[at : at + 40] for at in range(0, len(text), 40)]
         for n, piece in enumerate(pieces):
             time.sleep(self.pause / (2 if n else 1))

@@ -1,26 +1,11 @@
-"""The playground in a real browser (LANEFORMER_CHROMIUM may name it), with an engine that repeats its prompt at 3,000
-tokens/s: fixtures of its tests, and what a user does on the page.
-"""
+"""What a user does on the playground's page and reads there, and the fields of its records."""
 
 import json
-import os
 import re
-import shutil
-from contextlib import contextmanager
-
-import pytest
 
 from infer.bench import schema
-from tests.support.serve_cases import ROOT, Server
+from tests.support.serving.browser import expect
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright, which drives the browser, is not installed")
-expect = sync_api.expect
-expect.set_options(timeout=20_000)  # long enough for a busy machine
-CHROMIUM = os.environ.get("LANEFORMER_CHROMIUM") or next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None
-)
-
-KEY = "sk-test-1234"
 CODE = 'def add(a, b):\n    """Sum of é and 😀."""\n    return a + b  # 12\n\n\n'
 EVIL = "<img src=x onerror=alert(1)><script>alert(2)</script> &amp; "
 HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
@@ -54,7 +39,7 @@ FIELDS = {
         )
         | {"speculative_decoding": NULL(dict), "shared_passes": int}
     ),
-    "tokens": {"point": str, "time_ms": list, "end": list},
+    "tokens": {"point": str, **dict.fromkeys(("time_ms", "end", "drafted", "others"), list)},
     "between_arrivals_ms": NULL({"point": str, "n": int, **dict.fromkeys(("p50", "p95", "p99", "max"), NUMBER)}),
     "client": {
         "point": str,
@@ -68,65 +53,6 @@ FIELDS = {
 }
 
 
-@contextmanager
-def started(checkpoint, *args, key=None):
-    server = Server(checkpoint, *args, key=key, program=(str(ROOT / "tests/support/serving/playground_engine.py"),))
-    try:
-        yield server
-    finally:
-        server.kill()
-
-
-@pytest.fixture(scope="module")
-def server():
-    with started("echo", "--max-waiting", 1) as server:
-        yield server.wait_until(200)
-
-
-@pytest.fixture(scope="module")
-def strict():
-    """With a key, no chat template, and little patience."""
-    with started("no-chat", "--timeout", 0.5, key=KEY) as server:
-        yield server.wait_until(200)
-
-
-@pytest.fixture(scope="session")
-def chromium() -> str:
-    """For the session, so that a test skips before a module's server starts."""
-    return CHROMIUM or pytest.skip("no Chromium found: install one, or name its file in LANEFORMER_CHROMIUM")
-
-
-@pytest.fixture(scope="module")
-def browser(chromium):
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def open_page(browser):
-    """Opens the page of a server; the browser's complaints fail the test, except about error answers."""
-    contexts, complaints = [], []
-
-    def open_(server, path="/", ready=True, **options):
-        contexts.append(browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **options}))
-        page = contexts[-1].new_page()
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on(
-            "console", lambda message: complaints.append(message.text) if message.type in ("error", "warning") else None
-        )
-        page.goto(f"http://127.0.0.1:{server.port}{path}")
-        if ready:
-            expect(page.locator("#conditions")).to_contain_text("batch 1")
-        return page
-
-    yield open_
-    for context in contexts:
-        context.close()
-    assert [text for text in complaints if not text.startswith("Failed to load resource")] == []
-
-
 def ask(page, prompt, tokens, **fields):
     """Fills the form and runs it."""
     page.fill("#prompt", prompt)
@@ -138,6 +64,22 @@ def ask(page, prompt, tokens, **fields):
 def complete(page, prompt, tokens, **fields):
     ask(page, prompt, tokens, **fields)
     expect(page.locator("#state")).to_have_text("complete")
+
+
+def answers(page):
+    """The texts of a conversation's answers."""
+    return page.locator("#log .text").all_text_contents()
+
+
+def press(page, name, number):
+    """Presses the button of a turn that has this name, such as "Retry answer"."""
+    page.get_by_role("button", name=f"{name} {number}", exact=True).click()
+
+
+def facts(page, turn):
+    """The figures of a turn, from 1 on."""
+    summary = page.locator(".turn").nth(turn - 1).locator(".summary div")
+    return dict(summary.evaluate_all("all => all.map((pair) => [...pair.children].map((each) => each.textContent))"))
 
 
 def shown(page, pane="answer"):

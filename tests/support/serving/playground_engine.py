@@ -1,9 +1,9 @@
 """`python playground_engine.py serve ...`: the server with an engine that repeats its prompt, one token every 1/3000 s,
 and needs no model.
 
-The prompt "crash" ends the engine process; of one that begins with "again" all but 5 tokens are cached, and other
-requests share its passes. --checkpoint
-no-chat has no chat template; a path is "loaded" once the file exists.
+The prompt "crash" ends the engine process, and one that begins with "silent" has an answer after seconds. Of one that
+begins with "again" all but 5 tokens are cached, tokens 10 to 19 of each 20 were drafts, and another request shares the
+passes of tokens 100 to 199. --checkpoint no-chat has no chat template; a path is "loaded" once the file exists.
 """
 
 import itertools
@@ -48,6 +48,8 @@ class Echo(Iterator):
         self.pieces = pieces(prompt)
         self.cached = len(prompt.encode()) - 5 if prompt.startswith("again") else 0
         self.shared = 3 if self.cached else 0
+        self.again = prompt.startswith("again")
+        self.prefill = 30.0 if prompt.startswith("silent") else PREFILL
 
     def cancel(self):
         self.cancelled = True
@@ -56,15 +58,18 @@ class Echo(Iterator):
         given = len(self.times)
         if self.cancelled or given == self.tokens:
             raise StopIteration
-        if (wait := self.began + PREFILL + given / RATE - time.perf_counter()) > 0:
-            time.sleep(wait)
+        while (wait := self.began + self.prefill + given / RATE - time.perf_counter()) > 0 and not self.cancelled:
+            time.sleep(min(wait, 0.05))
+        if self.cancelled:
+            raise StopIteration
         self.texts.append(next(self.pieces))
         self.times.append(time.perf_counter() - self.began)
-        return Token(0, self.texts[-1], time=self.times[-1])
+        drafted, others = self.again and given % 20 >= 10, int(self.again and 100 <= given < 200)
+        return Token(0, self.texts[-1], time=self.times[-1], drafted=drafted, others=others)
 
     @property
     def result(self):
-        n, first, last = len(self.times), self.times[0], self.times[-1]
+        n, first, last = len(self.times), self.times[0] if self.times else None, self.times[-1] if self.times else 0.0
         return SimpleNamespace(
             finish_reason="cancelled" if self.cancelled else "length",
             stop_reason=None,

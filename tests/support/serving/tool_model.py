@@ -21,7 +21,7 @@ ANSWER = "It is 5."
 def words(text: str, used: dict[str, None]) -> list[str]:
     """The text in pieces, none of which was used before; a repeated piece would have two successors."""
     made = []
-    for found in re.findall(r"\w+|\W", text):
+    for found in re.findall(r"</?think>|\w+|\W", text):
         piece = found
         while made and piece in used:  # joined with the piece before it
             last = made.pop()

@@ -13,8 +13,14 @@ import pytest
 import tyro
 
 from infer.commands import bench
-from scripts import gpu_check, gpu_rank
-from scripts.gpu_check import PYTHON, ROOT, Stage
+from scripts import gpu_rank
+from scripts.gpu_check import __main__ as gpu_check
+from scripts.gpu_check import report, stage
+from scripts.gpu_check.stage import PYTHON, ROOT, Stage, filled
+from scripts.gpu_check.stages import GPU, RINGS, TEST_FILES, TESTS, stages
+from train import bench as train_bench
+from train.planning.plan import DryRun
+from train.recipes import parse
 
 MACHINE = {"test": "machine", "device": "a device"}
 RING = {
@@ -29,16 +35,16 @@ RING = {
 }
 
 
-def only(monkeypatch, *stages):
-    monkeypatch.setattr(gpu_check, "stages", lambda: list(stages))
+def only(monkeypatch, *listed):
+    monkeypatch.setattr(gpu_check, "stages", lambda: list(listed))
 
 
 def python(name, seconds, *codes, **options):
     return Stage(name, seconds, tuple((PYTHON, "-c", code) for code in codes), **options)
 
 
-def of(stage):
-    return next(s for s in gpu_check.stages() if s.name == stage)
+def of(name):
+    return next(s for s in stages() if s.name == name)
 
 
 def test_dry_run_prints_every_stage_and_writes_nothing(tmp_path):
@@ -46,33 +52,52 @@ def test_dry_run_prints_every_stage_and_writes_nothing(tmp_path):
     environment = {"PYTHON": sys.executable, "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path, env=environment)
     assert [line.split(":")[0] for line in done.stdout.splitlines() if not line.startswith("  ")] == [
-        s.name for s in gpu_check.stages()
+        s.name for s in stages() if s.usual
     ]
     assert f"{tmp_path}/results/micro ring" not in done.stdout and f"{tmp_path}/results/ring_2k ring" in done.stdout
     assert not (tmp_path / "results").exists()
 
 
+def commands_of(*module):
+    found = [
+        command for each in stages() for command in each.commands if command[1 : 2 + len(module)] == ("-m", *module)
+    ]
+    return [command[2 + len(module) :] for command in found]
+
+
 def test_the_benchmarks_options_are_those_of_the_command():
-    for stage in gpu_check.stages():
-        for command in stage.commands:
-            if command[1:4] == ("-m", "infer", "bench"):
-                options = tyro.cli(bench.Options, args=command[4:])
-                bench.backends(options)
-                assert all(int(n) + options.output_tokens <= 4096 for n in options.context.split(","))
-                assert str(options.json).startswith("{out}/")
+    for command in commands_of("infer", "bench"):
+        options = tyro.cli(bench.Options, args=command)
+        bench.backends(options)
+        assert all(int(n) + options.output_tokens <= 4096 for n in options.context.split(","))
+        assert str(options.json).startswith("{out}/")
+
+
+def test_the_training_stages_options_are_those_of_the_commands():
+    timed = [tyro.cli(train_bench.Bench, args=command) for command in commands_of("train.bench")]
+    assert [entry.layout for each in timed for entry in train_bench.entries(each)] == list(GPU.layouts)
+    (planned,) = commands_of("train")
+    options, rest = tyro.cli(
+        DryRun, args=[word for word in planned if word != "--dry-run"], return_unknown_args=True, add_help=False
+    )
+    assert options.cluster.device == "{device}" and str(options.json) == "{out}/plan-0.json"
+    config = parse(rest)
+    whole = parse(["laneformer_120m"])
+    part = [each.data.batch_size // each.accumulate for each in (config, whole)]
+    assert part[0] == part[1], "a part of the batch is as large as the recipe's"
 
 
 def test_the_rank_stage_has_the_commands_options_and_a_place_in_the_report(tmp_path):
     (command,) = of("rank").commands
     options = tyro.cli(gpu_rank.Options, args=command[3:])
-    assert options.recipe == gpu_check.MODEL and str(options.json) == "{out}/rank.json"
+    assert options.recipe == GPU.dense and str(options.json) == "{out}/rank.json"
     (tmp_path / "rank.log").write_text(
         "tp, delay 0 us: 1.0 us per token\n| layout | delay us | ...\n| tp | 0 | ...\n\nemulated\n"
     )
     (tmp_path / "rank.json").write_text("[]")
-    text = gpu_check.report(tmp_path, [])
+    text = report.report(tmp_path, [])
     assert "## One rank" in text and "| tp | 0 | ..." in text and "us per token" not in text
-    assert gpu_check.records(tmp_path) == {}
+    assert report.records(tmp_path) == {}
 
 
 def test_ratios_are_in_the_report_once(tmp_path):
@@ -81,34 +106,34 @@ def test_ratios_are_in_the_report_once(tmp_path):
         " process"
     )
     (tmp_path / "compare-float16.json").write_text(json.dumps([{"notes": ["random weights", note]}, {"notes": [note]}]))
-    text = gpu_check.report(tmp_path, [])
+    text = report.report(tmp_path, [])
     assert text.count(f"\n- {note}\n") == 1 and "- random weights" not in text
     (command,) = of("compare").commands
     assert "cuda,cuda-graph,xla" in command, "the strongest other launch is measured in the same run"
 
 
 def test_named_files_and_tests_exist():
-    words = [word for stage in gpu_check.stages() for command in stage.commands for word in command]
-    files = [word for word in words if word.endswith((".py", ".cu")) or word.startswith("-I")]
+    words = [word for stage in stages() for command in stage.commands for word in command]
+    files = [word for word in words if word.startswith("-I") or (word.endswith((".py", ".cu")) and "*" not in word)]
     assert files and all((ROOT / word.removeprefix("-I")).exists() for word in files)
     tests = [
         node.name
-        for node in ast.walk(ast.parse((ROOT / gpu_check.TEST_FILES[0]).read_text()))
+        for node in ast.walk(ast.parse((ROOT / TEST_FILES[0]).read_text()))
         if isinstance(node, ast.FunctionDef)
     ]
     assert "test_layouts" in tests
 
 
 def test_important_stages_fit_the_time():
-    budgets = [stage.seconds for stage in gpu_check.stages()]
+    budgets = [stage.seconds for stage in stages()]
     assert all(budget >= 30 for budget in budgets)
-    until = [stage.name for stage in gpu_check.stages()].index("compare")
+    until = [stage.name for stage in stages()].index("train")
     assert sum(budgets[:until]) < 530
 
 
-@pytest.mark.parametrize("name", gpu_check.RINGS)
+@pytest.mark.parametrize("name", RINGS)
 def test_rings_fit_shared_memory(name):
-    warps, lines, slots = gpu_check.RINGS[name][:3]
+    warps, lines, slots = RINGS[name][:3]
     assert warps * slots * (512 * lines + 8) < 232_448 - 1024
     assert (
         slots * lines >= 4 + lines - 1 and 16384 // warps % lines == 0
@@ -124,7 +149,7 @@ def test_failed_and_late_stages_do_not_stop_the_others(tmp_path, monkeypatch, ca
         Stage("not here", 20, (("no-such-program",),)),
         python("works", 20, f"print({json.dumps(json.dumps(RING))})"),
     )
-    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr(stage, "ROOT", tmp_path)
     assert gpu_check.main([str(tmp_path / "out")]) == 1
     data = json.loads((tmp_path / "out" / "report.json").read_text())
     assert [(s["stage"], s["status"]) for s in data["stages"]] == [
@@ -141,19 +166,19 @@ def test_failed_and_late_stages_do_not_stop_the_others(tmp_path, monkeypatch, ca
 
 
 def test_diagnosing_stages_run_next(tmp_path, monkeypatch):
-    stages = [python(name, 20, "pass") for name in ("measures", "checks", "measures more", "checks more")]
-    only(monkeypatch, python("begins", 20, "raise SystemExit(1)", if_failed=("checks", "checks more")), *stages)
+    others = [python(name, 20, "pass") for name in ("measures", "checks", "measures more", "checks more")]
+    only(monkeypatch, python("begins", 20, "raise SystemExit(1)", if_failed=("checks", "checks more")), *others)
     assert gpu_check.main([str(tmp_path)]) == 1
-    ran = [stage["stage"] for stage in json.loads((tmp_path / "report.json").read_text())["stages"]]
+    ran = [each["stage"] for each in json.loads((tmp_path / "report.json").read_text())["stages"]]
     assert ran == ["begins", "checks", "checks more", "measures", "measures more"]
-    known = [stage.name for stage in gpu_check.stages()]
-    assert all(name in known for stage in gpu_check.stages() for name in stage.if_failed)
+    known = [stage.name for stage in stages()]
+    assert all(name in known for stage in stages() for name in stage.if_failed)
 
 
 def test_stages_share_what_xla_compiled_and_tests_do_not(tmp_path, monkeypatch):
     code = "import os; print(os.environ.get('JAX_COMPILATION_CACHE_DIR'))"
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
-    only(monkeypatch, python("measures", 20, code), python("tests", 20, code, environment=gpu_check.TESTS))
+    only(monkeypatch, python("measures", 20, code), python("tests", 20, code, environment=TESTS))
     gpu_check.main([str(tmp_path)])
     assert [(tmp_path / f"{name}.log").read_text() for name in ("measures", "tests")] == [f"{tmp_path}/xla\n", "None\n"]
 
@@ -176,15 +201,15 @@ def test_commands_together_run_at_the_same_time(tmp_path, monkeypatch):
     only(
         monkeypatch, python("pair", 20, wait.format(own="a", other="b"), wait.format(own="b", other="a"), together=True)
     )
-    monkeypatch.setattr(gpu_check, "ROOT", tmp_path)
+    monkeypatch.setattr(stage, "ROOT", tmp_path)
     assert gpu_check.main([str(tmp_path / "out")]) == 0
 
 
 def test_measurements_become_rows_without_broken_lines(tmp_path):
     (tmp_path / "micro-0.log").write_text("\n".join(map(json.dumps, (MACHINE, RING))) + '\n{"test": "ed')
-    lines = gpu_check.measurements(tmp_path)
+    lines = report.measurements(tmp_path)
     assert lines == [MACHINE, RING]
-    assert gpu_check.micro_table(lines)[2:] == [
+    assert report.micro_table(lines)[2:] == [
         "| machine | device a device |  |  |  |  |  |",
         "| ring | ctas 128, slot_bytes 4096 | 1,234.50 | 1,200.00 | 1,300.00 | us | 3,457 |",
     ]
@@ -192,7 +217,15 @@ def test_measurements_become_rows_without_broken_lines(tmp_path):
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [(["--stages", "nosuch"], "unknown stage nosuch"), (["--wheels", "nowhere"], "--wheels nowhere")],
+    [
+        (["--stages", "nosuch"], "unknown stage nosuch"),
+        (["--wheels", "nowhere"], "--wheels nowhere"),
+        (["--budget", "900"], "--budget must be above 900"),
+        (["--budget", "2400", "--stages", "build"], "either --stages or --budget"),
+        (["--budget", "2400", "--corpus", "nowhere"], "nowhere does not exist"),
+        (["--humaneval", __file__], "need --budget"),
+        (["--seconds", "0"], "--seconds must be at least 1, got 0"),
+    ],
 )
 def test_bad_options_are_one_line(arguments, words, capsys):
     with pytest.raises(SystemExit) as error:
@@ -202,11 +235,10 @@ def test_bad_options_are_one_line(arguments, words, capsys):
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
 @pytest.mark.parametrize(
-    "number",
-    [pytest.param(n, marks=pytest.mark.exhaustive if n else pytest.mark.slow) for n in range(len(gpu_check.RINGS))],
+    "number", [pytest.param(n, marks=pytest.mark.exhaustive if n else pytest.mark.slow) for n in range(len(RINGS))]
 )
 def test_the_microbenchmarks_compile(number, tmp_path):
-    command = gpu_check.filled(of("build").commands[1 + number], tmp_path)
+    command = filled(of("build").commands[1 + number], {"out": tmp_path})
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     without = subprocess.run(

@@ -1,0 +1,77 @@
+"""Gated DeltaNet in a session: the recurrence in float64, prompts in any company, states that are taken up again, and
+rows that were wrong.
+"""
+
+import jax
+import numpy as np
+import pytest
+
+from custom_calls import NativeError
+from tests.support import small
+from tests.support.decode_cases import DELTA_NET
+
+pytestmark = small.needs_library
+
+CONFIG = small.make_config(**DELTA_NET["delta net"])
+WEIGHTS = small.make_weights(CONFIG)
+WAYS = ({"threads": 2}, {"threads": 3}, {"threads": 7}, {"one_thread_per_lane": True})
+
+
+@pytest.fixture(scope="module")
+def call():
+    session = small.make_session(CONFIG, WEIGHTS, threads=2)
+    return small.jitted(session, room=130, logits=True)
+
+
+def absorbed(call, ids, sizes, drawn=3):
+    """Logits of the last token and drawn ones, after a prompt in calls of these sizes, and tokens."""
+    state, start = small.make_state(CONFIG, 256), 0
+    for n, size in enumerate(sizes):
+        limit = drawn if n == len(sizes) - 1 else 1
+        outputs, state = call(small.make_inputs(ids[start : start + size], limit, start=start, room=130), state)
+        start += size
+    return np.asarray(outputs.logits[:drawn]), np.asarray(outputs.tokens[:drawn])
+
+
+def test_long_texts_have_the_logits_of_the_recurrence(call):
+    """Over several states of 16 positions."""
+    ids = small.prompt_of(CONFIG, 101)
+    logits, tokens = absorbed(call, ids, [101], 30)
+    expected = small.interpreted_logits(CONFIG, WEIGHTS, [*ids, *tokens[:-1].tolist()])[100:]
+    assert np.abs(logits - expected).max() < 1e-5 * np.abs(expected).max() > 1e-5
+
+
+@pytest.mark.parametrize("ways", WAYS, ids=str)
+def test_any_split_of_a_prompt_has_the_same_bits(call, ways):
+    ids = small.prompt_of(CONFIG, 101)
+    whole = absorbed(call, ids, [101])
+    other = small.jitted(small.make_session(CONFIG, WEIGHTS, **ways), room=130, logits=True)
+    for sizes in ([101], [1] * 20 + [81], [16, 16, 16, 53], [15, 2, 15, 48, 21], [97, 1, 1, 1, 1], [47, 54]):
+        assert small.same(absorbed(other, ids, sizes), whole), sizes
+
+
+def test_a_state_of_another_position_is_refused(call):
+    state = small.make_state(CONFIG, 256)
+    _, state = call(small.make_inputs(small.prompt_of(CONFIG, 50), 1, room=130), state)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="recurrent state of layer 0 is not that before position 20"):
+        jax.block_until_ready(call(small.make_inputs([1], 1, start=20, room=130), state))
+
+
+def test_an_empty_text_forgets_the_last_one(call):
+    state, ids = small.make_state(CONFIG, 256), small.prompt_of(CONFIG, 40)
+    expected = absorbed(call, ids, [40])
+    _, state = call(small.make_inputs(small.prompt_of(CONFIG, 70), 20, room=130), state)
+    outputs, _ = call(small.make_inputs(ids, 3, room=130), state)
+    assert small.same((np.asarray(outputs.logits[:3]), np.asarray(outputs.tokens[:3])), expected)
+
+
+def test_a_running_text_is_not_copied():
+    session = small.make_session(CONFIG, WEIGHTS, threads=1, slots=2)
+    with pytest.raises(NativeError, match="cannot copy a recurrent state from one that runs"):
+        session.slots[1].give_source(0, 1, 40)
+
+
+def test_passes_of_any_rows_are_timed():
+    """Each from the same position, which a longer one before it has left."""
+    session = small.make_session(CONFIG, WEIGHTS, threads=2)
+    assert all(0 < seconds < 60 for seconds in session._time_passes([16, 1, 12]))

@@ -1,0 +1,228 @@
+"""Passes of several rows on emulated GPUs (or real ones, see tests/support/emulated.py): any drafts, right or wrong,
+and prompts several tokens at a time leave every bit of an answer as it is with one row at a time.
+"""
+
+import threading
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from custom_calls import ENDS, NativeError, State
+from custom_calls.gpu.codes import CodesChoice
+from custom_calls.gpu.layout import MOST_ROWS
+from infer.engine.native import plan_of
+from laneformer import Precision
+from laneformer.mesh import make_mesh
+from laneformer.quantized.rounding import round_to
+from tests.support import emulated, small
+from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, NORMED_SUMS
+from tests.support.gpu_cases import AMD, jitted, mixed_plan, plan_of_normed_sums, state_of, weights_of
+
+pytestmark = [small.needs_library, emulated.needs_gpu]
+
+ROOM = 48
+EQUAL = [1.0] * MOST_ROWS
+
+
+class Model:
+    """A model with a session of one row and one of several, of which answers are compared."""
+
+    def __init__(self, plan, weights, rows=4, mesh=None, **options):
+        self.plan, self.mesh, self.rows = plan, mesh, rows
+        self.sessions = [emulated.open_session(plan, weights, mesh=mesh, rows=n, **options) for n in (1, rows)]
+        self.calls = [jitted(session, mesh, room=ROOM, top=2, logits=True) for session in self.sessions]
+
+    def answer(self, prompt, limit, *, rows, most=0, drafts=(), before=(), forced=(), cache=0.0, **options):
+        """Everything that a call leaves that counts. rows: 0 for the session of one, 1 for that of several. cache: what
+        the caches are full of before.
+        """
+        session = self.sessions[rows]
+        if rows:
+            session.speculate(most, EQUAL[: self.rows])
+            session.give_texts(given=drafts, before=before, forced=forced)
+        state = state_of(self.plan, 64) if self.mesh is None else self._sharded(64)
+        state = State(state.seen, *([jnp.full_like(x, cache) for x in caches] for caches in state[1:]))
+        outputs, state = self.calls[rows](small.make_inputs(prompt, limit, room=ROOM, **options), state)
+        assert session.failure is None
+        drawn, _, position = outputs.status.tolist()
+        filled = [np.asarray(cache[:, :, : position - 1]) for cache in (*state.keys, *state.values)]
+        of_tokens = [np.asarray(rows)[:drawn] for rows in outputs[:-1]]
+        return jax.tree.map(np.asarray, (of_tokens, outputs.status, state.seen, filled))
+
+    def _sharded(self, capacity):
+        lanes, everywhere = (
+            jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["lane"], [])
+        )
+        state = state_of(self.plan, capacity)
+        return State(jax.device_put(state.seen, everywhere), *(jax.device_put(c, lanes) for c in state[1:]))
+
+    def check(self, prompt, limit, **options):
+        """Drafts from the text, all right, and every third one wrong; returns the answer's tokens."""
+        expected = self.answer(prompt, limit, rows=0, **options)
+        tokens = expected[0][0].tolist()
+        every_third = [(token + (n % 3 == 2)) % self.plan.ops.vocab_size for n, token in enumerate(tokens)]
+        all_rows = self.rows - 1
+        for most, drafts in ((0, ()), (all_rows, ()), (all_rows, tokens), (all_rows, every_third), (1, tokens)):
+            found = self.answer(prompt, limit, rows=1, most=most, drafts=drafts, **options)
+            assert small.same(found, expected), (most, drafts)
+        return tokens
+
+
+def make(config, dtype="float32", compute="float32", **options):
+    source = types.SimpleNamespace(config=config, precision=Precision(param=dtype, compute=compute), stored_dtype=dtype)
+    return Model(plan_of(source), small.make_weights(config, dtype), **options)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make(small.windowed_model()[0])
+
+
+SETTINGS = {
+    "greedy with a penalty": {"penalty": 1.5},
+    "all tokens": {"temperature": 1.0},
+    "all filters and a penalty": {"temperature": 2.0, "top_k": 8, "top_p": 0.5, "min_p": 0.02, "penalty": 1.3},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_samplings(name, model):
+    tokens = model.check([*range(9), *range(9)], 20, **SETTINGS[name])
+    assert len(tokens) == 20
+
+
+def test_prompts_go_several_tokens_at_a_time(model):
+    for length in range(1, 11):
+        prompt = [(7 * i + length) % 40 for i in range(length)]
+        model.check(prompt, 5, temperature=1.0)
+    model.check([3, 1, 4], 6, cache=float("nan"))  # what lies beyond the text is never read
+
+
+def test_the_end_of_an_answer_may_lie_inside_a_run(model):
+    prompt, options = [5, 8, 13], {"temperature": 1.0}
+    tokens = model.answer(prompt, 20, rows=0, **options)[0][0].tolist()
+    for limit in range(1, 9):
+        model.check(prompt, limit, **options)
+    for place in (1, 4, 6, 7):
+        assert model.check(prompt, 20, stops=[tokens[place]], **options)[-1] == tokens[place]
+    place = tokens.index(tokens[9])
+    ended = model.answer(prompt, 20, rows=1, stops=[tokens[9]], most=3, drafts=tokens, **options)
+    assert ended[1].tolist() == [place + 1, ENDS.index("stop"), len(prompt) + place + 1]
+
+
+def test_drafts_are_counted(model):
+    session, prompt = model.sessions[1], [5, 8, 13]
+    tokens = model.answer(prompt, 17, rows=1)[0][0].tolist()
+    assert session.drafting.rows == (16, 0, 0, 0) and session.drafting.drafted == 0
+    model.answer(prompt, 17, rows=1, most=3, drafts=tokens)  # the first pass has the prompt's last token
+    assert session.drafting.rows[1:] == (0, 0, 3) and session.drafting.accepted == (3, 3, 3)
+    wrong = [(token + 1) % 40 for token in tokens]
+    model.answer(prompt, 17, rows=1, most=2, drafts=wrong)
+    assert session.drafting.rows == (1, 1, 14, 0) and session.drafting.accepted == (0, 0, 0)
+
+
+def test_texts_are_copied(model):
+    """From the prompt and the answer, from what is before the prompt, and from another text."""
+    text, session = [*range(3, 23)], model.sessions[1]
+    plain = model.answer(text, 20, rows=1, forced=text)
+    found = model.answer(text, 20, rows=1, forced=text, most=3)
+    assert small.same(found, plain) and found[0][0].tolist() == text
+    assert session.drafting.predicted == 0 and session.drafting.tokens_per_pass > 1.8
+    for before, predicted in (([*text, -1], True), (text, False)):
+        found = model.answer([30, 31], 20, rows=1, forced=text, most=3, before=before)
+        assert small.same(found, model.answer([30, 31], 20, rows=1, forced=text))
+        model.answer([30, 31], 20, rows=1, forced=text, most=3, before=before)
+        counts = session.drafting
+        assert counts.tokens_per_pass > 1.8 and (counts.predicted_accepted > 8) is predicted
+    answer = model.answer([7, 9], 20, rows=1, temperature=1.0)
+    predicted = [*answer[0][0].tolist(), -1]
+    assert small.same(model.answer([7, 9], 20, rows=1, temperature=1.0, most=3, before=predicted), answer)
+
+
+def test_a_running_call_is_cancelled(model):
+    session = model.sessions[1]
+    tokens = model.answer([3], 40, rows=1)[0][0].tolist()
+    session.speculate(3, EQUAL[:4])
+    for wanted in (0, 4, 9):
+        session.begin()
+        session.give_texts(given=tokens)
+        waiting = threading.Thread(target=lambda wanted=wanted: [session.wait(wanted, 10_000), session.cancel()])
+        waiting.start()
+        outputs, _ = model.calls[1](small.make_inputs([3], 40, room=ROOM), state_of(model.plan, 64))
+        waiting.join()
+        count = int(outputs.status[0])
+        assert session.failure is None and outputs.tokens[:count].tolist() == tokens[:count] and count > wanted
+        assert outputs.status[1] == ENDS.index("cancelled" if count < 40 else "length")
+    session.begin()
+
+
+def test_what_does_not_fit_is_refused(model):
+    one, several = model.sessions
+    with pytest.raises(NativeError, match="compiled for passes of one row"):
+        one.give_texts(before=[1])
+    for texts in ({"before": [40]}, {"forced": [-1]}, {"given": [-2]}):
+        with pytest.raises(NativeError, match="outside the vocabulary"):
+            several.give_texts(**texts)
+    for most, prices in ((4, EQUAL[:4]), (-1, EQUAL[:4]), (3, EQUAL[:3])):
+        with pytest.raises(NativeError, match="at most 4 rows"):
+            several.speculate(most, prices)
+    for options in ({"rows": 0}, {"rows": MOST_ROWS + 1}, {"rows": 2, "launch": "graph"}):
+        with pytest.raises(NativeError, match="rows"):
+            emulated.open_session(model.plan, {}, **options)
+
+
+def test_layers_of_several_kinds():
+    plan = mixed_plan(weight_dtype="float16", cache_dtype="bfloat16")
+    Model(plan, weights_of(plan, "float16"), rows=3, chaos_us=20).check([3, 1, 4, 1, 5, 9, 2], 12, temperature=0.8)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CONFIGS | MODELS)
+def test_configs(name):
+    config = small.make_config(**(CONFIGS | MODELS)[name])
+    make(config, rows=2).check(small.prompt_of(config, 9), 12, temperature=0.8)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("layout", "lanes"), LAYOUTS)
+def test_layouts(layout, lanes):
+    config = small.make_config(layout=layout, lanes=lanes)
+    make(config).check(small.prompt_of(config, 9), 12, temperature=0.8)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("layout", NORMED_SUMS)
+def test_norms_of_sums(layout):
+    plan = plan_of_normed_sums(layout)
+    Model(plan, weights_of(plan), chaos_us=20).check([3, 1, 4, 1, 5, 9, 2], 12, temperature=0.8)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
+def test_several_devices(head):
+    config = small.make_config(lanes=4, layout="dtp(1)", lm_head_type=head)
+    mesh = make_mesh(4, lane=2)
+    make(config, mesh=mesh, chaos_us=20).check(small.prompt_of(config, 9), 12, temperature=0.8)
+
+
+@emulated.only_emulated
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("dtype", "compute"), [("bfloat16", "bfloat16"), ("float16", "float32")])
+def test_amd(dtype, compute):
+    config = small.make_config(layout="dtp(1)", hidden_size=40)
+    make(config, dtype, compute, machine=AMD).check(small.prompt_of(config, 9), 12, temperature=0.8)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "mxfp4"])
+def test_quantized_weights(kind):
+    config = small.make_config(layout="dtp(1)", hidden_size=96, ff=64, vocab_size=64, num_hidden_layers=2)
+    weights = small.make_weights(config, "bfloat16")
+    source = types.SimpleNamespace(config=config, precision=Precision(param="bfloat16"), stored_dtype="bfloat16")
+    plan = plan_of(source)
+    weights = {path: round_to(w, kind, search=False) if path in plan.matrices else w for path, w in weights.items()}
+    model = Model(plan, weights, codes=CodesChoice.of(plan, weights.items()))
+    model.check(small.prompt_of(config, 9), 12, temperature=0.8)

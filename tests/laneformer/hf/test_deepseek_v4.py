@@ -1,0 +1,266 @@
+"""DeepSeek-V4 against a reference model and float64 NumPy: lanes, caches, generation, files that are refused."""
+
+import json
+import shutil
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import laneformer
+from infer import Engine, Sampling
+from laneformer import CheckpointError, ConfigError
+from laneformer.decoder import decoder_ops
+from laneformer.hf import config_from_hf, dimensions_from_hf
+from laneformer.hf.deepseek_v4 import sources
+from laneformer.ops import without_kernel
+from laneformer.weights import kv_bytes_per_token, matmul_parameters, parameter_table
+from tests.support import tiny
+from tests.support.hf import deepseek_v4
+from tests.support.hf.configs import V4
+from tests.support.paths import MOE
+
+CASE = MOE / "deepseek_v4_1"
+
+
+@cache
+def io():
+    return np.load(CASE / "io.npz")
+
+
+@cache
+def model(lanes: int = 1) -> laneformer.Laneformer:
+    return laneformer.load(CASE, dtype="float32", num_lanes=lanes)
+
+
+def values() -> dict:
+    return json.loads((CASE / "config.json").read_text())
+
+
+def extend(own, ids, parts, capacity=160):
+    """Logits of ids [b, s], part by part through a cache."""
+    step = jax.jit(lambda own, ids, cache: own.extend(ids, cache))
+    kept, found, start = own.make_cache(len(ids), capacity), [], 0
+    for part in parts:
+        logits, kept = step(own, ids[:, start : start + part], kept)
+        found.append(logits)
+        start += part
+    return jnp.concatenate(found, 1)
+
+
+def routes(own, ids):
+    """Experts of each layer's tokens, [s, k], of ids [1, s]."""
+
+    @jax.jit
+    def run(own, ids):
+        routings = []
+        own._streams(ids, None, None, "none", routings=routings)
+        return [x.chosen_lbsj[0, 0] for x in routings]
+
+    return run(own, ids)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_reference_model(lanes):
+    """150 positions: longer than the window of 16 and one entry of 128, with 37 entries of which 8 are chosen."""
+    assert tiny.difference(model(lanes)(io()["input_ids"]), io()["logits"]) < 1e-4
+
+
+def test_greedy_tokens():
+    found = tiny.continue_greedily(model(), io()["greedy_prompt"], len(io()["greedy_ids"]))
+    assert found == io()["greedy_ids"].tolist()
+
+
+def test_routes_and_logits_are_those_of_float64():
+    ids = io()["input_ids"][:1]
+    logits, chosen = deepseek_v4.Model(values(), load_file(CASE / "model.safetensors"))(ids[0])
+    assert tiny.difference(model()(ids)[0], logits) < 1e-4
+    for a, b in zip(routes(model(), ids), chosen, strict=True):
+        np.testing.assert_array_equal(np.sort(a), np.sort(b))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [(7, 120, 3, 1, 19), (149, 1), (1,) * 150])
+def test_any_split_of_a_prompt(parts):
+    ids = io()["input_ids"]
+    assert tiny.difference(extend(model(), ids, parts), io()["logits"]) < 1e-4
+
+
+def test_padding_changes_nothing_that_is_kept():
+    ids, kept, found, start = io()["input_ids"], model().make_cache(2, 160), [], 0
+    step = jax.jit(lambda own, ids, kept, count: own.extend(ids, kept, count=count))
+    for count in (13, 16, 9, 5, 16):
+        padded = np.full((2, 16), 3)
+        padded[:, :count] = ids[:, start : start + count]
+        logits, kept = step(model(), padded, kept, np.int32(count))
+        found.append(logits[:, :count])
+        start += count
+    assert tiny.difference(jnp.concatenate(found, 1), io()["logits"][:, :start]) < 1e-4
+
+
+@pytest.mark.slow
+def test_lanes_on_a_mesh():
+    own = laneformer.load(CASE, dtype="float32", num_lanes=2, mesh=laneformer.make_mesh(2, lane=2))
+    assert tiny.difference(own(io()["input_ids"]), io()["logits"]) < 1e-4
+    found = tiny.continue_greedily(own, io()["greedy_prompt"], len(io()["greedy_ids"]))
+    assert found == io()["greedy_ids"].tolist()
+
+
+@pytest.mark.slow
+def test_generation():
+    """136 tokens of prompt; a second request uses the cache again."""
+    engine, prompt = Engine(model(), backend="xla"), io()["greedy_prompt"].tolist()
+    for count in (12, 4):
+        found = [*engine.generate(prompt, max_new_tokens=count, sampling=Sampling(temperature=0))]
+        assert found == io()["greedy_ids"][:count].tolist()
+
+
+VARIANT = {
+    **{"num_attention_heads": 8, "o_groups": 4, "head_dim": 16, "num_hidden_layers": 3, "hc_mult": 2},
+    **{"compress_ratios": [4, 128, 0], "num_hash_layers": 2, "sliding_window": 5, "index_n_heads": 4},
+    **{"index_topk": 3, "hc_sinkhorn_iters": 4, "swiglu_limit": 0.05, "rope_scaling": None, "n_routed_experts": 6},
+}
+
+
+@pytest.fixture(scope="module")
+def variant(tmp_path_factory):
+    """A folder with random weights of other sizes, and its tensors."""
+    folder = tmp_path_factory.mktemp("variant")
+    given = values() | VARIANT
+    (folder / "config.json").write_text(json.dumps(given))
+    config, random = config_from_hf(given), np.random.default_rng(5)
+    tensors = {}
+    for source in sources(config, parameter_table(config)).values():
+        shape = source.shape[1:] if source.experts else source.shape
+        for name in source.names:
+            if source.integers:
+                tensors[name] = np.argsort(random.random((shape[0], given["n_routed_experts"])), -1)[:, : shape[1]]
+            else:
+                scale = 1.0 if len(shape) == 1 else shape[-1] ** -0.5
+                tensors[name] = np.float32(random.normal(size=shape) * scale)
+    save_file({name: np.ascontiguousarray(w) for name, w in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.slow
+def test_other_sizes_against_float64(variant):
+    """More heads and groups, two streams, a limit that clamps, all ratios, no stretching; four lanes, and a cache."""
+    ids = np.random.default_rng(6).integers(0, 256, (1, 140))
+    logits, chosen = deepseek_v4.Model(values() | VARIANT, load_file(variant / "model.safetensors"))(ids[0])
+    own = laneformer.load(variant, num_lanes=4)
+    assert tiny.difference(own(ids)[0], logits) < 2e-4
+    assert tiny.difference(extend(own, ids, (100, 39, 1))[0], logits) < 2e-4
+    for a, b in zip(routes(own, ids), chosen, strict=True):
+        np.testing.assert_array_equal(np.sort(a), np.sort(b))
+
+
+def test_written_and_read_again(tmp_path):
+    """In two lanes, every bit, whole numbers and float32 beside weights of 16 bits."""
+    first = laneformer.load(CASE, num_lanes=2)
+    again = laneformer.load(laneformer.save_hf(first, tmp_path))
+    assert again.config == first.config
+    for path, weight in first.weights().items():
+        assert weight.dtype == again.weights()[path].dtype, path
+        np.testing.assert_array_equal(weight, again.weights()[path], err_msg=path)
+    assert first.weights()["layers.0.feed_forward.by_token"].dtype == "int32"
+    assert first.weights()["layers.1.attention_streams.mix"].dtype == "float32"
+
+
+@pytest.mark.slow
+def test_fresh_weights_compute():
+    own = laneformer.Laneformer.init(config_from_hf(values()).replace(num_lanes=2))
+    assert np.isfinite(own(np.arange(20)[None])).all()
+    table = own.weights()["layers.0.feed_forward.by_token"]
+    assert table.min() == 0 and table.max() == 7 and all(len(set(row)) == 3 for row in table[:20].tolist())
+
+
+def test_a_token_reads_what_the_dimensions_say():
+    """At published sizes; dimensions leave out what mixes the streams."""
+    published = V4 | {"quantization_config": None}
+    config = config_from_hf(published)
+    mixing = sum(w.size for path, w in parameter_table(config).items() if path.endswith("streams.mix"))
+    found = sum(part.read for part in dimensions_from_hf(published).parts)
+    assert matmul_parameters(config) - mixing == found
+
+
+def test_bytes_that_are_kept():
+    """Two bytes per value, and four of what waits for its entry: written, and with 99 earlier positions read."""
+    ring, tails = 4 * 32 * (1 + 15), 2 * (7 * 128 + 7 * 64) + 127 * 64
+    entries = 2 * (32 * (0.25 + 8) + 16 * (0.25 + 24)) + round(32 * (1 / 128 + 0))
+    assert kv_bytes_per_token(config_from_hf(values()), 99, 2) == 2 * (ring + entries) + 4 * 2 * tails
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"compress_ratios": [0, 4, 128]}, "compress_ratios = [0, 4, 128]: write a number for each of the 4 layers"),
+        ({"compress_ratios": [0, 4, 64, 4]}, "compress_ratios[2] = 64"),
+        ({"compress_ratios": 4}, "compress_ratios = 4: write a list"),
+        ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"o_groups": 3}, "compressed_attention.o_groups = 3 must divide num_attention_heads = 4"),
+        ({"qk_rope_head_dim": 64}, "compressed_attention.qk_rope_head_dim = 64"),
+        ({"hc_mult": 0}, "hc_mult = 0"),
+        ({"hc_sinkhorn_iters": 0}, "hc_sinkhorn_iters = 0"),
+        ({"num_hash_layers": 5}, "hash_layers = 5"),
+        ({"index_topk": "8"}, "index_topk = '8'"),
+    ],
+)
+def test_unknown_configs_are_refused(changes, words):
+    with pytest.raises(ConfigError) as caught:
+        config_from_hf(values() | changes)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_layouts_that_cannot_mix_and_lanes_that_do_not_fit():
+    config = config_from_hf(values())
+    with pytest.raises(ConfigError, match="residual_streams requires layout 'tp', got 'ladder'"):
+        config.replace(layout="ladder")
+    with pytest.raises(ConfigError, match=r"num_lanes = 4 does not divide compressed_attention.o_groups = 2"):
+        config.replace(num_lanes=4)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop("layers.1.attn.compressor.ape"), "lacks tensor(s) layers.1.attn.compressor.ape"),
+        (lambda t: t.update({"layers.4.norm": t["norm.weight"]}), "has unknown tensor(s) layers.4.norm"),
+        (
+            lambda t: t.update({"layers.0.ffn.gate.tid2eid": np.ones((256, 3), np.float32)}),
+            "tensor layers.0.ffn.gate.tid2eid has dtype F32; convert it to one of I32, I64",
+        ),
+        (
+            lambda t: t.update({"layers.2.attn.wkv.weight": t["layers.2.attn.wq_a.weight"]}),
+            "layers.2.attn.wkv.weight has shape [48, 64], but config.json gives [32, 64]",
+        ),
+    ],
+)
+def test_damaged_files_are_refused(tmp_path, change, words):
+    folder = tmp_path / "model"
+    shutil.copytree(CASE, folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(CheckpointError) as caught:
+        laneformer.load(folder)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_packed_weights_are_refused(tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(CASE, folder)
+    packed = {"quantization_config": V4["quantization_config"]}
+    (folder / "config.json").write_text(json.dumps(values() | packed))
+    with pytest.raises(CheckpointError, match="quantized weights of DeepSeek V4 cannot be read yet") as caught:
+        laneformer.load(folder)
+    assert "\n" not in str(caught.value)
+
+
+def test_kernels_refuse_by_name():
+    reason = without_kernel(decoder_ops(config_from_hf(values())))
+    assert reason == "it has no compressed_attend, the block of layer 0: use backend xla"
