@@ -6,13 +6,12 @@ import json
 import os
 import re
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import custom_calls
-from tests.support.paths import ROOT
+from tests.support.paths import PYTHON, ROOT
 
 BACKEND = "xla" if custom_calls.unavailable() else "cpu"
 JSON = {"Content-Type": "application/json"}
@@ -25,18 +24,7 @@ class Server:
 
     def __init__(self, checkpoint, *args, key=None, program=("-m", "infer"), environment=os.environ):
         env = {**environment, **({"LANEFORMER_API_KEY": key} if key else {})}
-        command = [
-            sys.executable,
-            "-W",
-            "error",
-            *program,
-            "serve",
-            "--checkpoint",
-            str(checkpoint),
-            "--port",
-            "0",
-            *map(str, args),
-        ]
+        command = [*PYTHON, *program, "serve", "--checkpoint", str(checkpoint), "--port", "0", *map(str, args)]
         self.process = subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, encoding="utf-8")
         first = self.process.stderr.readline()
         found = re.search(r"http://127\.0\.0\.1:(\d+): loading", first)

@@ -5,7 +5,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 
 import pytest
 
@@ -14,7 +13,7 @@ import infer
 import laneformer
 from infer.__main__ import main
 from tests.support.checkpoints import save_checkpoint
-from tests.support.paths import ROOT
+from tests.support.paths import PYTHON, ROOT
 
 PROMPT = "def add(a, b):"
 SAMPLING = ("--temperature", "1", "--seed", "3")
@@ -32,7 +31,7 @@ def engine(checkpoint):
 
 
 def command(*args):
-    return [sys.executable, "-W", "error", "-m", "infer", *map(str, args)]
+    return [*PYTHON, "-m", "infer", *map(str, args)]
 
 
 def run(*args, text=None):

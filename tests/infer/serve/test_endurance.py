@@ -7,6 +7,7 @@ import itertools
 import json
 import random
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -52,7 +53,7 @@ def server(checkpoint):
     )
     server = Server(checkpoint, *options)
     server.patience = 600  # a process that is stopped for a minute is no lost slot
-    reader = threading.Thread(target=server.process.stderr.read)  # a server waits where nothing reads its log
+    reader = threading.Thread(target=show_log, args=(server.process,))
     reader.start()
     try:
         yield server.wait_until(200)
@@ -60,6 +61,12 @@ def server(checkpoint):
         server.process.kill()
         reader.join()
         server.kill()
+
+
+def show_log(process):
+    """Shows it where a test fails; a server waits where nothing reads its log."""
+    for line in process.stderr:
+        sys.stderr.write(line)
 
 
 def request(prompt, seed):

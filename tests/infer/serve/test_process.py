@@ -16,7 +16,7 @@ import tokenizers
 
 from infer.__main__ import main
 from tests.support.checkpoints import CHATML, CONTEXT, HARMONY, HARMONY_TEMPLATE, follow, save_checkpoint
-from tests.support.serve_cases import BACKEND, JSON, ROOT, Server
+from tests.support.serve_cases import BACKEND, JSON, PYTHON, ROOT, Server
 
 KEY = "sk-test-1234"
 TIMEOUT = 0.7 if BACKEND == "cpu" else 8.0  # in which backend xla also compiles
@@ -186,7 +186,7 @@ def test_loading_leaves_no_semaphore(checkpoint):
 
 def test_missing_checkpoint_is_one_line(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-m", "infer", "serve", "--checkpoint", tmp_path / "no", "--port", "0"],
+        [*PYTHON, "-m", "infer", "serve", "--checkpoint", tmp_path / "no", "--port", "0"],
         cwd=ROOT,
         capture_output=True,
         text=True,
