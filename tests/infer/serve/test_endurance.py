@@ -47,7 +47,7 @@ def server(checkpoint):
         "--most-slowdown",
         100,
         "--max-waiting",
-        CLIENTS,
+        8 * CLIENTS,  # also those of clients that left, until the server finds out
         "--timeout",
         600,
     )
