@@ -1,6 +1,8 @@
 """The dtypes of parameters, matrix products, the residual stream and sums."""
 
+import re
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +43,14 @@ class Precision:
         exact = jax.lax.Precision.HIGHEST if self.compute == "float32" else None
         w = widen(w, x) if isinstance(w, Quantized) else w
         x, w = x.astype(self.compute), w.astype(self.compute)
-        return jnp.einsum(subscripts, x, w, precision=exact, preferred_element_type=result or self.accumulate)
+        product = partial(jnp.einsum, precision=exact, preferred_element_type=result or self.accumulate)
+        of_x, of_w, of_y = re.split(",|->", subscripts)
+        if not ("bs" in of_x and "bs" in of_y) or {"b", "s"} & {*of_w}:
+            return product(subscripts, x, w)
+        # As one axis: with lanes beside it, XLA:GPU writes transposed copies where a gradient contracts two.
+        at, to = of_x.index("b"), of_y.index("b")
+        y = product(subscripts.replace("bs", "b"), x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :]), w)
+        return y.reshape(*y.shape[:to], *x.shape[at : at + 2], *y.shape[to + 1 :])
 
     @property
     def narrow(self) -> bool:

@@ -1,0 +1,37 @@
+"""Products in a Precision's dtypes."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from laneformer import Precision
+
+SIZES = {"l": 2, "g": 3, "b": 2, "s": 5, "d": 8, "h": 3, "v": 7}
+OF_POSITIONS = ["lbsd,lvd->lbsv", "lbsd,lvd->bslv", "lgbsd,lvd->gbsv", "lbshd,lhvd->lbshv"]
+OTHERS = ["lgbsd,lgbsv->lgdv", "sd,vd->sv", "lbd,lvd->lbv"]
+
+
+def operands(subscripts):
+    random = np.random.default_rng(1)
+    shapes = [[SIZES[letter] for letter in of] for of in subscripts.split("->")[0].split(",")]
+    return [random.standard_normal(shape).astype(np.float32) for shape in shapes]
+
+
+@pytest.mark.parametrize("subscripts", OF_POSITIONS + OTHERS)
+def test_a_product_is_that_of_its_subscripts(subscripts):
+    x, w = operands(subscripts)
+    expected = np.einsum(subscripts, *(a.astype(np.float64) for a in (x, w)))
+    y = Precision().einsum(subscripts, jnp.asarray(x), jnp.asarray(w))
+    assert y.shape == expected.shape and y.dtype == np.float32
+    np.testing.assert_allclose(y, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("subscripts", OF_POSITIONS)
+def test_a_gradient_contracts_positions_as_one_axis(subscripts):
+    x, w = operands(subscripts)
+    gradient = jax.grad(lambda w: Precision().einsum(subscripts, x, w).sum())
+    [axes] = re.findall(r"contracting_dims = \[([\d, ]+)\]", jax.jit(gradient).lower(w).as_text())
+    assert len(axes.split(",")) == 1 + ("l" not in subscripts.split("->")[1])
