@@ -4,6 +4,7 @@ one.
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -74,11 +75,13 @@ def _usable(
     """
     loose = set() if tools.required else {*tools.schemas} - tools.strict
 
-    def made(functions: ToolRequest, loose: set[str]) -> Grammar:
-        return chat.call_grammar(ids, functions, loose=loose, form=form, name="tools")
+    def checked(functions: ToolRequest, loose: set[str]) -> Grammar:
+        grammar = chat.call_grammar(ids, functions, loose=loose, form=form, name="tools")
+        engine.check_constraint(grammar)
+        return grammar
 
-    if _problem(lambda: engine.check_constraint(made(tools, loose))) is None:
-        return made(tools, loose), ()
+    with suppress(LaneformerError):
+        return checked(tools, loose), ()
     notes, end = [], time.perf_counter() + MOST_SECONDS
     for n, tool in enumerate(tools.tools):  # which of them is it?
         name = tool["function"]["name"]
@@ -86,7 +89,7 @@ def _usable(
             continue
         alone = replace(tools, tools=(tool,), required=True, name=name, opened=False)
         late = time.perf_counter() > end
-        problem = LATE if late else _problem(lambda alone=alone: engine.check_constraint(made(alone, set())))
+        problem = LATE if late else _problem(lambda alone=alone: checked(alone, set()))
         if problem is not None:
             path = f"tools[{n}].function.parameters"
             line = str(problem).removeprefix("tools ").removeprefix("cannot be used: ")
@@ -94,12 +97,10 @@ def _usable(
                 raise type(problem)(f"{path} cannot be obeyed, as strict = true asks for: {line}")
             loose.add(name)
             notes.append(f"{path} is not enforced: {line}")
-    grammar = made(tools, loose)
-    engine.check_constraint(grammar)
-    return grammar, tuple(notes)
+    return checked(tools, loose), tuple(notes)
 
 
-def _problem(check: Callable[[], None]) -> LaneformerError | None:
+def _problem(check: Callable[[], object]) -> LaneformerError | None:
     try:
         check()
     except LaneformerError as error:
