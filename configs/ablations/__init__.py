@@ -4,6 +4,7 @@
 RECIPES = {
     "tiny": "configs.ablations.tiny:tiny",
     "tiny_moe": "configs.ablations.tiny:tiny_moe",
+    "hybrid": "configs.ablations.tiny:hybrid",
     "30m": "configs.ablations.small:web_30m",
     "120m": "configs.ablations.small:web_120m",
     "350m": "configs.ablations.ladder:ladder_350m",

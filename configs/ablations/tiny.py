@@ -3,9 +3,9 @@
 import dataclasses
 from pathlib import Path
 
-from configs.ablations.variants import layouts
+from configs.ablations.variants import hybrids, layouts
 from configs.models import LANEFORMER_2B
-from laneformer.config import ModelConfig
+from laneformer.config import DeltaNetSizes, ModelConfig
 from train.ablate.grid import Grid, cross
 from train.config import DataConfig, OptimizerConfig, TrainConfig
 
@@ -65,6 +65,30 @@ def tiny_moe() -> Grid:
         name="tiny_moe",
         base=dataclasses.replace(dense.base, name="tiny_moe", model=model),
         variants=layouts(),
+        probe={},
+        minutes=None,
+    )
+
+
+def hybrid() -> Grid:
+    """tiny with gated DeltaNet in 0, 4 or 6 of its 8 layers, with four layouts each: what delay costs with DeltaNet.
+
+    4 heads of 16 channels, as many channels as attention has. Its projected speeds are those of 8 layers of the sizes
+    of the 2B, with twice as many value channels as hidden ones, the proportions of Qwen3-Next.
+    """
+    dense = tiny()
+    sizes = DeltaNetSizes(key_heads=4, value_heads=4, key_dim=16, value_dim=16)
+    return dataclasses.replace(
+        dense,
+        name="hybrid",
+        base=dataclasses.replace(dense.base, name="hybrid", model=dense.base.model.replace(delta_net=sizes)),
+        variants=hybrids(dense.base.model.num_hidden_layers, (0, 2, 4), ("tp", "dtp(2)", "dtp(4)", "none")),
+        projected=LANEFORMER_2B.replace(
+            num_hidden_layers=8,
+            sliding_window=None,
+            sliding_window_n_layers=0,
+            delta_net=DeltaNetSizes(key_heads=24, value_heads=48, key_dim=128, value_dim=128),
+        ),
         probe={},
         minutes=None,
     )

@@ -23,3 +23,13 @@ def knobs(layout: str) -> tuple[Variant, ...]:
         variant(layout, f"{layout}, head over all lanes", lm_head_type="lane"),
         variant(layout, f"{layout}, head a share per lane", lm_head_type="vocab_parallel"),
     )
+
+
+def hybrids(layers: int, periods: tuple[int, ...], layouts: tuple[str, ...]) -> tuple[Variant, ...]:
+    """Each layout with DeltaNet in all layers but the last of every period; period 0: without DeltaNet."""
+    found = []
+    for period in periods:
+        recurrent = tuple(n for n in range(layers) if period and n % period < period - 1)
+        name = f", {len(recurrent)} of {layers} DeltaNet" if recurrent else ""
+        found += [variant(layout, layout + name, delta_layers=recurrent) for layout in layouts]
+    return tuple(found)

@@ -34,7 +34,7 @@ def draw(grid: Grid, found: Sequence[Summary], folder: Path) -> dict[Path, str]:
     """Writes the pictures that the results allow; returns file -> title. Raises InputError without matplotlib."""
     pictures: dict[str, tuple[str, list[Panel]]] = {
         "curves": ("loss over training, mean over seeds", [_curves(found), _curves_minus(grid, found)]),
-        "loss": (f"final validation loss, {_seeds(found)}", [_against_delay(grid, found), _against_lanes(grid, found)]),
+        "loss": (f"final validation loss, {_seeds(found)}", [_against_delay(grid, found), _against_size(grid, found)]),
         "frontier": (
             "quality of the small model against speed of the large one",
             [_frontier(grid, found, device) for device in DEVICES],
@@ -237,50 +237,54 @@ def _against_delay(grid: Grid, found: Sequence[Summary]) -> Panel:
     return draw
 
 
-def _against_lanes(grid: Grid, found: Sequence[Summary]) -> Panel:
-    """Layouts trained with several numbers of lanes."""
+def _against_size(grid: Grid, found: Sequence[Summary]) -> Panel:
+    """Layouts trained with several numbers of DeltaNet layers, else of lanes."""
+    field = "delta_layers" if any(s.results[0].model.get("delta_layers") for s in found) else "num_lanes"
+    what = "layers with DeltaNet" if field == "delta_layers" else "lanes"
+
+    def size(s: Summary) -> int:
+        return s.lanes if field == "num_lanes" else len(s.results[0].model.get(field, ()))
 
     def draw(axes):
         layouts: dict[str, list[Summary]] = {}
         for s in found:
             layouts.setdefault(
-                s.results[0].layout if not s.variant.model.keys() - {"layout", "num_lanes"} else s.name, []
+                s.results[0].layout if not s.variant.model.keys() - {"layout", field} else s.name, []
             ).append(s)
         layouts = {
-            name: sorted(group, key=lambda s: s.lanes)
-            for name, group in layouts.items()
-            if len({s.lanes for s in group}) > 1
+            name: sorted(group, key=size) for name, group in layouts.items() if len({size(s) for s in group}) > 1
         }
         _reference_band(axes, grid, found)
         for name, group in layouts.items():
-            axes.plot([s.lanes for s in group], [s.mean for s in group], "-", color=color(group[-1]), linewidth=1)
+            axes.plot([size(s) for s in group], [s.mean for s in group], "-", color=color(group[-1]), linewidth=1)
             for s in group:
-                _points(axes, s, s.lanes)
+                _points(axes, s, size(s))
             last = group[-1]
             axes.annotate(
                 name,
-                (last.lanes, last.mean),
+                (size(last), last.mean),
                 (10, 0),
                 textcoords="offset points",
                 va="center",
                 fontsize=9,
                 color=color(last),
             )
-        counts = sorted({s.lanes for group in layouts.values() for s in group})
+        counts = sorted({size(s) for group in layouts.values() for s in group})
         axes.set(
-            xlabel="lanes",
+            xlabel=what,
             ylabel="final validation loss, nats per token",
-            title=f"Against lanes (grey: range of {grid.reference})",
+            title=f"Against {what} (grey: range of {grid.reference})",
         )
         if counts:
-            axes.set_xscale("log", base=2)
+            if field == "num_lanes":
+                axes.set_xscale("log", base=2)
             axes.set_xticks(counts, [str(n) for n in counts])
             axes.margins(x=0.2, y=0.15)
         else:
             axes.text(
                 0.5,
                 0.5,
-                "no layout was trained with\nseveral numbers of lanes",
+                f"no layout was trained with\nseveral numbers of {what}",
                 transform=axes.transAxes,
                 ha="center",
                 color="0.4",

@@ -25,6 +25,7 @@ from train.ablate.results import (
     collect,
     read_measured,
     summarize,
+    within_models,
 )
 
 REPORT = "report.md"
@@ -50,6 +51,7 @@ def write_report(grid: Grid, measured: Path | None = None) -> str:
         "",
         *_legend(grid),
         "",
+        *_within_models(grid, found),
         *_diagnostics(found),
         "",
         "\n\n".join(shown),
@@ -117,10 +119,34 @@ def number(mean: float, spread: float | None, sign: str = "") -> str:
 
 
 def _difference(grid: Grid, s: Summary) -> str:
-    if s.name == grid.reference or s.difference is None:
+    return "" if s.name == grid.reference else _marked(s)
+
+
+def _marked(s: Summary) -> str:
+    if s.difference is None:
         return ""
     text = number(s.difference, s.difference_spread, "+")
     return f"**{text}**" if s.clear else text
+
+
+def _within_models(grid: Grid, found: Sequence[Summary]) -> list[str]:
+    """A section on what a layout costs in the models that are not the reference's."""
+    pairs = within_models(grid, found)
+    if not pairs:
+        return []
+    return [
+        "## Layouts within other models",
+        "",
+        (
+            f"As the column minus {grid.reference}, but the difference to the variant with the same model and the"
+            f" layout of {grid.reference}."
+        ),
+        "",
+        "| variant | compared with | difference | seeds |",
+        "|---|---|---|---|",
+        *(f"| {s.name} | {other.name} | {_marked(s)} | {len(s.differences)} |" for other, s in pairs),
+        "",
+    ]
 
 
 def _legend(grid: Grid) -> list[str]:

@@ -216,6 +216,25 @@ def summarize(grid: Grid, results: Sequence[Result], measured: dict[str, float] 
     return found
 
 
+def within_models(grid: Grid, found: Sequence[Summary]) -> list[tuple[Summary, Summary]]:
+    """The variants whose models differ from the reference's in more than the layout, each compared with the variant
+    that has its model and the reference's layout; pairs of that variant and the compared one.
+    """
+
+    def key(model: dict) -> list:
+        return sorted((name, str(value)) for name, value in model.items() if name != "layout")
+
+    of_grid = next(v.model for v in grid.variants if v.name == grid.reference)
+    pairs = []
+    for s in found:
+        if key(s.variant.model) == key(of_grid) or s.variant.model["layout"] == of_grid["layout"]:
+            continue
+        for other in found:
+            if other.variant.model["layout"] == of_grid["layout"] and key(other.variant.model) == key(s.variant.model):
+                pairs.append((other, dataclasses.replace(s, reference=other.losses)))
+    return pairs
+
+
 def delay_of(schedule: Schedule) -> int | None:
     """The longest delay, in modules, of a module's output to the other lanes; None if nothing is exchanged.
 

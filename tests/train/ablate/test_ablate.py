@@ -201,6 +201,37 @@ def test_report_of_known_numbers(tmp_path):
         assert f"({name}.png)" in written and (tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_hybrid_grid_has_every_share_with_every_layout():
+    made = find_recipe("hybrid", "configs.ablations", Grid)
+    shares = {v.name: made.model(v).delta_layers for v in made.variants}
+    assert {len(layers) for layers in shares.values()} == {0, 4, 6} and len(shares) == 12
+    assert shares["dtp(4), 6 of 8 DeltaNet"] == (0, 1, 2, 4, 5, 6), "attention is in the last layer of every four"
+    assert shares["none, 4 of 8 DeltaNet"] == (0, 2, 4, 6)
+    for v in made.variants:
+        blocks = [layer.attention for layer in made.projected_model(v).layers]
+        assert sum(type(options).__name__ == "DeltaNetOptions" for options in blocks) == len(shares[v.name])
+
+
+def test_report_compares_layouts_within_models(tmp_path):
+    names = ("tp", "dtp(2)", "tp, 4 of 8 DeltaNet", "dtp(2), 4 of 8 DeltaNet")
+    recipe = find_recipe("hybrid", "configs.ablations", Grid)
+    made = dataclasses.replace(
+        recipe,
+        base=dataclasses.replace(recipe.base, run=tmp_path),
+        variants=tuple(v for v in recipe.variants if v.name in names),
+    )
+    known = dict(zip(names, (3.0, 3.125, 3.5, 3.75), strict=True))
+    for cell in made.cells:
+        pretend(cell, [known[cell.variant.name] + cell.seed / 8])
+    table = write_report(made)
+    assert "| dtp(2), 4 of 8 DeltaNet | 4 | 2 | 3.8750 ± 0.1250 | **+0.7500 ± 0.0000** |" in table
+    written = (tmp_path / "report.md").read_text()
+    assert "| dtp(2), 4 of 8 DeltaNet | tp, 4 of 8 DeltaNet | **+0.2500 ± 0.0000** | 3 |" in written
+    assert written.count("| tp, 4 of 8 DeltaNet | ") == 2, "no row that compares it with itself"
+    assert "| dtp(2) | tp |" not in written, "the first table has this"
+    assert (tmp_path / "loss.png").exists()
+
+
 def test_report_has_measured_and_projected_speeds(tmp_path, monkeypatch):
     monkeypatch.setattr(ablate_plots, "draw", lambda *_: {})
     made = at(tmp_path, seeds=(0,), probe={})
