@@ -213,6 +213,8 @@ QWEN3_NEXT_80B = ModelConfig(  # also Qwen3-Coder-Next, but for its rope_theta
 )
 # Twelve of its layers: in FP8 21.0 GB, for devices with less memory.
 QWEN3_NEXT_20B = QWEN3_NEXT_80B.replace(num_hidden_layers=12, delta_layers=tuple(n for n in range(12) if n % 4 < 3))
+# These with fewer experts to choose from, in bfloat16: 2.2 GB are read for a token.
+QWEN3_NEXT_12 = QWEN3_NEXT_20B.replace(num_experts=64, max_position_embeddings=16_384)
 DEEPSEEK_V3 = ModelConfig(
     vocab_size=129_280,
     hidden_size=7168,
@@ -317,6 +319,7 @@ PACKED: dict[str, PackedModel] = {
     "gpt_oss_120b": PackedModel(GPT_OSS_120B, "mxfp4", EXPERTS),
     "qwen3_next_80b": PackedModel(QWEN3_NEXT_80B, "fp8", EXPERTS + ATTENTION + BESIDE),
     "qwen3_next_20b": PackedModel(QWEN3_NEXT_20B, "fp8", EXPERTS + ATTENTION + BESIDE),
+    "qwen3_next_12": PackedModel(QWEN3_NEXT_12),
     "qwen3_30b_a3b": PackedModel(QWEN3_30B_A3B, "fp8", EXPERTS + ATTENTION),
     "deepseek_v3": PackedModel(DEEPSEEK_V3, "fp8", EXPERTS + SHARED_EXPERT + LATENT),
     "deepseek_v3_4": PackedModel(DEEPSEEK_V3_4, "fp8", EXPERTS + SHARED_EXPERT + LATENT),

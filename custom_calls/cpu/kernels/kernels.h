@@ -101,6 +101,10 @@ struct Kernels {
   void (*add_scaled)(float* total, const float* part, float weight, int64_t n);  // total += weight * part
   // parts[0] + weights[1] * parts[1] + weights[2] * parts[2] + ..., in this order; onto: added to what `total` has.
   void (*add_parts)(const float* const* parts, const float* weights, int count, bool onto, int64_t n, float* total);
+  // Tiles of [columns][16]: decay * from + the sum over j of keys[column][j] * deltas[j][row], in the order of j from 0
+  // to 15. from: null for zero, or the same memory as `to`. deltas: [16][16 tiles].
+  void (*advance)(const float* from, float decay, const float* keys, const float* deltas, int64_t columns,
+                  int64_t tiles, float* to);
   // [tiles][16] -> activation(x) [tiles][16], which may be the same memory; gated: [tiles][gate 16 | up 16] ->
   // activation(gate) * up.
   void (*activate)(Activation, bool gated, const float* x, int64_t tiles, float* out);

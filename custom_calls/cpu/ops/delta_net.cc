@@ -17,27 +17,6 @@
 
 namespace laneformer {
 
-namespace {
-
-// Tiles of [columns][kTile]: decay * from + the sum over j of keys[column][j] * deltas[j][row], in the order of j.
-// from: null for zero, or the same memory as `to`. deltas: [kTile][kTile tiles].
-void advance_tiles(const float* from, float decay, const float* keys, const float* deltas, int64_t columns,
-                   int64_t tiles, float* to) {
-  for (int64_t t = 0; t < tiles; t++)
-    for (int64_t k = 0; k < columns; k++) {
-      const int64_t at = (t * columns + k) * kTile;
-      float sums[kTile];
-      for (int r = 0; r < kTile; r++) sums[r] = from ? decay * from[at + r] : 0;
-      for (int j = 0; j < kTile; j++) {
-        const float key = keys[k * kTile + j], *const delta = deltas + (j * tiles + t) * kTile;
-        for (int r = 0; r < kTile; r++) sums[r] += key * delta[r];
-      }
-      std::memcpy(to + at, sums, sizeof(sums));
-    }
-}
-
-}  // namespace
-
 static_assert(plan::kEntries == kTile, "the keys of as many positions are a tile");
 
 Worker::Recurrence::Recurrence(const plan::DeltaNet& op)
@@ -82,8 +61,8 @@ void Worker::advance(const plan::DeltaNet& op, const float* from, const Stretch&
       decay *= by.decays[j * ratio + head];
     }
     const int64_t at = head * own * op.key_dim;
-    advance_tiles(from ? from + at : nullptr, decay, by.keys, recurrence_->scaled.data(), op.key_dim, own / kTile,
-                  to + at);
+    k_.advance(from ? from + at : nullptr, decay, by.keys, recurrence_->scaled.data(), op.key_dim, own / kTile,
+               to + at);
   }
 }
 

@@ -181,6 +181,33 @@ void norms(const Kernels& k) {
   }
 }
 
+// From zero, into other memory and in place, for columns that are and are not whole groups of them.
+void states(const Kernels& k) {
+  for (const int64_t columns : {1, 2, 7, 8, 24, 129})
+    for (const int64_t tiles : {1, 3}) {
+      Random random((unsigned)(columns * tiles));
+      const int64_t n = tiles * columns * kTile;
+      const float decay = 0.75f;
+      const std::vector<float> from = random.floats(n), keys = random.floats(columns * kTile),
+                               deltas = random.floats(kTile * tiles * kTile);
+      std::vector<float> fresh(n + 1, 7), moved(n + 1, 7), same = from;
+      k.advance(nullptr, decay, keys.data(), deltas.data(), columns, tiles, fresh.data());
+      k.advance(from.data(), decay, keys.data(), deltas.data(), columns, tiles, moved.data());
+      k.advance(same.data(), decay, keys.data(), deltas.data(), columns, tiles, same.data());
+      CHECK(fresh[n] == 7 && moved[n] == 7, "%s: advance wrote behind %d columns", k.name, (int)columns);
+      for (int64_t i = 0; i < n; i++) {
+        const int64_t t = i / (columns * kTile), column = i / kTile % columns, row = i % kTile;
+        double added = 0;
+        for (int64_t j = 0; j < kTile; j++)
+          added += (double)keys[column * kTile + j] * deltas[(j * tiles + t) * kTile + row];
+        CHECK(std::fabs(fresh[i] - added) < 1e-5, "%s: advance from zero: %g, not %g", k.name, fresh[i], added);
+        const double exact = (double)decay * from[i] + added;
+        CHECK(std::fabs(moved[i] - exact) < 1e-5, "%s: advance: %g, not %g", k.name, moved[i], exact);
+        CHECK(same[i] == moved[i], "%s: advance in place differs at %d", k.name, (int)i);
+      }
+    }
+}
+
 double exactly(Activation kind, double x) {
   switch (kind) {
     case Activation::kNone: return x;
@@ -382,6 +409,7 @@ void all_of(const Kernels& k) {
   attends(k);
   causal(k);
   norms(k);
+  states(k);
   activations(k);
   limits(k);
   gates(k);
