@@ -113,7 +113,8 @@ def packed_bytes(path: Path, values: Mapping[str, Any], config: ModelConfig) -> 
     """Bytes of one weight of each quantized matrix, by its path, as the config.json `values` in the folder `path` says;
     no weights are read. Raises ConfigError, naming file and field.
     """
-    family, schemes = find_family(values), read_schemes(path, language_model(values))
+    family = find_family(values)
+    schemes = read_schemes(path, language_model(values), family.rules)
     if schemes is None or family.sources is None:
         return {}
     table = parameter_table(config)

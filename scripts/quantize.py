@@ -83,7 +83,7 @@ def quantize(options: Options) -> str:
     folder = HfFolder(options.model)
     if folder.quantized:
         raise CheckpointError(f"{options.model} is quantized already; give the model that it was made of")
-    folder.check_packed("leave it as it is")
+    folder.check_roundable()
     ids = None if options.data is None else read_rows(options.data, folder.config, options.rows)
     rounded = write(folder, options)
     for name in (name for name in TOKENIZER_FILES if (options.model / name).exists()):

@@ -23,7 +23,8 @@ from laneformer.blocks.rotary import rotate_last
 from laneformer.config import CompressedAttentionOptions
 from laneformer.errors import InputError
 from laneformer.ops import Norm, Op, Rotary
-from laneformer.precision import Precision
+from laneformer.precision import Precision, widen
+from laneformer.quantized import Quantized
 
 QUERIES = 64  # that are computed together, at most
 SCORES = 2**24  # of all heads that are in memory together
@@ -81,7 +82,9 @@ class CompressedAttention(Block):
         cos, sin = turns
         a = rotate_last(a, (cos, -sin))
         a = a.reshape(*a.shape[:3], options.o_groups, -1)
-        w_lgoi = self.wo_a[...].reshape(len(a), options.o_groups, options.o_lora_rank, -1)
+        w = self.wo_a[...]
+        w = widen(w, a) if isinstance(w, Quantized) else w
+        w_lgoi = w.reshape(len(a), options.o_groups, options.o_lora_rank, -1)
         y = self.precision.block_einsum("lbsgi,lgoi->lbsgo", a, w_lgoi)
         y = self.precision.widened(checkpoint_name(y, "product")).reshape(*a.shape[:3], -1)
         return self.precision.block_einsum("lbso,ldo->lbsd", y, self.wo_b[...]), kept

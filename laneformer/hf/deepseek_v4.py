@@ -10,7 +10,7 @@ from laneformer.hf.deepseek import shared_experts
 from laneformer.hf.dimensions import Dimensions, Part, head, routed_experts, router
 from laneformer.hf.family import Family
 from laneformer.hf.fields import Fields
-from laneformer.hf.packed.quantization import read_formats
+from laneformer.hf.packed.quantization import Rules, Scheme, read_formats
 from laneformer.hf.rope import read_rope
 from laneformer.hf.safetensors import Source
 
@@ -44,6 +44,13 @@ CUT = {  # what lanes have shares of
     **{f"feed_forward.shared.{w}": (f"ffn.shared_experts.{w}.weight", "rows") for w in ("w1", "w3")},
     "feed_forward.shared.w2": ("ffn.shared_experts.w2.weight", "columns"),
 }
+
+
+# Matrices that the published files have in 16 or 32 bits beside FP8 and FP4.
+NEVER_PACKED = (".router", ".mix", "compressor.wkv", "compressor.wgate", "indexer.weights")
+EXPERTS = "ffn.experts"  # part of the names of their modules
+EXPERT_DTYPES = {"fp4": "mxfp4", "fp8": "fp8"}
+"""Values of expert_dtype -> format."""
 
 
 def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
@@ -198,10 +205,31 @@ def _expert_format(fields: Fields) -> str | None:
     """Format of the routed experts, which have their own beside the quantization of the rest."""
     if fields.mapping("quantization_config") is None:
         return None
+    return EXPERT_DTYPES[_expert_dtype(fields)]
+
+
+def _expert_dtype(fields: Fields) -> str:
     dtype = fields.word("expert_dtype", "fp4")  # as vLLM reads configs without it
-    if dtype not in ("fp4", "fp8"):
-        raise ConfigError(f"unknown expert_dtype {dtype!r}; choose fp4, fp8")
-    return {"fp4": "mxfp4", "fp8": "fp8"}[dtype]
+    if dtype not in EXPERT_DTYPES:
+        raise ConfigError(f"unknown expert_dtype {dtype!r}; choose {', '.join(EXPERT_DTYPES)}")
+    return dtype
+
+
+def _rules(fields: Fields) -> Rules:
+    """quantization_config is about all matrices but those of routed experts in FP4. Raises ConfigError for settings
+    that are neither published form: FP8 in blocks of 128 x 128, and the experts in FP4 or FP8.
+    """
+    quantization = Fields(fields.mapping("quantization_config") or {})
+    for name, known in (("quant_method", ("fp8",)), ("fmt", ("e4m3",)), ("scale_fmt", ("ue8m0", "float"))):
+        if (value := quantization.get(name, known[0])) not in known:
+            raise ConfigError(
+                f"quantization_config.{name} = {value!r} of DeepSeek V4 is not supported; supported are"
+                f" {', '.join(known)}"
+            )
+    if (block := quantization.get("weight_block_size", [128, 128])) != [128, 128]:
+        raise ConfigError(f"quantization_config.weight_block_size = {block!r} of DeepSeek V4 must be [128, 128]")
+    experts = [(EXPERTS, Scheme("fp4"))] if _expert_dtype(fields) == "fp4" else []
+    return [*experts, ("*", Scheme("fp8", block=(128, 128)))]
 
 
 FAMILY = Family(
@@ -210,5 +238,7 @@ FAMILY = Family(
     config_from=config_from,
     sources=sources,
     ignored=lambda fields: ("mtp.",),
-    packed=False,
+    never_packed=NEVER_PACKED,
+    rules=_rules,
+    roundable=False,
 )

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from laneformer.config import ModelConfig
 from laneformer.hf.dimensions import Dimensions
 from laneformer.hf.fields import Fields
+from laneformer.hf.packed.quantization import Rules
 from laneformer.hf.safetensors import Source
 
 if TYPE_CHECKING:  # imports JAX
@@ -26,8 +27,12 @@ class Family:
     ignored: Callable[[Fields], tuple[str, ...]] = lambda fields: ()
     """What the names of tensors begin with that the model does not use: those that draft further tokens."""
     never_packed: tuple[str, ...] = ()
-    """What the paths of matrices end with that are 16 bits wide, though the quantization does not except them."""
-    packed: bool = True
-    """Whether quantized weights can be read."""
+    """What the paths of matrices end with that are 16 bits wide, though the quantization does not except them. Files
+    that have them quantized are refused.
+    """
+    rules: Callable[[Fields], Rules] = lambda fields: []
+    """How matrices are packed of which fields outside of quantization_config say so, where there is one."""
+    roundable: bool = True
+    """Whether `scripts.quantize` rounds its weights."""
     dimensions: Callable[[Fields], Dimensions] | None = None
     """Sizes and formats of what `laneformer.load` cannot open yet, for the roofline."""

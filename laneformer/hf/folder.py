@@ -74,22 +74,25 @@ class HfFolder:
         }
         tensors, metadata = find_tensors(path)
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(ignored)}
-        if schemes := read_schemes(path, language_model(values)):
-            self.check_packed("convert them to bfloat16 and remove quantization_config from config.json")
+        if schemes := read_schemes(path, language_model(values), self._family.rules):
             tensors = with_records(path, schemes, self.sources, tensors, metadata)
         tensors, self._groups = unpacked(tensors, metadata)
         self.tensors = with_stacks(path, self.sources, tensors)
         self._widened = weights == "bfloat16"
         check_tensors(path, self.sources, self.tensors, tied=self.config.tie_word_embeddings)
         self._dtype = None if dtype is None else jnp.dtype(dtype)
-        if self._is_record("tok_embeddings"):
-            name = self.sources["tok_embeddings"].name
-            raise CheckpointError(f"{path}: tensor {name} is quantized, which an embedding table cannot be; {REMEDY}")
+        for weight in filter(self._is_record, self.sources):
+            if weight == "tok_embeddings" or weight.endswith(self._family.never_packed):
+                what = "an embedding table" if weight == "tok_embeddings" else f"{weight} of {self._family.name}"
+                name = self.sources[weight].names[0]
+                raise CheckpointError(f"{path}: tensor {name} is quantized, which {what} cannot be; {REMEDY}")
 
-    def check_packed(self, remedy: str) -> None:
-        """Raises CheckpointError, with that remedy, if the family has no quantized weights."""
-        if not self._family.packed:
-            raise CheckpointError(f"{self.path}: quantized weights of {self._family.name} cannot be read yet; {remedy}")
+    def check_roundable(self) -> None:
+        """Raises CheckpointError if `scripts.quantize` does not round weights of the family."""
+        if not self._family.roundable:
+            raise CheckpointError(
+                f"{self.path}: weights of {self._family.name} cannot be rounded yet; leave them as is"
+            )
 
     @property
     def dtype(self) -> str:

@@ -165,10 +165,8 @@ class Quantized:
 
     def scale_values(self) -> np.ndarray:
         """The scales, float32, without the global one."""
-        if self.kind == "mxfp4":  # 2^(b - 127): exponents as float32 has them, but for b = 0, a subnormal
-            bits = self.scales.astype(np.uint32) << 23
-            bits[self.scales == 0], bits[self.scales == NAN_E8M0] = 1 << 22, 0x7FC00000
-            return bits.view(np.float32)
+        if self.kind == "mxfp4":
+            return e8m0_values(self.scales)
         return E4M3[self.scales] if self.kind == "nvfp4" else self.scales.astype(np.float32)
 
     def dequantize(self, dtype=np.float64) -> np.ndarray:
@@ -334,6 +332,13 @@ class Quantized:
         return replace(
             found, codes=found.codes[..., rows, :], scales=take(found.scales), zero_points=take(found.zero_points)
         )
+
+
+def e8m0_values(codes: np.ndarray) -> np.ndarray:
+    """2^(b - 127) of bits b, uint8, as float32: exponents as float32 has them, but for b = 0, a subnormal."""
+    bits = codes.astype(np.uint32) << 23
+    bits[codes == 0], bits[codes == NAN_E8M0] = 1 << 22, 0x7FC00000
+    return bits.view(np.float32)
 
 
 def split_axis(array: np.ndarray, axis: int, lanes: int) -> np.ndarray:

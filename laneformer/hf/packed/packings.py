@@ -14,10 +14,10 @@ from laneformer.errors import CheckpointError, one_line
 from laneformer.files import parse_json
 from laneformer.hf.packed.quantization import Scheme, Schemes
 from laneformer.hf.safetensors import DTYPES, QUANTIZED, Source, Tensor
-from laneformer.quantized import INT4_ZERO, Quantized, pack4, unpack4
+from laneformer.quantized import INT4_ZERO, Quantized, e8m0_values, pack4, unpack4
 
 REMEDY = "add --weights bfloat16 to round its weights to 16 bits"
-FLOATS = tuple(DTYPES)
+FLOATS, BF16 = tuple(DTYPES), DTYPES["BF16"]
 E4M3, E8M0 = "F8_E4M3", "F8_E8M0"
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the outputs 0 to 7 among the nibbles of a word
 ACTIVATIONS = (  # of activations, keys and values, which are not rounded here
@@ -98,15 +98,20 @@ def _scales(module: Module, suffixes: Iterable[str], dtypes: Iterable[str], shap
 
 
 def float8(module: Module, scheme: Scheme) -> Found:
-    """E4M3 with scales per block, row or tensor: fp8, fbgemm_fp8, compressed-tensors' float-quantized."""
+    """E4M3 with scales per block, row or tensor: fp8, fbgemm_fp8, compressed-tensors' float-quantized; and DeepSeek
+    V4's, whose scales are E8M0: in a record bfloat16, which has all of their values.
+    """
     codes = module.take("weight", (E4M3,))
-    scales, grid, group = _scales(module, ("weight_scale_inv", "weight_scale"), FLOATS, codes.shape, scheme)
+    suffixes = ("weight_scale_inv", "weight_scale", "scale")
+    scales, grid, group = _scales(module, suffixes, (*FLOATS, E8M0), codes.shape, scheme)
     zeros = module.find("weight_zero_point", (E4M3, "I8", "U8"))
 
     def make() -> Quantized:
         if zeros is not None and zeros.values().any():
             raise module.error(f"tensor {module.name}.weight_zero_point: fp8 has no zero points", "copy it again")
-        return Quantized("fp8", codes.values(), scales.values().reshape(grid), group, codes.shape[-1])
+        values = scales.values().reshape(grid)
+        values = e8m0_values(values).astype(BF16) if scales.dtype == E8M0 else values
+        return Quantized("fp8", codes.values(), values, group, codes.shape[-1])
 
     return codes.shape, make
 
@@ -167,6 +172,14 @@ def float4(module: Module, scheme: Scheme) -> Found:
         return Quantized(kind, packed.values(), scales.values().reshape(grid), group, shape[-1], None, one)
 
     return shape, make
+
+
+def bytes4(module: Module, scheme: Scheme) -> Found:
+    """The experts of DeepSeek V4: E2M1, the even column in the low half of a byte, with E8M0 scales of 32 columns."""
+    packed = module.take("weight", ("I8", "U8"))
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1])
+    scales, _, group = _scales(module, ("scale",), (E8M0, "U8"), shape, replace(scheme, group=32))
+    return shape, lambda: Quantized("mxfp4", packed.values().view(np.uint8), scales.values(), group, shape[-1])
 
 
 def blocks(module: Module, scheme: Scheme) -> Found:
@@ -252,6 +265,7 @@ PACKINGS: dict[str, Callable[[Module, Scheme], Found]] = {
     "mxfp4-pack-quantized": float4,
     "nvfp4-pack-quantized": float4,
     "mxfp4": blocks,
+    "fp4": bytes4,
     "gptq": gptq,
     "awq": awq,
     "torchao": torchao,

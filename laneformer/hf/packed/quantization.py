@@ -4,7 +4,7 @@ number formats of its parts (`Formats`, for the roofline).
 
 import fnmatch
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +94,7 @@ def _compressed(quantization: Fields) -> str:
     )
 
 
-E2M1 = {"mxfp4": "mxfp4", "mxfp4-pack-quantized": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
+E2M1 = {"mxfp4": "mxfp4", "mxfp4-pack-quantized": "mxfp4", "fp4": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
 """Packings of such codes -> their format."""
 
 
@@ -148,9 +148,16 @@ OLD_FILES = {
 }
 
 
-def read_schemes(folder: Path, values: Mapping[str, Any]) -> Schemes | None:
+Rules = list[tuple[str, Scheme | None]]
+
+
+def read_schemes(
+    folder: Path, values: Mapping[str, Any], own_rules: Callable[[Fields], Rules] = lambda fields: []
+) -> Schemes | None:
     """The schemes of a folder with the parsed config.json `values`; None if it has none. Raises ConfigError, naming
     file and field, for settings that are not understood.
+
+    own_rules: of a family, from the fields of its config; they decide before those of the quantization's method.
     """
     file = folder / "config.json"
     given = values.get("quantization_config", values.get("compression_config"))
@@ -168,7 +175,7 @@ def read_schemes(folder: Path, values: Mapping[str, Any]) -> Schemes | None:
     method = fields.word("quant_method", "compressed-tensors" if "config_groups" in given else "")
     try:
         rules = [(str(pattern), None) for pattern in _kept(fields)]
-        return Schemes((*rules, *_RULES.get(method, _others)(fields, method)))
+        return Schemes((*rules, *own_rules(Fields(values)), *_RULES.get(method, _others)(fields, method)))
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
 
@@ -190,9 +197,6 @@ def _kept(fields: Fields) -> list:
         for name in ("ignore", "modules_to_not_convert", "ignored_layers")
         for pattern in fields.sequence(name) or ()
     ]
-
-
-Rules = list[tuple[str, Scheme | None]]
 
 
 def _fp8(fields: Fields, method: str) -> Rules:

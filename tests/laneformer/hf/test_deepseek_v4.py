@@ -16,10 +16,12 @@ from laneformer import CheckpointError, ConfigError
 from laneformer.decoder import decoder_ops
 from laneformer.hf import config_from_hf, dimensions_from_hf
 from laneformer.hf.deepseek_v4 import sources
+from laneformer.hf.safetensors import find_tensors
 from laneformer.ops import without_kernel
+from laneformer.quantized import Quantized, e8m0_values
 from laneformer.weights import kv_bytes_per_token, matmul_parameters, parameter_table
 from tests.support import tiny
-from tests.support.hf import deepseek_v4
+from tests.support.hf import deepseek_v4, packers
 from tests.support.hf.configs import V4
 from tests.support.paths import MOE
 
@@ -251,14 +253,180 @@ def test_damaged_files_are_refused(tmp_path, change, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_packed_weights_are_refused(tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(CASE, folder)
-    packed = {"quantization_config": V4["quantization_config"]}
-    (folder / "config.json").write_text(json.dumps(values() | packed))
-    with pytest.raises(CheckpointError, match="quantized weights of DeepSeek V4 cannot be read yet") as caught:
-        laneformer.load(folder)
-    assert "\n" not in str(caught.value)
+# ---- as published: experts in FP4, the other matrices in FP8
+
+FP8 = ("attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_a", "attn.wo_b", "indexer.wq_b", "shared_experts.w")
+QUANTIZATION = V4["quantization_config"] | {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"}
+
+
+def packing_of(name: str):
+    """What packs the tensor of that name; None: nothing."""
+    if ".ffn.experts." in name:
+        return packers.deepseek_fp4
+    return packers.deepseek_fp8 if any(f".{part}" in name for part in FP8) else None
+
+
+def write_packed(folder, change=lambda tensors: None, pack=packing_of, **fields) -> dict[str, np.ndarray]:
+    """The case, packed; returns what its tensors stand for, by name."""
+    tensors = load_file(CASE / "model.safetensors")
+    weights, written = dict(tensors), {}
+    for name, w in tensors.items():
+        module = name.removesuffix(".weight")
+        if rounded := pack(name):
+            made = rounded(w.astype(np.float64))
+            weights[name] = made.weights
+            written |= {f"{module}.{suffix}": tensor for suffix, tensor in made.tensors.items()}
+        else:
+            written[name] = w
+    change(written)
+    folder.mkdir(exist_ok=True)
+    save_file({name: np.ascontiguousarray(w) for name, w in written.items()}, folder / "model.safetensors")
+    given = values() | {"quantization_config": QUANTIZATION, "expert_dtype": "fp4"} | fields
+    (folder / "config.json").write_text(json.dumps(given))
+    return weights
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory):
+    """A packed folder, and the float64 logits of the first sequence with exactly its weights."""
+    folder = tmp_path_factory.mktemp("packed")
+    weights = write_packed(folder)
+    logits, _ = deepseek_v4.Model(values(), weights)(io()["input_ids"][0])
+    return folder, logits
+
+
+@pytest.mark.parametrize("lanes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_published_packing_has_exactly_its_weights(packed, lanes):
+    folder, logits = packed
+    own = laneformer.load(folder, num_lanes=lanes)
+    ids = io()["input_ids"][:1]
+    assert tiny.difference(own(ids)[0], logits) < 1e-4
+    rounding = tiny.difference(model(lanes)(ids)[0], logits)
+    assert rounding > 1e-2, "the packed weights differ from those of the case"
+    kinds = {path: weight.kind if isinstance(weight, Quantized) else None for path, weight in own.weights().items()}
+    experts = {path for path, kind in kinds.items() if kind == "mxfp4"}
+    assert experts == {f"layers.{n}.feed_forward.{w}" for n in range(4) for w in ("w1", "w2", "w3")}
+    blocks = {path.split(".", 2)[2] for path, kind in kinds.items() if kind == "fp8"}
+    attention = {f"attention.{name}" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq")}
+    assert blocks == attention | {f"feed_forward.shared.{w}" for w in ("w1", "w2", "w3")}
+
+
+@pytest.mark.slow
+def test_packed_model_generates(packed):
+    """Through the cache, whose last logits are those of the whole sequence."""
+    folder, logits = packed
+    own = laneformer.load(folder)
+    assert tiny.difference(extend(own, io()["input_ids"][:1], (100, 49, 1))[0], logits) < 1e-4
+    ids = io()["input_ids"][0, :140].tolist()
+    found = [*Engine(own, backend="xla").generate(ids, max_new_tokens=3, sampling=Sampling(temperature=0))]
+    assert found[0] == int(logits[139].argmax())
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_packed_weights_are_written_and_read_again(packed, tmp_path, lanes):
+    first = laneformer.load(packed[0], num_lanes=lanes)
+    again = laneformer.load(laneformer.save_hf(first, tmp_path)).weights()
+    for path, weight in first.weights().items():
+        arrays, others = (
+            w.arrays if isinstance(w, Quantized) else {"all": w} for w in (weight, again[path])
+        )  # of a record its codes and scales
+        assert arrays.keys() == others.keys(), path
+        for name, array in arrays.items():
+            assert array.dtype == others[name].dtype, path
+            np.testing.assert_array_equal(array, others[name], err_msg=path)
+
+
+def test_scales_keep_their_bits(packed):
+    """Powers of two from the smallest to the largest that E8M0 has."""
+    bits = find_tensors(packed[0])[0]["layers.1.attn.indexer.wq_b.scale"].values()
+    record = laneformer.load(packed[0]).weights()["layers.1.attention.indexer.wq"]
+    np.testing.assert_array_equal(np.asarray(record.scales, np.float64), 2.0 ** (bits.astype(float) - 127))
+    assert bits.shape == (2, 1) and np.all(bits > 0)
+    codes = np.arange(255, dtype=np.uint8)
+    found = e8m0_values(codes).astype(packers.BF16).astype(np.float64)
+    np.testing.assert_array_equal(found, 2.0 ** (codes.astype(float) - 127))
+    assert np.isnan(e8m0_values(np.array([255], np.uint8)))
+
+
+def test_experts_in_fp8_are_read(tmp_path):
+    """As the base model has them, with float32 scales."""
+
+    def wide(tensors):
+        for name in [name for name in tensors if name.endswith(".scale")]:
+            tensors[name] = tensors[name].astype(np.float32)
+
+    fp8 = lambda name: packers.deepseek_fp8 if packing_of(name) else None  # noqa: E731
+    weights = write_packed(tmp_path, wide, fp8, expert_dtype="fp8")
+    records = laneformer.load(tmp_path).weights()
+    found = records["layers.2.feed_forward.w1"].on_host()
+    assert found.kind == "fp8" and found.scales.dtype == np.float32
+    np.testing.assert_array_equal(found.dequantize()[0, 3], weights["layers.2.ffn.experts.3.w1.weight"])
+
+
+def test_packed_weights_can_be_widened(packed):
+    own = laneformer.load(packed[0], weights="bfloat16")
+    assert not any(isinstance(weight, Quantized) for weight in own.weights().values())
+
+
+W1, WKV = "layers.1.ffn.experts.2.w1", "layers.1.attn.wkv"
+
+
+@pytest.mark.parametrize(
+    ("change", "fields", "words"),
+    [
+        (lambda t: t.pop(f"{W1}.scale"), {}, f"tensor {W1}.scale is missing"),
+        (lambda t: t.pop(f"{WKV}.scale"), {}, f"tensor {WKV}.weight_scale_inv/weight_scale/scale is missing"),
+        (
+            lambda t: t.update({f"{W1}.scale": t[f"{W1}.scale"][:, :1]}),
+            {},
+            f"tensor {W1}.scale has shape [32, 1], but this packing needs [32, 2]",
+        ),
+        (
+            lambda t: t.update({f"{WKV}.scale": t["layers.1.attn.indexer.wq_b.scale"]}),
+            {},
+            f"tensor {WKV}.scale has shape [2, 1], but this packing needs [1, 1]",
+        ),
+        (
+            lambda t: t.update({f"{W1}.weight": t[f"{W1}.weight"].astype(np.int32)}),
+            {},
+            f"tensor {W1}.weight has dtype I32, but this packing needs I8 or U8",
+        ),
+        (
+            lambda t: t[f"{WKV}.scale"].view(np.uint8).fill(255),
+            {},
+            f"tensor {WKV}.weight is damaged: scale nan at [0, 0] is not a finite number",
+        ),
+        (
+            lambda t: t.update(
+                {f"layers.1.ffn.gate.{s}": x for s, x in packers.deepseek_fp8(np.ones((8, 64))).tensors.items()}
+            ),
+            {},
+            "tensor layers.1.ffn.gate.weight is quantized, which layers.1.feed_forward.router of DeepSeek V4 cannot be",
+        ),
+        (lambda t: None, {"expert_dtype": "fp8"}, "weight has dtype I8, but this packing needs F8_E4M3"),
+        (lambda t: None, {"expert_dtype": "fp6"}, "unknown expert_dtype 'fp6'; choose fp4, fp8"),
+        (
+            lambda t: None,
+            {"quantization_config": QUANTIZATION | {"weight_block_size": [64, 64]}},
+            "quantization_config.weight_block_size = [64, 64] of DeepSeek V4 must be [128, 128]",
+        ),
+        (
+            lambda t: None,
+            {"quantization_config": QUANTIZATION | {"quant_method": "gptq"}},
+            "quantization_config.quant_method = 'gptq' of DeepSeek V4 is not supported; supported are fp8",
+        ),
+        (
+            lambda t: None,
+            {"quantization_config": QUANTIZATION | {"fmt": "e5m2"}},
+            "quantization_config.fmt = 'e5m2' of DeepSeek V4 is not supported; supported are e4m3",
+        ),
+    ],
+)
+def test_packed_files_that_do_not_fit_are_refused(tmp_path, change, fields, words):
+    write_packed(tmp_path, change, **fields)
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        laneformer.load(tmp_path)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_kernels_refuse_by_name():

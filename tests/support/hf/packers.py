@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 BF16, E4M3 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
+E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
 def words_along(values: np.ndarray, bits: int, axis: int, places=None) -> np.ndarray:
@@ -106,6 +107,34 @@ def float4(rng, shape, nvfp4: bool = False) -> Matrix:
         real = 2.0 ** (exponents - 127)
         tensors = {"weight_packed": packed, "weight_scale": exponents.astype(np.uint8)}
     return Matrix(values * np.repeat(real, size, 1), tensors)
+
+
+def e8m0_scales(weights: np.ndarray, rows: int, columns: int, largest: float) -> tuple[np.ndarray, np.ndarray]:
+    """Powers of two, float64, that bring each group of rows and columns to at most `largest`; and one per weight."""
+    height, width = weights.shape
+    grid = np.empty((-(-height // rows), -(-width // columns)))
+    for i in range(grid.shape[0]):
+        for j in range(grid.shape[1]):
+            part = weights[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+            grid[i, j] = 2.0 ** np.ceil(np.log2(np.abs(part).max() / largest))
+    return grid, grid[np.arange(height)[:, None] // rows, np.arange(width) // columns]
+
+
+def deepseek_fp8(weights: np.ndarray) -> Matrix:
+    """DeepSeek V4's: E4M3 with E8M0 scales of 128 x 128 weights, of weights that are rounded to it."""
+    grid, each = e8m0_scales(weights, 128, 128, 448)
+    codes = (weights / each).astype(E4M3)
+    return Matrix(codes.astype(np.float64) * each, {"weight": codes, "scale": grid.astype(E8M0)})
+
+
+def deepseek_fp4(weights: np.ndarray) -> Matrix:
+    """DeepSeek V4's experts: E2M1, two in a byte, with E8M0 scales of 32 columns."""
+    grid, each = e8m0_scales(weights, 1, 32, 6)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    sizes = np.abs(np.abs(weights / each)[..., None] - values).argmin(-1)
+    codes = sizes + 8 * (weights < 0)
+    packed = (codes[:, ::2] + 16 * codes[:, 1::2]).astype(np.uint8).view(np.int8)
+    return Matrix(np.sign(weights) * values[sizes] * each, {"weight": packed, "scale": grid.astype(E8M0)})
 
 
 def gptq(rng, shape, bits=4, group=32, symmetric=True, order=False, version=1) -> Matrix:
