@@ -13,5 +13,6 @@ RECIPES = {
     "laneformer_70b": "configs.large:laneformer_70b",
     "moe_tiny": "configs.moe:moe_tiny",
     "latent_tiny": "configs.moe:latent_tiny",
+    "v4_tiny": "configs.moe:v4_tiny",
     "moe_1b_a200m": "configs.moe:moe_1b_a200m",
 }

@@ -2,7 +2,14 @@
 
 from typing import NamedTuple
 
-from laneformer.config import DeltaNetSizes, LatentAttention, ModelConfig, RopeScaling
+from laneformer.config import (
+    CompressedAttention,
+    DeltaNetSizes,
+    LatentAttention,
+    ModelConfig,
+    ResidualStreams,
+    RopeScaling,
+)
 
 # The model of `make run`: 6 layers in 8 lanes with the published layout (delay 2).
 STDLIB = ModelConfig(
@@ -114,6 +121,31 @@ LATENT_TINY = MOE_TINY.replace(
     scoring_func="sigmoid",
     n_group=4,
     topk_group=2,
+    shared_expert_intermediate_size=256,
+)
+
+# MOE_TINY with what DeepSeek-V4 has: four residual streams, attention to a window and to entries of 4 or 32 positions,
+# and its router; the experts by token are left out, as they cannot be trained.
+V4_TINY = MOE_TINY.replace(
+    num_key_value_heads=1,
+    head_dim=24,
+    layout="tp",
+    compressed_attention=CompressedAttention(
+        ratios=(0, 4, 32, 4, 32, 4),
+        window=64,
+        q_lora_rank=96,
+        qk_rope_head_dim=8,
+        o_groups=8,
+        o_lora_rank=24,
+        index_heads=4,
+        index_head_dim=16,
+        index_topk=64,
+    ),
+    residual_streams=ResidualStreams(count=4),
+    scoring_func="sqrtsoftplus",
+    swiglu_limit=10.0,
+    swiglu_alpha=1.0,
+    swiglu_plus_one=False,
     shared_expert_intermediate_size=256,
 )
 
@@ -341,6 +373,7 @@ MODELS: dict[str, ModelConfig] = {
     "laneformer_70b": LANEFORMER_70B,
     "moe_tiny": MOE_TINY,
     "latent_tiny": LATENT_TINY,
+    "v4_tiny": V4_TINY,
     "moe_1b_a200m": MOE_1B_A200M,
     **{name: model.config for name, model in PACKED.items()},
 }

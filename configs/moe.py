@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from configs.models import LATENT_TINY, MOE_1B_A200M, MOE_TINY
+from configs.models import LATENT_TINY, MOE_1B_A200M, MOE_TINY, V4_TINY
 from configs.small import CONTEXT, DATA
 from configs.stdlib import stdlib
 from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
@@ -19,6 +19,11 @@ def moe_tiny() -> TrainConfig:
 def latent_tiny() -> TrainConfig:
     """moe_tiny with latent attention, a router of sigmoids with groups, and a shared expert. Not run to its end yet."""
     return dataclasses.replace(moe_tiny(), name="latent_tiny", model=LATENT_TINY)
+
+
+def v4_tiny() -> TrainConfig:
+    """moe_tiny with the residual streams, the compressed attention and the router of DeepSeek-V4."""
+    return dataclasses.replace(moe_tiny(), name="v4_tiny", model=V4_TINY)
 
 
 def moe_1b_a200m() -> TrainConfig:

@@ -325,9 +325,11 @@ class TrainConfig(PhaseConfig):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(f"{name} must be a number of at least 0, got {getattr(self, name)}")
         _check_choices(self)
-        for name in ("compressed_attention", "residual_streams", "hash_layers"):
-            if getattr(self.model, name):
-                raise ConfigError(f"model.{name}: only generation is supported; leave it out to train")
+        if self.model.hash_layers:
+            raise ConfigError("model.hash_layers: only generation is supported; leave it out to train")
+        for name in ("compressed_attention", "residual_streams"):
+            if getattr(self.model, name) and (self.distill.teacher or self.distill.student):
+                raise ConfigError(f"model.{name} with distill is not supported; leave one of them out")
         if self.model.num_experts is not None and self.distill.teacher is not None:
             raise ConfigError(
                 f"distill.teacher with model.num_experts = {self.model.num_experts} is not supported: distillation does"
@@ -421,6 +423,19 @@ def _check_phase(phase: Phase, config: TrainConfig) -> None:
         raise ConfigError(
             f"{where}data.batch_size must be a multiple of accumulate x mesh.data = {shares}, got {data.batch_size}"
         )
+    if attention := phase.model.compressed_attention:
+        if not data.attend_across_documents:
+            raise ConfigError(
+                f"{where}data.attend_across_documents = False with model.compressed_attention is not supported: entries"
+                " are made of positions whatever their document; leave it out"
+            )
+        entries = data.sequence_length // attention.overlap_ratio
+        if attention.overlap_ratio in attention.ratios and entries > attention.index_topk:
+            raise ConfigError(
+                f"model.compressed_attention.index_topk = {attention.index_topk} must be at least {entries}, the"
+                f" entries of {where}data.sequence_length = {data.sequence_length}: no loss trains the choice among"
+                " them"
+            )
     if phase.weights != "float32" and phase.model.num_experts is not None:
         raise ConfigError(
             f"{where}weights = {phase.weights} with model.num_experts = {phase.model.num_experts} is not supported:"

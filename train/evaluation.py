@@ -48,7 +48,8 @@ class Evaluation:
             log.record(step, {"validation": {tag: self._validate(params, tag, step, log) for tag in self.sets}})
             if self.bf12 is not None:
                 log.record(step, {"bf12": self.bf12(params)})
-            if self.config.watch.lanes and self.phase.model.num_lanes > 1:
+            model = self.phase.model  # the lanes of several residual streams are equal
+            if self.config.watch.lanes and model.num_lanes > 1 and model.residual_streams is None:
                 log.record(step, {"lanes": self._lanes(params)})
         if self.samples is not None and self._due(step, self.config.watch.samples_every):
             log.sample(step, self.samples.draw(self.trainer.held(params)))

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from laneformer import ConfigError, ModelConfig, RopeScaling
-from laneformer.hf import read_hf_config
 from laneformer.ops import LATER
-from tests.support.paths import MOE
 from tests.support.tiny_recipe import changed, tiny
 from train.config import LaterPhase, OptimizerConfig, check_same_run, recorded
 
@@ -72,22 +70,9 @@ def test_bad_values_raise(section):
             assert option.replace("__", ".") in text and named and "\n" not in text, (option, value, text)
 
 
-@pytest.mark.parametrize(
-    ("model", "named"),
-    [
-        ({"layout": "tp", "residual_streams": {"count": 2}}, "residual_streams"),
-        ({"num_experts": 4, "scoring_func": "sigmoid", "hash_layers": 1}, "hash_layers"),
-    ],
-)
-def test_models_that_only_generate_are_refused(model, named):
-    config = tiny()
-    with pytest.raises(ConfigError, match=rf"model\.{named}: only generation is supported"):
-        dataclasses.replace(config, model=config.model.replace(**model))
-
-
-def test_models_with_compressed_attention_are_refused():
-    model = read_hf_config(MOE / "deepseek_v4_1")
-    with pytest.raises(ConfigError, match=r"model\.compressed_attention: only generation is supported"):
+def test_experts_by_token_are_refused():
+    model = tiny().model.replace(num_experts=4, scoring_func="sigmoid", hash_layers=1)
+    with pytest.raises(ConfigError, match=r"model\.hash_layers: only generation is supported"):
         dataclasses.replace(tiny(), model=model)
 
 
