@@ -14,6 +14,7 @@ from typing import get_args
 import numpy as np
 
 from custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
+from custom_calls.gpu.supported import Router
 from custom_calls.ops_header import alternatives, fields
 from laneformer.ops import (
     TRACE_NAMES,
@@ -25,7 +26,6 @@ from laneformer.ops import (
     Op,
     Product,
     ProductName,
-    Route,
     Value,
     Weight,
     trace_name,
@@ -149,6 +149,7 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
         constants |= {"Module": kind.modules[number], "EndsModule": kind.ends_module(number)}
         constants |= {"Reads": op.reads, "Writes": op.writes, "Traced": TRACE_NAMES.index(trace_name(op))}
         constants |= {f"Is{each.__name__}": isinstance(op, each) for each in get_args(Op)}
+        constants["IsRouter"] = isinstance(op, Router)
         aliases, tiling = {}, kind.tilings[number]
         constants |= {"Tiled": tiling is not None, "Chosen": tiling is not None and tiling.pieces is not None}
         constants["Streamed"] = constants["Tiled"] and not constants["Chosen"]
@@ -158,7 +159,7 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
         elif tiling:
             constants |= tiling.fields | {"FirstLine": kind.lines_before(number), "SumSets": tiling.sum_sets}
             first = {
-                layer: own.matrix if isinstance(own, Route) else own.matrices[0] for layer, own in of_layers.items()
+                layer: own.matrix if isinstance(own, Router) else own.matrices[0] for layer, own in of_layers.items()
             }
             bias = next(iter(first.values())).bias
             if bias:
@@ -167,8 +168,9 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
             constants["Biased"] = bias is not None
             functions["product"] = {layer: layout.numbers.get((layer, number), 0) for layer in kind.layers}
             aliases = {"Weights": tiling.format.struct}
-        if isinstance(op, Route):
+        if isinstance(op, Router):
             router = name
+            constants = {"Groups": 1, "CorrectionGiven": False} | constants | {"Experts": op.matrix.rows}
         elif isinstance(op, Product):
             constants["Channels"] = op.channels
             aliases |= {"Attended": attended} if op.reads is Value.ATTENDED else {}

@@ -13,11 +13,11 @@ from functools import cached_property
 
 from custom_calls.gpu.codes import Codes
 from custom_calls.gpu.formats import MOST_UNITS, Bf12, Plain
-from custom_calls.gpu.supported import unknown
+from custom_calls.gpu.supported import Router, unknown
 from custom_calls.gpu.tiling import Machine, Pieces, Tiling, tile
 from custom_calls.library import ring_slots
 from custom_calls.plan import Dtype, Plan
-from laneformer.ops import Attend, HeadKind, Module, Op, Product, Rotary, Route, Value, Weight
+from laneformer.ops import Attend, HeadKind, Module, Op, Product, Rotary, Value, Weight
 
 # Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
 SLOT_LINES = 8
@@ -100,7 +100,7 @@ class Layout:
     def __post_init__(self):
         if not 1 <= self.rows <= MOST_ROWS:
             raise ValueError(f"a pass has 1 to {MOST_ROWS} rows, got {self.rows}")
-        if self.rows > 1 and (self.peer_ctas or any(isinstance(op, Route) for op in self._ops)):
+        if self.rows > 1 and (self.peer_ctas or any(isinstance(op, Router) for op in self._ops)):
             raise ValueError(
                 "passes of several rows need a model without experts and no emulated lanes: leave --draft-max out"
             )
@@ -161,7 +161,7 @@ class Layout:
         return tile(all_rows, columns, ctas, machine or self.machine, Plain(self.plan.weight_dtype), unit)
 
     def _tile_op(self, layer: int, at: int, op: Op) -> Tiling | None:
-        if isinstance(op, Route):  # float32, whatever products are
+        if isinstance(op, Router):  # float32, whatever products are
             return tile(op.matrix.rows, self.hidden, self.ctas, self.machine, Plain(Dtype.float32))
         if not isinstance(op, Product):
             return None
@@ -524,7 +524,7 @@ class Layout:
         yield "RowSumsBoard", self.ctas * (1 + sum(map(len, self.table.events)))
         yield (
             "RoutesBoard",
-            max((op.matrix.rows for kind in self.kinds for op in kind.ops if isinstance(op, Route)), default=0),
+            max((op.matrix.rows for kind in self.kinds for op in kind.ops if isinstance(op, Router)), default=0),
         )
 
     def shared(self) -> Iterator[tuple[str, int]]:

@@ -23,12 +23,13 @@ from custom_calls.gpu.formats import Bf12Choice, product_weights
 from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import MOST_ROWS, Layout
 from custom_calls.gpu.packing import Placement, chunks, filled, filled_codes, gathered, normal, placed, placed_codes
+from custom_calls.gpu.supported import Router
 from custom_calls.gpu.tiling import H200, MI300X, Machine
 from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
 from custom_calls.session import Bf12Weights, DecodeSession, Drafting
 from laneformer.formats import BF12_TABLE
-from laneformer.ops import TRACE_NAMES, GpuOp, HeadKind, Product, Rotary, Route, without_kernel
+from laneformer.ops import TRACE_NAMES, GpuOp, HeadKind, Product, Rotary, without_kernel
 from laneformer.quantized import Quantized
 
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
@@ -274,7 +275,7 @@ class GpuSession(DecodeSession):
             op.matrix.weight.path: (layer, number)
             for layer, layer_ops in enumerate(plan.ops.layers)
             for number, op in enumerate(layer_ops.ops)
-            if isinstance(op, Route)
+            if isinstance(op, Router)
         }
 
     def pack(self, path: str, weight: np.ndarray | jax.Array | Quantized) -> None:

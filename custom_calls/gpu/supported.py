@@ -3,9 +3,12 @@
 import itertools
 from collections.abc import Iterator
 
-from laneformer.ops import Activation, Attend, Layer, Op, Product, Route, Value
+from laneformer.ops import Activation, Attend, Layer, Op, Product, Route, SigmoidRoute, Value
 
 MOST_USED = 16  # experts of a token: a thread of each warp has the place of one's pieces
+MOST_GROUPS = 32  # of experts: a thread of each warp has the sum of one's two best
+
+Router = Route | SigmoidRoute
 
 # What a module passes on from op to op, for each of a layer's two
 CHAINS = ((Value.STREAM, Value.PROJECTED, Value.ATTENDED, Value.OUTPUT), (Value.STREAM, Value.HIDDEN, Value.OUTPUT))
@@ -14,7 +17,7 @@ CHAINS = ((Value.STREAM, Value.PROJECTED, Value.ATTENDED, Value.OUTPUT), (Value.
 def unknown(layer: Layer, hidden: int) -> Iterator[str]:
     """What a layer has that the kernel has not."""
     for module, chain in zip(layer.modules, CHAINS, strict=True):
-        routed = module is layer.feed_forward and isinstance(module.ops[0], Route)
+        routed = module is layer.feed_forward and isinstance(module.ops[0], Router)
         yield from _unknown_experts(module.ops[0] if routed else None, module.ops[routed:])
         ops = module.ops[routed:]
         steps = [(op.reads, op.writes) for op in ops]
@@ -40,7 +43,7 @@ def unknown(layer: Layer, hidden: int) -> Iterator[str]:
             yield f"product {op.name.name} has biases for some of its matrices"
 
 
-def _unknown_experts(route: Route | None, ops: tuple[Op, ...]) -> Iterator[str]:
+def _unknown_experts(route: Router | None, ops: tuple[Op, ...]) -> Iterator[str]:
     """What the kernel has not of a router and the ops behind it."""
     products = [op for op in ops if isinstance(op, Product)]
     if route is None:
@@ -48,6 +51,8 @@ def _unknown_experts(route: Route | None, ops: tuple[Op, ...]) -> Iterator[str]:
         return
     if route.used > MOST_USED:
         yield f"a token uses {route.used} experts, more than {MOST_USED}"
+    if isinstance(route, SigmoidRoute) and route.groups > MOST_GROUPS:
+        yield f"its experts are in {route.groups} groups, more than {MOST_GROUPS}"
     if [op.chosen and (op.chosen.used, op.chosen.summed) for op in products] != [
         (route.used, False),
         (route.used, True),

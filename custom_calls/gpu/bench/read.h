@@ -27,7 +27,7 @@ LF_DEVICE void read_layer(Ops<Op...>, AnyStream& stream, int layer, u32& mixed) 
   const auto read = [&](auto op) {
     using One = decltype(op);
     if constexpr (One::kStreamed) read_lines(stream, One::kLines, mixed);
-    if constexpr (One::kIsRoute) end_part(stream);
+    if constexpr (One::kIsRouter) end_part(stream);
     if constexpr (One::kChosen) {
       const Pieces<One> pieces = {cta() % kCtas};
       const Routes far = {warp_lane() % One::kUsed * One::Router::kAllRows / One::kUsed, 0};

@@ -330,7 +330,7 @@ class Decoder {
       const Clock clock(*this, kNameOp + Op::kTraced, layer);
       if constexpr (Op::kIsAttend) {
         attention<Op>(run, layer, tag).run(c_);
-      } else if constexpr (Op::kIsRoute) {
+      } else if constexpr (Op::kIsRouter) {
         route<Op>(run, layer, tag);
       } else {
         residual.template run<Op>(run, layer, tag);
@@ -404,7 +404,7 @@ class Decoder {
     }
   }
 
-  // The router's logits of the CTA's experts, for all CTAs of the lane.
+  // The router's logits of the CTA's experts, or their scores, for all CTAs of the lane.
   template <class Op>
   LF_DEVICE void route(const Run<1>& run, int layer, u32 tag) {
     float* partial = next_partial();
@@ -415,9 +415,11 @@ class Decoder {
     float factor = 1;
     if constexpr (Op::kNormed) factor = norm_factor(squares(turn_), Op::kNormEps);
     const int first = c_ * Op::kRows, count = rows_of(first, Op::kRows, Op::kAllRows);
-    for (int r = opaque(thread()); r < count; r += kThreads)
-      store_word(boards_ + kRoutesBoard + first + r,
-                 word_of(biased<Op>(row_sum<Op>(partial, r) * factor, layer, first + r), tag + layer));
+    for (int r = opaque(thread()); r < count; r += kThreads) {
+      float value = biased<Op>(row_sum<Op>(partial, r) * factor, layer, first + r);
+      if constexpr (Op::kIsSigmoidRoute) value = sigmoid<Numbers>(value);
+      store_word(boards_ + kRoutesBoard + first + r, word_of(value, tag + layer));
+    }
   }
 
   // A product with the chosen experts' matrices.
@@ -425,7 +427,10 @@ class Decoder {
   LF_DEVICE void multiply_chosen(const Run<1>& run, int layer, u32 tag, u32 sequence) {
     const Clock clock(*this, kNameOp + Op::kTraced, layer);
     if constexpr (kSteps || !Op::kSummed) {
-      routes_ = choose<typename Op::Router>(boards_ + kRoutesBoard, tag + layer, watch_);
+      using Router = typename Op::Router;
+      const float* correction = nullptr;
+      if constexpr (Router::kCorrectionGiven) correction = small(Router::correction(layer), Router::kCorrectionStride);
+      routes_ = choose<Router>(boards_ + kRoutesBoard, tag + layer, watch_, correction);
       order<Op>(stream_, layer, c_, routes_);
     }
     float* partial = next_partial();

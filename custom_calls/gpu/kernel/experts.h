@@ -17,52 +17,132 @@ struct Routes {
   float share;
 };
 
-// The experts with the largest logits, of equal ones the lowest number first, by each warp from the words of all.
+// A number's place in an order: a NaN has the first one, no number the last, 0.
+LF_DEVICE u32 place_of(float v) { return v != v ? ~0u : order_of(v); }
+
+struct Leader {
+  u32 place;
+  int number;
+};
+
+// The best of what the warp's threads have, of equal ones the one with the lowest number.
+LF_DEVICE Leader leader_of_warp(Leader own) {
+  const u32 place = largest_in_warp(own.place);
+  return {place, (int)~largest_in_warp(own.place == place ? ~(u32)own.number : 0u)};
+}
+
+// The experts of a router from which a warp chooses. A thread has some pairs of neighbours.
 template <class Router>
-LF_DEVICE Routes choose(const u64* board, u32 tag, Watch& watch) {
-  constexpr int experts = Router::kAllRows, each = (experts + 2 * kWarpSize - 1) / (2 * kWarpSize);
-  float logits[each][2];
-  read_words<experts % (2 * kWarpSize) == 0>(
-      board, 2 * warp_lane(), experts, tag, [](int v, int) { return 2 * v * kWarpSize; }, logits, watch, kAtVector);
-  const auto number = [](int v, int i) { return 2 * (v * kWarpSize + warp_lane()) + i; };
-  u32 keys[each][2];
-  LF_UNROLL for (int v = 0; v < each; v++) {
-    LF_UNROLL for (int i = 0; i < 2; i++) {
-      const float logit = logits[v][i];  // a NaN is the largest; no number has the order 0
-      keys[v][i] = number(v, i) >= experts ? 0 : logit != logit ? ~0u : order_of(logit);
+class Candidates {
+ public:
+  static constexpr int kAll = Router::kExperts, kPairs = (kAll + 2 * kWarpSize - 1) / (2 * kWarpSize);
+
+  // board: logits, or scores, which are corrected for the choice.
+  LF_DEVICE Candidates(const u64* board, u32 tag, Watch& watch, const float* correction) {
+    [[maybe_unused]] float more[kPairs][2] = {};  // arrives while the words are awaited
+    if constexpr (kCorrected) each([&](int v, int i) { more[v][i] = correction[number(v, i)]; });
+    read_words<kAll % (2 * kWarpSize) == 0>(
+        board, 2 * warp_lane(), kAll, tag, [](int v, int) { return 2 * v * kWarpSize; }, values_, watch, kAtVector);
+    LF_UNROLL for (int v = 0; v < kPairs; v++) places_[v][0] = places_[v][1] = 0;
+    each([&](int v, int i) { places_[v][i] = place_of(kCorrected ? values_[v][i] + more[v][i] : values_[v][i]); });
+  }
+
+  // The best one, which is not one any more. value: its logit or score.
+  LF_DEVICE int take(float& value) {
+    const Leader best = leader();
+    value = float_of_order(best.place);
+    if constexpr (kCorrected) {
+      each([&](int v, int i) {
+        if (number(v, i) == best.number) value = values_[v][i];
+      });
+      value = bits_to_float(shuffle_from(float_to_bits(value), best.number / 2 % kWarpSize));
+    }
+    leave_out(best.number);
+    return best.number;
+  }
+
+  // Leaves those groups whose two best have the largest sums.
+  LF_DEVICE void choose_groups() {
+    Leader own = {0, warp_lane()};  // the group of the thread's number
+    LF_UNROLL for (int g = 0; g < Router::kGroups; g++) {
+      const Leader first = leader(g), second = leader(g, first.number);
+      if (warp_lane() == g) own.place = place_of(float_of_order(first.place) + float_of_order(second.place));
+    }
+    u32 chosen = 0;
+    for (int i = 0; i < Router::kGroupsUsed; i++) {
+      const int group = leader_of_warp(own).number;
+      chosen |= 1u << group;
+      if (warp_lane() == group) own.place = 0;
+    }
+    each([&](int v, int i) {
+      if (!(chosen >> group_of(v, i) & 1)) places_[v][i] = 0;
+    });
+  }
+
+  // The sum of the thread's odds to the one with that logit.
+  LF_DEVICE float odds_to(float logit) const {
+    float sum = 0;
+    each([&](int v, int i) { sum += exp_of(values_[v][i] - logit); });
+    return sum;
+  }
+
+ private:
+  static constexpr bool kCorrected = Router::kCorrectionGiven;
+
+  LF_DEVICE static int number(int v, int i) { return 2 * (v * kWarpSize + warp_lane()) + i; }
+  LF_DEVICE static int group_of(int v, int i) { return number(v, i) / (kAll / Router::kGroups); }
+
+  // Calls body(v, i) for each expert of the thread.
+  template <class Body>
+  LF_DEVICE static void each(Body body) {
+    LF_UNROLL for (int v = 0; v < kPairs; v++) {
+      LF_UNROLL for (int i = 0; i < 2; i++) {
+        if (number(v, i) < kAll) body(v, i);
+      }
     }
   }
+
+  LF_DEVICE void leave_out(int expert) {
+    each([&](int v, int i) {
+      if (number(v, i) == expert) places_[v][i] = 0;
+    });
+  }
+
+  // Of a group, or of all; but for one.
+  LF_DEVICE Leader leader(int group = -1, int but = -1) const {
+    Leader own = {0, 0};
+    each([&](int v, int i) {
+      if (group >= 0 && (group_of(v, i) != group || number(v, i) == but)) return;
+      if (places_[v][i] > own.place) own = {places_[v][i], number(v, i)};
+    });
+    return leader_of_warp(own);
+  }
+
+  float values_[kPairs][2];
+  u32 places_[kPairs][2];  // of what is chosen by; 0: not to be chosen
+};
+
+// The experts that the router's words choose, and their shares, by each warp by itself.
+template <class Router>
+LF_DEVICE Routes choose(const u64* board, u32 tag, Watch& watch, const float* correction) {
+  Candidates<Router> candidates(board, tag, watch, correction);
+  if constexpr (Router::kGroups > 1) candidates.choose_groups();
   Routes found = {0, 0};
   float largest = 0, own = 0;
   for (int rank = 0; rank < Router::kUsed; rank++) {
-    u32 best = 0;
-    int at = 0;
-    LF_UNROLL for (int v = 0; v < each; v++) {
-      LF_UNROLL for (int i = 0; i < 2; i++) {
-        if (keys[v][i] > best) best = keys[v][i], at = number(v, i);
-      }
-    }
-    const u32 key = largest_in_warp(best);
-    const int expert = (int)~largest_in_warp(best == key ? ~(u32)at : 0u);
-    LF_UNROLL for (int v = 0; v < each; v++) {
-      LF_UNROLL for (int i = 0; i < 2; i++) {
-        if (number(v, i) == expert) keys[v][i] = 0;
-      }
-    }
-    if (rank == 0) largest = float_of_order(key);
-    if (warp_lane() == rank) found.expert = expert, own = float_of_order(key);
+    float value;
+    const int expert = candidates.take(value);
+    if (rank == 0) largest = value;
+    if (warp_lane() == rank) found.expert = expert, own = value;
   }
-  const float odds = warp_lane() < Router::kUsed ? exp_of(own - largest) : 0.0f;
-  float sum = odds;
-  if constexpr (!Router::kNormalized) {
-    sum = 0;
-    LF_UNROLL for (int v = 0; v < each; v++) {
-      LF_UNROLL for (int i = 0; i < 2; i++) {
-        if (number(v, i) < experts) sum += exp_of(logits[v][i] - largest);
-      }
-    }
+  const bool used = warp_lane() < Router::kUsed;
+  if constexpr (Router::kIsSigmoidRoute) {
+    const float score = used ? own : 0.0f;
+    found.share = score * (Router::kNormalized ? Router::kFactor / (sum_over_warp(score) + 1e-20f) : Router::kFactor);
+  } else {
+    const float odds = used ? exp_of(own - largest) : 0.0f;
+    found.share = odds / sum_over_warp(Router::kNormalized ? odds : candidates.odds_to(largest));
   }
-  found.share = odds / sum_over_warp(sum);
   return found;
 }
 

@@ -24,6 +24,8 @@ pytestmark = [small.needs_library, emulated.needs_gpu]
 
 SIZES = {"lanes": 2, "hidden_size": 64, "head_dim": 8, "layout": "tp", "num_hidden_layers": 2}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 2 * 40}
+SIGMOIDS = {"scoring_func": "sigmoid", "router_correction": True, "routed_scaling_factor": 2.5}
+GROUPS = {**SIGMOIDS, "num_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
 CASES = {  # changes of the config, and the machine
     "as GPT-OSS": ({"num_experts_per_tok": 4, "num_experts": 32}, emulated.SMALL),
     "one expert": ({"num_experts_per_tok": 1, "lanes": 1, "num_experts": 3}, emulated.SMALL),
@@ -33,8 +35,20 @@ CASES = {  # changes of the config, and the machine
     "warps of 64": ({"num_experts": 7, "num_experts_per_tok": 2}, AMD),
     "eight warps": ({}, Machine(warp_size=32, ctas=6, warps=8, shared_bytes=300_000, bulk_copies=True)),
     "few slots": ({"moe_intermediate_size": 2 * 160}, dataclasses.replace(emulated.SMALL, shared_bytes=64_000)),
+    "sigmoids": (SIGMOIDS, emulated.SMALL),
+    "sigmoids alone": ({"scoring_func": "sigmoid", "norm_topk_prob": False, "lanes": 1}, emulated.SMALL),
+    "groups": ({**GROUPS, "norm_topk_prob": False}, emulated.SMALL),
+    "groups as DeepSeek-V3": (
+        {**GROUPS, "num_experts": 256, "num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "lanes": 1},
+        emulated.SMALL,
+    ),
+    "groups of three, warps of 64": ({**GROUPS, "num_experts": 15, "n_group": 5, "topk_group": 3}, AMD),
+    "a group for each of 32 threads": (
+        {**GROUPS, "num_experts": 64, "n_group": 32, "topk_group": 5, "moe_intermediate_size": 2 * 6},
+        emulated.SMALL,
+    ),
 }
-FAST = {"as GPT-OSS", "odd sizes", "warps of 64"}
+FAST = {"as GPT-OSS", "odd sizes", "warps of 64", "groups"}
 
 
 def plan_of(weight_dtype: str = "float32", biases: bool = True, **changes) -> Plan:
@@ -79,6 +93,18 @@ def test_equal_logits_choose_the_lowest_numbers():
     weights["layers.1.feed_forward.router_bias"][:] = [0, 1, 1, 1, 1, 0]
     weights["layers.0.feed_forward.router"][:] = 0
     weights["layers.0.feed_forward.router_bias"][:] = [-1, 0, -0.0, 0, -0.0, -2]
+    one, other = (check(plan, weights, launch=launch) for launch in ("persistent", "graph"))
+    assert same(one, other)
+
+
+@pytest.mark.exhaustive
+def test_equal_scores_choose_the_lowest_numbers():
+    """Of experts and of groups, whose sums are equal too; in layer 1 a correction chooses alone."""
+    plan = plan_of(**GROUPS)
+    weights = weights_of(plan)
+    weights["layers.0.feed_forward.router"][:] = 0
+    weights["layers.0.feed_forward.correction"][:] = [1, 0, 0, 3, 2, 1, 0, 3, 1, 2, 2, 1]
+    weights["layers.1.feed_forward.correction"][:] = 100 * np.array([0, 1, 2, 2, 1, 0, 0, 4, 1, 1, 2, 2])
     one, other = (check(plan, weights, launch=launch) for launch in ("persistent", "graph"))
     assert same(one, other)
 
@@ -145,6 +171,12 @@ def test_reads_the_bytes_of_the_used_experts():
 def test_what_the_kernel_has_not_is_refused(number, changes, message):
     plan = small.with_op(plan_of(), 1, number, **changes)
     with pytest.raises(ValueError, match=f"cannot run layer 1: {message}.*; use backend xla"):
+        Layout(plan, H200, 2)
+
+
+def test_too_many_groups_are_refused():
+    plan = plan_of(**GROUPS | {"num_experts": 66, "n_group": 33})
+    with pytest.raises(ValueError, match="cannot run layer 0: its experts are in 33 groups, more than 32; use"):
         Layout(plan, H200, 2)
 
 
