@@ -5,7 +5,6 @@ It has the numbers of a layout, a struct for each op of each kind of layer, whos
 (custom_calls/gpu/kernel/ops.h), and a struct for the fields that modules have beside their ops.
 """
 
-import itertools
 import math
 from collections.abc import Iterator
 from enum import IntEnum
@@ -84,7 +83,11 @@ def model_header(layout: Layout) -> str:
         _by_layer("first_line", dict(enumerate(layout.layer_starts[:-1])), layout.num_layers),
     ]
     if layout.any_experts:
-        numbers |= {"RowLines": layout.row_lines, "MostPieces": layout.most_pieces}
+        numbers |= {
+            "RowLines": layout.row_lines,
+            "MostPieces": layout.most_pieces,
+            "CourseParts": len(layout.courses) - 1,
+        }
         functions += _courses(layout)
     lines = [
         "// Written by custom_calls/gpu/header.py.",
@@ -113,15 +116,11 @@ def model_header(layout: Layout) -> str:
 
 
 def _courses(layout: Layout) -> Iterator[tuple[list[str], str]]:
-    """Functions of the layer, or of the number behind the last one for the head: the first line of its weights that no
-    router chooses, how many there are, and whether there is one.
-    """
-    starts, count = layout.layer_starts, layout.num_layers + 1
-    lines = [b - a for a, b in itertools.pairwise(starts)] + [layout.head.lines * layout.head.turns]
-    experts = [int(bool(layout.kinds[kind].of_experts)) for kind in layout.kind_of] + [0]
-    firsts = [*starts[:-1], layout.layer_lines]
-    for name, values in (("layer_line", firsts), ("layer_lines", lines), ("has_experts", experts)):
-        yield _by_layer(name, dict(enumerate(values)), count, "Course")
+    """Functions of the number of a part of the weights that no router chooses, in `Layout.courses`."""
+    for name, values in zip(
+        ("part_line", "part_lines", "experts_follow"), zip(*layout.courses, strict=True), strict=True
+    ):
+        yield _by_layer(name, dict(enumerate(map(int, values))), len(values), "Course")
 
 
 def _head_struct(layout: Layout) -> Iterator[str]:
@@ -140,13 +139,16 @@ def _modules_struct(layout: Layout) -> Iterator[str]:
 def _structs(layout: Layout, index: int) -> Iterator[str]:
     """A struct for each op of a kind of layers, and their list."""
     kind, names, attended, router = layout.kinds[index], [], None, None
-    for number, op in enumerate(kind.ops):
+    boards = layout.places(layout.boards())[0]
+    for number, stage in enumerate(kind.stages):
+        op = stage.op
         name = f"{_name(op.name) if isinstance(op, Product) else type(op).__name__}{index}"
         name += "_" * names.count(name)  # both modules may have one
         names.append(name)
-        of_layers = {layer: layout.plan.ops.layers[layer].ops[number] for layer in kind.layers}
+        of_layers = {layer: layout.stages[layer][number].op for layer in kind.layers}
         constants, functions = _of_fields(layout, of_layers)
-        constants |= {"Module": kind.modules[number], "EndsModule": kind.ends_module(number)}
+        constants |= {"Module": stage.module, "EndsModule": kind.ends_module(number)}
+        constants |= {"From": boards.get(stage.reads, -1), "To": boards.get(stage.writes, -1)}
         constants |= {"Reads": op.reads, "Writes": op.writes, "Traced": TRACE_NAMES.index(trace_name(op))}
         constants |= {f"Is{each.__name__}": isinstance(op, each) for each in get_args(Op)}
         constants["IsRouter"] = isinstance(op, Router)
@@ -172,8 +174,9 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
             router = name
             constants = {"Groups": 1, "CorrectionGiven": False} | constants | {"Experts": op.matrix.rows}
         elif isinstance(op, Product):
-            constants["Channels"] = op.channels
+            constants |= {"Channels": op.channels, "Adds": stage.adds, "Scaled": stage.adds and bool(stage.shared.gate)}
             aliases |= {"Attended": attended} if op.reads is Value.ATTENDED else {}
+            aliases |= {"Router": router} if constants["Scaled"] else {}
         if constants["Chosen"]:
             functions["stored"] = {layer: layout.line(layer, number) for layer in kind.layers}
             constants["Summed"] = op.chosen.summed

@@ -7,17 +7,19 @@ the two cannot disagree.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from custom_calls.gpu.codes import Codes
 from custom_calls.gpu.formats import MOST_UNITS, Bf12, Plain
+from custom_calls.gpu.stages import Stage, stages
 from custom_calls.gpu.supported import Router, unknown
 from custom_calls.gpu.tiling import Machine, Pieces, Tiling, tile
 from custom_calls.library import ring_slots
 from custom_calls.plan import Dtype, Plan
-from laneformer.ops import Attend, HeadKind, Module, Op, Product, Rotary, Value, Weight
+from laneformer.ops import Attend, HeadKind, Module, Op, Product, Rotary, Weight
 
 # Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
 SLOT_LINES = 8
@@ -35,13 +37,16 @@ WIDTH = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 class Kind:
     """Layers whose ops differ in their weights and windows alone."""
 
-    ops: tuple[Op, ...]
+    stages: tuple[Stage, ...]
     """Those of its first layer."""
-    modules: tuple[int, ...]
-    """For each op the module of its layer: 0 attention, 1 feed-forward."""
     tilings: tuple[Tiling | None, ...]
-    """For each op that is a product, or a router."""
+    """For each stage that is a product, or a router."""
     layers: tuple[int, ...]
+
+    @property
+    def ops(self) -> tuple[Op, ...]:
+        """Of the stages."""
+        return tuple(stage.op for stage in self.stages)
 
     @property
     def lines(self) -> int:
@@ -63,7 +68,7 @@ class Kind:
 
     def ends_module(self, op: int) -> bool:
         """Whether it is its module's last op."""
-        return self.modules[op] not in self.modules[op + 1 :]
+        return all(stage.module != self.stages[op].module for stage in self.stages[op + 1 :])
 
 
 def _signature(value):
@@ -136,15 +141,20 @@ class Layout:
         return len(self.plan.ops.layers)
 
     @cached_property
+    def stages(self) -> tuple[tuple[Stage, ...], ...]:
+        """Of each layer."""
+        return tuple(map(stages, self.plan.ops.layers))
+
+    @cached_property
     def numbers(self) -> dict[tuple[int, int], int]:
-        """The number of each product of the layers, by layer and op, as in Plan.products."""
-        places = (
-            (layer, number)
-            for layer, ops in enumerate(self.plan.ops.layers)
-            for number, op in enumerate(ops.ops)
-            if isinstance(op, Product)
-        )
-        return {place: number for number, place in enumerate(places)}
+        """The number of each product of the layers, by layer and stage, as in Plan.products and in that order."""
+        places = [
+            (layer, stage.product, at)
+            for layer, own in enumerate(self.stages)
+            for at, stage in enumerate(own)
+            if stage.product is not None
+        ]
+        return {(layer, at): number for number, (layer, _, at) in enumerate(sorted(places))}
 
     def _tile(
         self, number: int, all_rows: int, columns: int, ctas: int, unit: int = 1, machine: Machine | None = None
@@ -160,9 +170,11 @@ class Layout:
                 return tiling
         return tile(all_rows, columns, ctas, machine or self.machine, Plain(self.plan.weight_dtype), unit)
 
-    def _tile_op(self, layer: int, at: int, op: Op) -> Tiling | None:
+    def _tile_stage(self, layer: int, at: int, stage: Stage) -> Tiling | None:
+        op = stage.op
         if isinstance(op, Router):  # float32, whatever products are
-            return tile(op.matrix.rows, self.hidden, self.ctas, self.machine, Plain(Dtype.float32))
+            rows = sum(matrix.rows for matrix in stage.matrices)
+            return tile(rows, self.hidden, self.ctas, self.machine, Plain(Dtype.float32))
         if not isinstance(op, Product):
             return None
         number, unit = self.numbers[layer, at], 2 if op.gated else 1
@@ -202,15 +214,11 @@ class Layout:
         """In the order of their first layers."""
         by_signature: dict = {}
         for number, layer in enumerate(self.plan.ops.layers):
-            tilings = tuple(self._tile_op(number, at, op) for at, op in enumerate(layer.ops))
+            tilings = tuple(self._tile_stage(number, at, stage) for at, stage in enumerate(self.stages[number]))
             by_signature.setdefault((_signature(layer), tilings), []).append(number)
-
-        def kind(layers: list[int], tilings: tuple[Tiling | None, ...]) -> Kind:
-            layer = self.plan.ops.layers[layers[0]]
-            modules = tuple(number for number, module in enumerate(layer.modules) for _ in module.ops)
-            return Kind(layer.ops, modules, tilings, tuple(layers))
-
-        return tuple(kind(layers, tilings) for (_, tilings), layers in by_signature.items())
+        return tuple(
+            Kind(self.stages[layers[0]], tilings, tuple(layers)) for (_, tilings), layers in by_signature.items()
+        )
 
     @cached_property
     def kind_of(self) -> tuple[int, ...]:
@@ -282,9 +290,7 @@ class Layout:
     def steps(self) -> list[tuple[int, int]]:
         """A pass op by op, as (one of STEPS by number, ops of a layer from the last on; layer or -1)."""
         first = STEPS.index("op")
-        layers = [
-            (first + op, layer) for layer, kind in enumerate(self.kind_of) for op in range(len(self.kinds[kind].ops))
-        ]
+        layers = [(first + op, layer) for layer, own in enumerate(self.stages) for op in range(len(own))]
         together = self.lanes > 1 and self.plan.ops.head.kind != HeadKind.VOCAB_PARALLEL
         final = [(STEPS.index("final"), -1)] if together else []
         return [(STEPS.index("embed"), -1), *layers, *final, (STEPS.index("head"), -1)]
@@ -304,6 +310,21 @@ class Layout:
         for kind in self.kind_of:
             starts.append(starts[-1] + self.kinds[kind].lines)
         return tuple(starts)
+
+    @cached_property
+    def courses(self) -> list[tuple[int, int, bool]]:
+        """The parts of a pass that a model with experts reads without a stop, the head's last: the first line, how many
+        there are, and whether chosen experts follow.
+        """
+        ends = [
+            self.layer_starts[layer] + kind.lines_before(kind.of_experts[0][0])
+            for layer, kind in ((layer, self.kinds[number]) for layer, number in enumerate(self.kind_of))
+            if kind.of_experts
+        ]
+        parts = [(a, b - a, True) for a, b in itertools.pairwise([0, *ends])]
+        rest = self.layer_starts[-1] - ends[-1]
+        behind = [(ends[-1], rest, False)] if rest else []
+        return [*parts, *behind, (self.layer_lines, self.head.lines * self.head.turns, False)]
 
     @cached_property
     def layer_lines(self) -> int:
@@ -500,31 +521,38 @@ class Layout:
         return 1 << (2 * self.num_layers + 2).bit_length()
 
     @property
-    def _products(self) -> list[Product]:
-        """One of each kind."""
-        return [op for kind in self.kinds for op in kind.ops if isinstance(op, Product)]
-
-    def _hidden_words(self, op: Product) -> int:
-        """Of HIDDEN: those of each expert begin at an even one."""
-        each = op.rows // 2 if op.gated else op.rows
-        return (each + each % 2) * op.chosen.used if op.chosen else op.channels
+    def _between_ops(self) -> dict[str, int]:
+        """Words of the boards of products."""
+        words: dict[str, int] = {}
+        for kind in self.kinds:
+            for stage in kind.stages:
+                if stage.writes:
+                    words[stage.writes] = max(words.get(stage.writes, 0), _words(stage.op))
+        return words
 
     def boards(self) -> Iterator[tuple[str, int]]:
         """Memory between the CTAs of a lane, for each of a pass's rows, in words."""
         yield "StreamBoard", self.hidden
         yield "OtherStreamBoard", self.hidden
-        yield "ProjectedBoard", max(op.channels for op in self._products if op.writes is Value.PROJECTED)
+        yield from self._between_ops.items()
         yield (
             "PartsBoard",
             max(op.heads * self.max_splits(op) * (op.head_dim + 2 + op.head_dim % 2) for op in self.attends),
         )
-        yield "HiddenBoard", max(self._hidden_words(op) for op in self._products if op.writes is Value.HIDDEN)
         yield "HeadBoard", self.head.columns
         # Of each CTA a sum over its rows, for ops and for each event of the schedule.
         yield "RowSumsBoard", self.ctas * (1 + sum(map(len, self.table.events)))
         yield (
             "RoutesBoard",
-            max((op.matrix.rows for kind in self.kinds for op in kind.ops if isinstance(op, Router)), default=0),
+            max(
+                (
+                    tiling.all_rows
+                    for kind in self.kinds
+                    for op, tiling in zip(kind.ops, kind.tilings, strict=True)
+                    if isinstance(op, Router)
+                ),
+                default=0,
+            ),
         )
 
     def shared(self) -> Iterator[tuple[str, int]]:
@@ -553,6 +581,12 @@ class Layout:
     @property
     def shared_words(self) -> int:
         return self.places(self.shared())[1]
+
+
+def _words(op: Product) -> int:
+    """Of a product's results: those of each expert begin at an even one."""
+    each = op.rows // 2 if op.gated else op.rows
+    return (each + each % 2) * op.chosen.used if op.chosen else op.channels
 
 
 def _parts(head: Tiling, wanted: int) -> int:

@@ -29,7 +29,7 @@ from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
 from custom_calls.session import Bf12Weights, DecodeSession, Drafting
 from laneformer.formats import BF12_TABLE
-from laneformer.ops import TRACE_NAMES, GpuOp, HeadKind, Product, Rotary, without_kernel
+from laneformer.ops import TRACE_NAMES, GpuOp, HeadKind, Rotary, without_kernel
 from laneformer.quantized import Quantized
 
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
@@ -264,18 +264,11 @@ class GpuSession(DecodeSession):
         self._factors: dict[int, jax.Array] = {}  # of the rows of quantized products, for each warp
         self._embedding = None
         self._ready: tuple | None = None
-        self._products = {
+        self._multiplied = {
             matrix.weight.path: (layer, number)
-            for layer, layer_ops in enumerate(plan.ops.layers)
-            for number, op in enumerate(layer_ops.ops)
-            if isinstance(op, Product)
-            for matrix in op.matrices
-        }
-        self._routers = {
-            op.matrix.weight.path: (layer, number)
-            for layer, layer_ops in enumerate(plan.ops.layers)
-            for number, op in enumerate(layer_ops.ops)
-            if isinstance(op, Router)
+            for layer, stages in enumerate(self.layout.stages)
+            for number, stage in enumerate(stages)
+            for matrix in stage.matrices
         }
 
     def pack(self, path: str, weight: np.ndarray | jax.Array | Quantized) -> None:
@@ -290,38 +283,34 @@ class GpuSession(DecodeSession):
         self._ready = None
         if path in plan.places:
             plan.place(self._small, path, _whole(weight))
-        elif path in self._products:
-            self._pack_product(path, _kept(weight))
-        elif path in self._routers:
-            self._pack_router(path, _kept(weight))
+        elif path in self._multiplied:
+            self._pack_rows(path, _kept(weight))
         if path == plan.ops.embedding.path:
             self._embedding = self._put(_kept(weight).astype(plan.weight_dtype.name), False)
         if path == plan.ops.head.weight.path:
             self._pack_head(_kept(weight))
 
-    def _pack_product(self, path: str, weight: np.ndarray | jax.Array) -> None:
-        """A product is packed once all of its matrices are there."""
-        layer, number = self._products[path]
+    def _pack_rows(self, path: str, weight: np.ndarray | jax.Array) -> None:
+        """A product, or a router, is packed once all of its matrices are there."""
+        layer, number = self._multiplied[path]
         parts = self._waiting.setdefault((layer, number), {})
         parts[path] = weight
-        op = self.plan.ops.layers[layer].ops[number]
-        if len(parts) < len(op.matrices):
+        stage = self.layout.stages[layer][number]
+        if len(parts) < len(stage.matrices):
             return
         del self._waiting[layer, number]
-        weights = [matrix.weight for matrix in op.matrices]
+        weights = [matrix.weight for matrix in stage.matrices]
+        if isinstance(stage.op, Router):
+            rows = [self._put(parts[weight.path].astype(jnp.float32), weight.lane_sharded) for weight in weights]
+            return self._place_router(rows, layer, number)
         matrices = [self._put_matrix(parts[weight.path], weight.lane_sharded) for weight in weights]
         self._place(matrices, self.layout.numbers[layer, number])
 
-    def _pack_router(self, path: str, weight: np.ndarray | jax.Array) -> None:
-        layer, number = self._routers[path]
-        of_lanes = self.plan.ops.layers[layer].ops[number].matrix.weight.lane_sharded
-        self._place_router(self._put(weight.astype(jnp.float32), of_lanes), layer, number)
-
-    def _place_router(self, matrix: jax.Array, layer: int, number: int) -> None:
+    def _place_router(self, matrices: list[jax.Array], layer: int, number: int) -> None:
         layout = self.layout
         tiling = layout.kinds[layout.kind_of[layer]].tilings[number]
         offset, table = np.int32(layout.offset(layer, number)), np.zeros(BF12_TABLE, np.uint8)
-        self._packed, *_ = placed(self._packed, [matrix], offset, table, tiling, "rows", self._sharding(True))
+        self._packed, *_ = placed(self._packed, matrices, offset, table, tiling, "rows", self._sharding(True))
 
     def _pack_head(self, weight: np.ndarray | jax.Array) -> None:
         # The lanes' head is packed by rows of the vocabulary, of which each lane has some: every device needs it whole.
@@ -365,21 +354,21 @@ class GpuSession(DecodeSession):
     @cached_property
     def _placements(self) -> list[Placement]:
         """Of each product, by number."""
-        layout, layers = self.layout, self.plan.ops.layers
+        layout = self.layout
         found = [
             Placement(
-                layout.offset(layer, op),
-                layout.kinds[layout.kind_of[layer]].tilings[op],
-                "pairs" if layers[layer].ops[op].gated else "rows",
+                layout.offset(layer, number),
+                layout.kinds[layout.kind_of[layer]].tilings[number],
+                "pairs" if layout.stages[layer][number].op.gated else "rows",
             )
-            for layer, op in layout.numbers
+            for layer, number in layout.numbers
         ]
         of_lanes = self.plan.ops.head.kind == HeadKind.LANE
         return [*found, Placement(layout.head_offset, layout.head, "columns" if of_lanes else "as it is")]
 
     def fill(self, seed: int = 0) -> None:
         """Random numbers for all matrices, for measurements; small weights are 1."""
-        keys = jax.random.split(jax.random.key(seed))
+        layout, keys = self.layout, jax.random.split(jax.random.key(seed))
         self._small[:] = 1
         block = normal(keys[0], jnp.zeros(1 << 20, self.plan.weight_dtype.name))
         bits = jax.random.bits(jax.random.key(seed + 1), (1 << 20,), jnp.uint8)
@@ -391,8 +380,11 @@ class GpuSession(DecodeSession):
                     self._factors[product] = factors
                 continue
             self._keep(product, filled(self._packed, block, np.int32(place.offset), self._table(product), *kept))
-        for path, (layer, number) in self._routers.items():
-            self._place_router(normal(keys[1], jnp.zeros(self.plan.weights[path].shape)), layer, number)
+        for layer, stages in enumerate(layout.stages):
+            for number, stage in enumerate(stages):
+                if isinstance(stage.op, Router):
+                    shapes = (matrix.weight.shape for matrix in stage.matrices)
+                    self._place_router([normal(keys[1], jnp.zeros(shape)) for shape in shapes], layer, number)
         embedding = jnp.zeros(self.plan.ops.embedding.shape, self.plan.weight_dtype.name, device=self._sharding(False))
         self._embedding = normal(keys[1], embedding)
         self._missing, self._ready = {}, None

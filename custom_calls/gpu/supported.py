@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator
 
-from laneformer.ops import Activation, Attend, Layer, Op, Product, Route, SigmoidRoute, Value
+from laneformer.ops import Activation, Attend, Layer, Op, Product, Route, SharedExpert, SigmoidRoute, Value, products_of
 
 MOST_USED = 16  # experts of a token: a thread of each warp has the place of one's pieces
 MOST_GROUPS = 32  # of experts: a thread of each warp has the sum of one's two best
@@ -18,13 +18,14 @@ def unknown(layer: Layer, hidden: int) -> Iterator[str]:
     """What a layer has that the kernel has not."""
     for module, chain in zip(layer.modules, CHAINS, strict=True):
         routed = module is layer.feed_forward and isinstance(module.ops[0], Router)
-        yield from _unknown_experts(module.ops[0] if routed else None, module.ops[routed:])
-        ops = module.ops[routed:]
-        steps = [(op.reads, op.writes) for op in ops]
-        values = [ops[0].reads, *(op.writes for op in ops)]  # twice after an op in place
-        if steps != list(itertools.pairwise(values)) or tuple(value for value, _ in itertools.groupby(values)) != chain:
-            yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for a, b in steps)}"
-    for op in layer.ops:
+        shared = [op for op in module.ops if isinstance(op, SharedExpert)]
+        ops = tuple(op for op in module.ops[routed:] if op not in shared)
+        yield from _unknown_experts(module.ops[0] if routed else None, ops)
+        yield from _unknown_chain(ops, chain)
+        for op in shared:
+            yield from _unknown_shared(op, module.ops[0] if routed and len(shared) == 1 else None)
+            yield from _unknown_chain(op.products, chain)
+    for op in (one for whole in layer.ops for one in products_of(whole) or (whole,)):
         if isinstance(op, Attend):
             projected = layer.attention.ops[0].channels
             if projected != op.projected or op.heads % op.kv_heads:
@@ -41,6 +42,24 @@ def unknown(layer: Layer, hidden: int) -> Iterator[str]:
             yield f"product {op.name.name} writes {op.rows} of {hidden} channels"
         if len({matrix.bias is None for matrix in op.matrices}) > 1:
             yield f"product {op.name.name} has biases for some of its matrices"
+
+
+def _unknown_chain(ops: tuple[Op, ...], chain: tuple[Value, ...]) -> Iterator[str]:
+    """What ops pass on that the kernel does not expect."""
+    steps = [(op.reads, op.writes) for op in ops]
+    values = [ops[0].reads, *(op.writes for op in ops)]  # twice after an op in place
+    if steps != list(itertools.pairwise(values)) or tuple(value for value, _ in itertools.groupby(values)) != chain:
+        yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for a, b in steps)}"
+
+
+def _unknown_shared(op: SharedExpert, route: Router | None) -> Iterator[str]:
+    """What the kernel has not of a shared expert behind a router's experts; its gate is one of the router's rows."""
+    if route is None:
+        yield "a shared expert has no router, or there are several"
+    elif op.gate and op.gate.bias:
+        yield "a shared expert's gate has a bias"
+    elif op.gate and op.products[0].norm != route.norm:
+        yield "a shared expert's gate has another norm than the router"
 
 
 def _unknown_experts(route: Router | None, ops: tuple[Op, ...]) -> Iterator[str]:

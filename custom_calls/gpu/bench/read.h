@@ -27,10 +27,10 @@ LF_DEVICE void read_layer(Ops<Op...>, AnyStream& stream, int layer, u32& mixed) 
   const auto read = [&](auto op) {
     using One = decltype(op);
     if constexpr (One::kStreamed) read_lines(stream, One::kLines, mixed);
-    if constexpr (One::kIsRouter) end_part(stream);
     if constexpr (One::kChosen) {
+      if constexpr (!One::kSummed) end_part(stream);
       const Pieces<One> pieces = {cta() % kCtas};
-      const Routes far = {warp_lane() % One::kUsed * One::Router::kAllRows / One::kUsed, 0};
+      const Routes far = {warp_lane() % One::kUsed * One::Router::kExperts / One::kUsed, 0};
       if constexpr (kSteps || !One::kSummed) order<One>(stream, layer, pieces.c, far);
       for (int i = 0; i < pieces.count(); i++) {
         read_lines(stream, One::kLines, mixed);
@@ -40,7 +40,6 @@ LF_DEVICE void read_layer(Ops<Op...>, AnyStream& stream, int layer, u32& mixed) 
     }
   };
   (read(Op{}), ...);
-  end_part(stream);
 }
 template <class AnyStream, class... Kind>
 LF_DEVICE void read_layer(Kinds<Kind...>, AnyStream& stream, int layer, u32& mixed) {

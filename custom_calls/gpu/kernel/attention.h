@@ -106,7 +106,7 @@ struct Attention {
   LF_DEVICE void add_squares(const u64* board, int n, float* squares) const {
     float sum = 0;
     for (int i = opaque(thread()); i < n; i += kThreads) {
-      const float value = wait_for(board + i, watch, kAtAttention, i);
+      const float value = wait_for(board + i, tag, watch, kAtAttention, i);
       sum += value * value;
     }
     sum = sum_over_warp(sum);
@@ -364,7 +364,7 @@ struct Attention {
     for (int at = opaque(thread()); at < kHeads * splits.count * 2; at += kThreads) {
       const int head = at / (2 * splits.count), split = at / 2 % splits.count;
       const u64* word = parts + (head * kMaxSplits + split) * kPartWords + kHeadDim + at % 2;
-      factors[at] = wait_for(word, watch, kAtAttention, split);
+      factors[at] = wait_for(word, tag, watch, kAtAttention, split);
     }
     sync_cta();
     for (int at = opaque(thread()); at < kHeads * kHeadDim; at += kThreads) {
@@ -401,8 +401,8 @@ struct Attention {
       }
       float value = sum / weight;
       if constexpr (Op::kAttentionGate)
-        value *=
-            sigmoid<Numbers>(arrived(early_gate, tag) ? value_of(early_gate) : wait_for(gate, watch, kAtAttention, at));
+        value *= sigmoid<Numbers>(arrived(early_gate, tag) ? value_of(early_gate)
+                                                           : wait_for(gate, tag, watch, kAtAttention, at));
       out[at] = value;
     }
   }
@@ -412,13 +412,6 @@ struct Attention {
   LF_DEVICE float sink(int head) const {
     constexpr float kLog2OfE = 1.44269504f;
     return kLog2OfE * p.small[Op::sinks(layer) + (i64)(p.first_lane + lane_here) * Op::kSinksStride + head];
-  }
-
-  LF_DEVICE float wait_for(const u64* word, Watch& watch, Waits where, int waited_for) const {
-    u64 v;
-    for (u32 spins = 0; !arrived(v = load_word(word), tag);)
-      if (!watch.keep_waiting(spins, where, waited_for)) break;
-    return value_of(v);
   }
 };
 

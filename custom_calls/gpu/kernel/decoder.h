@@ -141,7 +141,6 @@ class Decoder {
   LF_DEVICE void run(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     watch_.layer = layer;
     run_layer(Layers{}, run, layer, tag, sequence);
-    if constexpr (kAnyExperts) end_part(stream_);
   }
 
   // One of them, by its place among them.
@@ -342,16 +341,9 @@ class Decoder {
 
   template <class Op, int most>
   LF_DEVICE Attention<Op, most> attention(const Run<most>& run, int layer, u32 tag) const {
-    return {p_,
-            boards_ + kProjectedBoard,
-            boards_ + kPartsBoard,
-            shared_.scratch,
-            watch_,
-            lane_here_,
-            layer,
-            Op::window(layer),
-            run,
-            tag + layer};
+    return {
+        p_,  boards_ + Op::kFrom, boards_ + kPartsBoard, shared_.scratch, watch_, lane_here_, layer, Op::window(layer),
+        run, tag + layer};
   }
 
   template <class Op, int most>
@@ -376,12 +368,18 @@ class Decoder {
                         FromShared<Reading<Op>, most>{shared_.merged, kMergedFloats});
     } else {
       product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
-                        FromBoard<Reading<Op>, most>{boards_of(boards_ + kHiddenBoard, run), tag + layer, watch_});
+                        FromBoard<Reading<Op>, most>{boards_of(boards_ + Op::kFrom, run), tag + layer, watch_});
     }
     sync_cta();
     if constexpr (Op::kWrites == Value::kOutput) {
+      float scale = 1;
+      if constexpr (Op::kScaled) {
+        const u64* gate = boards_ + kRoutesBoard + Op::Router::kExperts;
+        scale = wait_for(gate, tag + layer, watch_, kAtVector, Op::Router::kExperts);
+      }
       residual.set_output(run, time, [&](int m, int r) {
-        return biased<Op>(row_sum<Op, most>(partial, r, m), layer, residual.first + r);
+        const float value = biased<Op>(row_sum<Op, most>(partial, r, m), layer, residual.first + r);
+        return Op::kAdds ? residual.output(time, m, r) + scale * value : value;
       });
       if constexpr (Op::kEndsModule) end_module<Op>(run, layer, tag, sequence);
     } else {
@@ -404,20 +402,22 @@ class Decoder {
     }
   }
 
-  // The router's logits of the CTA's experts, or their scores, for all CTAs of the lane.
+  // The router's logits of the CTA's experts, or their scores, for all CTAs of the lane. Behind those of all experts
+  // there may be the gate of a shared one.
   template <class Op>
   LF_DEVICE void route(const Run<1>& run, int layer, u32 tag) {
     float* partial = next_partial();
     multiply_stream<Op>(run, layer, tag, partial);
-    end_part(stream_);
     sync_cta();
     watch_.delay();
     float factor = 1;
     if constexpr (Op::kNormed) factor = norm_factor(squares(turn_), Op::kNormEps);
     const int first = c_ * Op::kRows, count = rows_of(first, Op::kRows, Op::kAllRows);
     for (int r = opaque(thread()); r < count; r += kThreads) {
-      float value = biased<Op>(row_sum<Op>(partial, r) * factor, layer, first + r);
-      if constexpr (Op::kIsSigmoidRoute) value = sigmoid<Numbers>(value);
+      const bool is_gate = Op::kAllRows > Op::kExperts && first + r == Op::kExperts;
+      float value = row_sum<Op>(partial, r) * factor;
+      if (!is_gate) value = biased<Op>(value, layer, first + r);
+      if (Op::kIsSigmoidRoute || is_gate) value = sigmoid<Numbers>(value);
       store_word(boards_ + kRoutesBoard + first + r, word_of(value, tag + layer));
     }
   }
@@ -427,6 +427,7 @@ class Decoder {
   LF_DEVICE void multiply_chosen(const Run<1>& run, int layer, u32 tag, u32 sequence) {
     const Clock clock(*this, kNameOp + Op::kTraced, layer);
     if constexpr (kSteps || !Op::kSummed) {
+      if constexpr (!Op::kSummed) end_part(stream_);
       using Router = typename Op::Router;
       const float* correction = nullptr;
       if constexpr (Router::kCorrectionGiven) correction = small(Router::correction(layer), Router::kCorrectionStride);
@@ -444,7 +445,7 @@ class Decoder {
       if constexpr (Op::kSummed) {
         const int rank = pieces.rank(i);
         const float share = bits_to_float(broadcast(float_to_bits(routes_.share), rank));
-        const u64* board = boards_ + kHiddenBoard + rank * kEven<Op::kColumns>;
+        const u64* board = boards_ + Op::kFrom + rank * kEven<Op::kColumns>;
         product<Op>(stream_, weights<Op>(layer), partial, shared_.brought,
                     FromExpert<Reading<Op>>{board, tag + layer, watch_, pieces.part(i), share}, i > 0);
       } else {
@@ -471,11 +472,11 @@ class Decoder {
     float factor = 1;
     if constexpr (Op::kNormed) factor = norm_factor(squares(turn_), Op::kNormEps);
     const int first = pieces.part(i) * own, count = rows_of(first, own, all);
-    u64* board = boards_ + kHiddenBoard + rank * kEven<all>;
+    u64* board = boards_ + Op::kTo + rank * kEven<all>;
     for (int r = opaque(thread()); r < count; r += kThreads)
       store_word(
           board + first + r,
-          word_of(finished<Op>(partial, r, factor, layer, expert * all + first + r, Op::Router::kAllRows * all), tag));
+          word_of(finished<Op>(partial, r, factor, layer, expert * all + first + r, Op::Router::kExperts * all), tag));
   }
 
   // The sum of the chosen experts' outputs: their channels were multiplied by their shares, their biases are here.
@@ -511,7 +512,7 @@ class Decoder {
   template <class Op, int most>
   LF_DEVICE void write(const Run<most>& run, const float* partial, int layer, u32 tag) {
     constexpr int own = Op::kGated ? Op::kRows / 2 : Op::kRows;
-    u64* board = boards_ + (Op::kWrites == Value::kProjected ? kProjectedBoard : kHiddenBoard);
+    u64* board = boards_ + Op::kTo;
     float factor = 1;
     if constexpr (Op::kNormed && most == 1) factor = norm_factor(squares(turn_), Op::kNormEps);
     const int first = c_ * own, count = rows_of(first, own, Op::kChannels);

@@ -87,6 +87,14 @@ class Watch {
   u64 began_ = 0;
 };
 
+// The value of one word.
+LF_DEVICE float wait_for(const u64* word, u32 tag, Watch& watch, Waits where, int waited_for) {
+  u64 v;
+  for (u32 spins = 0; !arrived(v = load_word(word), tag);)
+    if (!watch.keep_waiting(spins, where, waited_for)) break;
+  return value_of(v);
+}
+
 // The boards of a pass's rows, `stride` words apart. Those of the rows beyond the pass's are the last one's.
 template <int rows>
 struct Boards {

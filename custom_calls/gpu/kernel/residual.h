@@ -152,10 +152,7 @@ struct Residual {
   LF_DEVICE float norm_factor(const u64* board, int width, float eps, u32 tag) {
     float sum = 0;
     for (int from = opaque(thread()); from < kCtas; from += kThreads) {
-      u64 word;
-      for (u32 spins = 0; !arrived(word = load_word(board + from), tag);)
-        if (!watch.keep_waiting(spins, kAtVector, from * kStreamRows)) break;
-      sum += value_of(word);
+      sum += wait_for(board + from, tag, watch, kAtVector, from * kStreamRows);
     }
     return rsqrt_of(sum_over_cta(sum, scratch + kWarps) / (float)width + eps);
   }

@@ -5,8 +5,9 @@
 // With bulk copies both share one ring. A freed slot takes the next lines of the chosen experts if there are any;
 // otherwise fixed ones: also those behind a router whose experts are unknown yet, at most kAheadSlots, which are on
 // their way meanwhile and stay until the experts have been read. So slots are read in another order than that of their
-// places. Layers and pieces begin at slots; the copies of their last lines are short. One thread of the warp orders
-// copies and keeps what that needs in shared memory; in registers it would take the room of weights.
+// places. Pieces begin at slots, and so do the parts of the fixed course between them; the copies of their last lines
+// are short. One thread of the warp orders copies and keeps what that needs in shared memory; in registers it would
+// take the room of weights.
 #pragma once
 
 #include "model.h"
@@ -17,23 +18,23 @@ namespace gpu {
 
 #if LF_BULK
 
-// The fixed lines of a pass by layer, the head's last; the first passes end before the head.
-struct LayerCourse {
-  int without_head, pass = 0, layer = 0;
-  u32 at = 0, routers = 0;  // the line in the layer; routers that were passed
+// The fixed lines of a pass in parts, the head's last; the first passes end before the head.
+struct PartCourse {
+  int without_head, pass = 0, part = 0;
+  u32 at = 0, routers = 0;  // the line in the part; routers that were passed
 
-  LF_DEVICE u32 line() const { return layer_line(layer) + at; }
+  LF_DEVICE u32 line() const { return part_line(part) + at; }
   LF_DEVICE u32 passed() const { return routers; }
-  LF_DEVICE int most(int n) const { return smaller(n, layer_lines(layer) - (int)at); }
+  LF_DEVICE int most(int n) const { return smaller(n, part_lines(part) - (int)at); }
   LF_DEVICE void advance(int n) {
     at += n;
-    if ((int)at != layer_lines(layer)) return;
+    if ((int)at != part_lines(part)) return;
     at = 0;
-    routers += has_experts(layer);
-    if (++layer == (pass < without_head ? kLayers : kLayers + 1)) layer = 0, pass++;
+    routers += experts_follow(part);
+    if (++part == (pass < without_head ? kCourseParts : kCourseParts + 1)) part = 0, pass++;
   }
 };
-using PassCourse = LayerCourse;
+using PassCourse = PartCourse;
 
 // Numbers of slots, four bits each, the first in the lowest.
 struct Slots {
@@ -120,7 +121,7 @@ class RoutedRing {
     if (at_ >= kSlotLines) pass_by();
   }
 
-  // Passes by the rest of a slot, where a layer or a piece ends.
+  // Passes by the rest of a slot, where a part or a piece ends.
   LF_DEVICE void end_part() {
     if (at_ == 0) return;
     at_ = kSlotLines;

@@ -26,6 +26,7 @@ SIZES = {"lanes": 2, "hidden_size": 64, "head_dim": 8, "layout": "tp", "num_hidd
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 2 * 40}
 SIGMOIDS = {"scoring_func": "sigmoid", "router_correction": True, "routed_scaling_factor": 2.5}
 GROUPS = {**SIGMOIDS, "num_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+SHARED = {"shared_expert_intermediate_size": 6 * 24}
 CASES = {  # changes of the config, and the machine
     "as GPT-OSS": ({"num_experts_per_tok": 4, "num_experts": 32}, emulated.SMALL),
     "one expert": ({"num_experts_per_tok": 1, "lanes": 1, "num_experts": 3}, emulated.SMALL),
@@ -47,8 +48,27 @@ CASES = {  # changes of the config, and the machine
         {**GROUPS, "num_experts": 64, "n_group": 32, "topk_group": 5, "moe_intermediate_size": 2 * 6},
         emulated.SMALL,
     ),
+    "shared": (SHARED, emulated.SMALL),
+    "shared with a gate": ({**SHARED, "shared_expert_gate": True}, emulated.SMALL),
+    "shared with a gate, behind sigmoids": (
+        {**GROUPS, "shared_expert_gate": True, "shared_expert_intermediate_size": 2 * 33, "hidden_size": 33},
+        emulated.SMALL,
+    ),
+    "shared, delayed": (
+        {**SHARED, "moe_intermediate_size": 3 * 24, "shared_expert_gate": True, "layout": "dtp(1)", "lanes": 3},
+        emulated.SMALL,
+    ),
+    "shared, warps of 64": ({**SHARED, "shared_expert_gate": True, "norm_after": "lane", "layout": "dtp(1)"}, AMD),
+    "shared, few slots": (
+        {**SHARED, "shared_expert_intermediate_size": 2 * 300, "moe_intermediate_size": 2 * 160},
+        dataclasses.replace(emulated.SMALL, shared_bytes=64_000),
+    ),
+    "shared, an MLP between": (
+        {**GROUPS, "shared_expert_intermediate_size": 2 * 24, "num_hidden_layers": 4, "mlp_only_layers": (0, 3)},
+        emulated.SMALL,
+    ),
 }
-FAST = {"as GPT-OSS", "odd sizes", "warps of 64", "groups"}
+FAST = {"as GPT-OSS", "odd sizes", "warps of 64", "groups", "shared with a gate"}
 
 
 def plan_of(weight_dtype: str = "float32", biases: bool = True, **changes) -> Plan:

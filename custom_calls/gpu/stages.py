@@ -1,0 +1,75 @@
+"""What the GPU kernel runs of a layer, in its order: stages, which are the plan's ops and the products inside them.
+
+The products of a shared expert are stages too, in another order than the plan's: those that read the stream come right
+behind the router, so that its edge is open while they are computed, and the last one is added when the chosen experts'
+sum is there.
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from custom_calls.gpu.supported import Router
+from laneformer.ops import GpuOp, Layer, Matrix, Product, SharedExpert, Value, products_of
+
+# Where results between ops are: on a board, but for what a CTA has of them itself
+WITHOUT_BOARD = (Value.STREAM, Value.ATTENDED, Value.OUTPUT, Value.ROUTES)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """An op of the plan, or a product inside one."""
+
+    op: GpuOp
+    module: int
+    """Of its layer: 0 attention, 1 feed-forward."""
+    reads: str = ""
+    """The board that has what it reads; empty where that is on none of these. `writes` likewise."""
+    writes: str = ""
+    product: int | None = None
+    """Its number among the products of the layer's ops."""
+    shared: SharedExpert | None = None
+    """Whose product it is."""
+    gate: Matrix | None = None
+    """A router's: the row behind those of its experts."""
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """The rows that it multiplies, one after the other."""
+        if isinstance(self.op, Router):
+            return (self.op.matrix, *([self.gate] if self.gate else []))
+        return self.op.matrices if isinstance(self.op, Product) else ()
+
+    @property
+    def adds(self) -> bool:
+        """Whether it is added to OUTPUT."""
+        return self.shared is not None and self.op.writes is Value.OUTPUT
+
+
+def stages(layer: Layer) -> tuple[Stage, ...]:
+    """Of a layer that custom_calls/gpu/supported.py knows."""
+    numbers, results = itertools.count(), Counter()
+    return tuple(
+        stage for module, ops in enumerate(layer.modules) for stage in _of_module(ops.ops, module, numbers, results)
+    )
+
+
+def _of_module(ops: tuple[GpuOp, ...], module: int, numbers: Iterator[int], results: Counter) -> list[Stage]:
+    """results: how many of each value the layer has written; each has its own board, as all have the same tag."""
+    found: list[Stage] = []
+    boards: dict[Value, str] = {}  # the newest of each value
+    gate = next((op.gate for op in ops if isinstance(op, SharedExpert)), None)
+    for op in ops:
+        shared = op if isinstance(op, SharedExpert) else None
+        newest = {} if shared else boards
+        for one in products_of(op) or (op,):
+            reads, writes = newest.get(one.reads, ""), ""
+            if one.writes not in WITHOUT_BOARD:
+                writes = newest[one.writes] = f"{one.writes.name.title()}{results[one.writes] or ''}Board"
+                results[one.writes] += 1
+            number = next(numbers) if isinstance(one, Product) else None
+            found.append(Stage(one, module, reads, writes, number, shared, gate if isinstance(one, Router) else None))
+    early = [stage for stage in found if stage.shared and not stage.adds]
+    rest = [stage for stage in found if stage not in early]
+    return [rest[0], *early, *rest[1:]]
