@@ -427,7 +427,7 @@ class CompressedAttend:
     writes: ClassVar = Value.OUTPUT
 
 
-GpuOp = Product | Attend | OutputNorm | Route | SigmoidRoute | SharedExpert
+GpuOp = Product | Attend | OutputNorm | Route | SharedExpert | SigmoidRoute | LatentKeep | LatentAttend
 """What the decode kernel on GPUs computes."""
 Op = Product | Attend | OutputNorm | Route | SharedExpert | SigmoidRoute | LatentKeep | LatentAttend | DeltaNet
 """What the decode kernel on CPUs computes. A dataclass of this file that is not among them is for backend xla alone."""

@@ -271,7 +271,8 @@ class CodesChoice:
         for number, (paths, _) in enumerate(product_weights(plan)):
             if any(path in records for path in paths):
                 beside = number == len(plan.products) and plan.ops.head.kind == HeadKind.LANE
-                of_experts = number < len(plan.products) and plan.products[number].chosen is not None
+                product = plan.products[number] if number < len(plan.products) else None
+                of_experts = product is not None and (product.chosen or product.blocks) is not None
                 found.formats[number] = format_of(paths, records, beside, of_experts)
         return found
 
@@ -283,7 +284,8 @@ def _without_values(record: Quantized) -> Quantized:
 
 def format_of(paths: list[str], records: Mapping[str, Quantized], beside: bool, of_experts: bool = False) -> Codes:
     """The format of a product's matrices. beside: columns of all lanes follow each other, as in the lanes' head.
-    of_experts: each expert has such matrices; scales of their rows are held as those of blocks. Raises NativeError.
+    of_experts: each expert, or block, has such matrices; scales of their rows are held as those of blocks. Raises
+    NativeError.
     """
     kinds = {path: records[path].kind if path in records else "not quantized" for path in paths}
     if len(set(kinds.values())) > 1:
@@ -308,7 +310,7 @@ def format_of(paths: list[str], records: Mapping[str, Quantized], beside: bool, 
         elif zeros and scale == "float32":
             why = "has zero points beside scales of float32"
         elif of_experts and part.global_scale is not None:
-            why = "is of experts and has a scale of the tensor"
+            why = "is of several matrices and has a scale of the tensor"
         elif block < LEAST_BLOCK:
             why = f"has groups of {min(part.group[1], columns)} columns"
         if why:

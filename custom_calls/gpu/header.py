@@ -12,6 +12,7 @@ from typing import get_args
 
 import numpy as np
 
+from custom_calls.gpu.attention import rotated
 from custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
 from custom_calls.gpu.supported import Router
 from custom_calls.ops_header import alternatives, fields
@@ -20,6 +21,7 @@ from laneformer.ops import (
     Attend,
     Head,
     HeadKind,
+    LatentAttend,
     Module,
     Norm,
     Op,
@@ -153,9 +155,16 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
         constants |= {f"Is{each.__name__}": isinstance(op, each) for each in get_args(Op)}
         constants["IsRouter"] = isinstance(op, Router)
         aliases, tiling = {}, kind.tilings[number]
+        attends = isinstance(op, Attend | LatentAttend)
+        constants["Attends"] = attends
         constants |= {"Tiled": tiling is not None, "Chosen": tiling is not None and tiling.pieces is not None}
         constants["Streamed"] = constants["Tiled"] and not constants["Chosen"]
-        if isinstance(op, Attend):
+        if isinstance(op, LatentAttend):
+            of_keeps = {layer: layout.stages[layer][number].keep for layer in kind.layers}
+            kept, gains = _of_fields(layout, of_keeps)
+            constants |= kept | {"Queries": boards[stage.queries], "Latents": boards[stage.latents]}
+            functions |= gains | {"window": dict.fromkeys(kind.layers, 0)}
+        if attends:
             attended = name
             constants |= _attend_constants(layout, op)
         elif tiling:
@@ -177,6 +186,9 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
             constants |= {"Channels": op.channels, "Adds": stage.adds, "Scaled": stage.adds and bool(stage.shared.gate)}
             aliases |= {"Attended": attended} if op.reads is Value.ATTENDED else {}
             aliases |= {"Router": router} if constants["Scaled"] else {}
+            constants["OfBlocks"] = op.blocks is not None
+            if op.blocks:
+                constants |= {"Blocks": op.blocks.count, "BlockStep": op.blocks.step, "BlockRows": op.rows}
         if constants["Chosen"]:
             functions["stored"] = {layer: layout.line(layer, number) for layer in kind.layers}
             constants["Summed"] = op.chosen.summed
@@ -224,16 +236,23 @@ def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tupl
     return constants, functions
 
 
-def _attend_constants(layout: Layout, op: Attend) -> dict:
-    of_all = {
-        f"{side}NormOfAll": norm is not None and norm.gain.shape[0] > op.head_dim
-        for side, norm in (("Q", op.q_norm), ("K", op.k_norm))
-    }
-    return of_all | {
-        "MaxSplits": layout.max_splits(op),
+def _attend_constants(layout: Layout, op: Attend | LatentAttend) -> dict:
+    sizes = layout.sizes(op)
+    of_kind = {"Rotating": rotated(op), "SinksGiven": False, "AttentionGate": False}  # of latents
+    if isinstance(op, Attend):
+        of_kind = {
+            f"{side}NormOfAll": norm is not None and norm.gain.shape[0] > op.head_dim
+            for side, norm in (("Q", op.q_norm), ("K", op.k_norm))
+        }
+    return of_kind | {
+        "Groups": sizes.groups,
+        "KeyDim": sizes.key_dim,
+        "ValueDim": sizes.value_dim,
+        "MaxSplits": sizes.splits,
+        "MergedHeads": sizes.merged_heads,
         "Scale": _score_scale(op.scale),
         "Rotated": op.rotary is not None,
-        "Rotations": layout.rotations.get((op.rotary, op.head_dim), 0),
+        "Rotations": layout.rotations.get((op.rotary, rotated(op)), 0),
     }
 
 

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from custom_calls.gpu.attention import AttentionSizes, rotated
 from custom_calls.gpu.codes import Codes
 from custom_calls.gpu.formats import MOST_UNITS, Bf12, Plain
 from custom_calls.gpu.stages import Stage, stages
@@ -19,15 +20,15 @@ from custom_calls.gpu.supported import Router, unknown
 from custom_calls.gpu.tiling import Machine, Pieces, Tiling, tile
 from custom_calls.library import ring_slots
 from custom_calls.plan import Dtype, Plan
-from laneformer.ops import Attend, HeadKind, Module, Op, Product, Rotary, Weight
+from laneformer.ops import Attend, HeadKind, LatentAttend, Module, Op, Product, Rotary, Weight
 
 # Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
 SLOT_LINES = 8
 SPLIT_KEYS = 64  # keys that are worth another CTA in attention
-MAX_SPLITS = 16  # of a key/value head's keys: merging them costs every CTA
 FEW_SLOTS = 5  # of the ring; a head of many rows is computed in turns to leave room for as many
 ORDER_BYTES = 104  # of a warp's orders, without its pieces
 TURNS = (1, 2, 4, 8, 16)
+MORE_TURNS = 8  # of a block-diagonal product beyond the fewest, to share rows out evenly
 MOST_ROWS = 8  # of a pass; kMaxRows of gpu/kernel/params.h
 STEPS = ("begin", "embed", "final", "head", "op")  # as in gpu/kernel/params.h; ops of a layer follow each other
 WIDTH = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
@@ -54,7 +55,7 @@ class Kind:
         return self.lines_before(len(self.ops))
 
     def lines_before(self, op: int) -> int:
-        return sum(tiling.lines for tiling in self.tilings[:op] if tiling and not tiling.pieces)
+        return sum(tiling.all_lines for tiling in self.tilings[:op] if tiling and not tiling.pieces)
 
     @property
     def of_experts(self) -> list[tuple[int, Tiling]]:
@@ -178,9 +179,20 @@ class Layout:
         if not isinstance(op, Product):
             return None
         number, unit = self.numbers[layer, at], 2 if op.gated else 1
+        if op.blocks:
+            return self._tile_blocks(number, op)
         if not op.chosen:
             return self._tile(number, op.rows, op.columns, self.ctas, unit)
         return self._tile_experts(number, op, unit)
+
+    def _tile_blocks(self, number: int, op: Product) -> Tiling:
+        """With the products of a CTA that take the fewest lines; of equal ones the fewest products."""
+        fewest, found = -(-op.blocks.count // self.ctas), []
+        for turns in range(fewest, fewest + MORE_TURNS):
+            parts = self.ctas * turns // op.blocks.count
+            one = self._tile(number, op.rows, op.columns, parts, machine=self.machine)
+            found.append(replace(one, ctas=self.ctas * turns, turns=turns, blocks=op.blocks.count))
+        return min(found, key=lambda tiling: (tiling.all_lines, tiling.turns))
 
     def _tile_experts(self, number: int, op: Product, unit: int) -> Tiling:
         """With the pieces that take the least time; of equal ones the fewest."""
@@ -272,14 +284,17 @@ class Layout:
         return [tiling for kind in self.kinds for tiling in kind.tilings if tiling]
 
     @cached_property
-    def attends(self) -> list[Attend]:
+    def attends(self) -> list[Attend | LatentAttend]:
         """One of each kind."""
-        return [op for kind in self.kinds for op in kind.ops if isinstance(op, Attend)]
+        return [op for kind in self.kinds for op in kind.ops if isinstance(op, Attend | LatentAttend)]
+
+    def sizes(self, op: Attend | LatentAttend) -> AttentionSizes:
+        return AttentionSizes.of(op, self.ctas)
 
     @cached_property
     def rotations(self) -> dict[tuple[Rotary, int], int]:
         """Tables of rotations, one for each rotary embedding and head size: where each begins, in floats."""
-        wanted = dict.fromkeys((op.rotary, op.head_dim) for op in self.attends if op.rotary)
+        wanted = dict.fromkeys((op.rotary, rotated(op)) for op in self.attends if op.rotary)
         places, end = {}, 0
         for rotary, head_dim in wanted:
             places[rotary, head_dim] = end
@@ -381,31 +396,13 @@ class Layout:
         lines = (self.layer_lines + self.head_lines) * ctas * warps + sum(experts)
         return lanes * lines * self.line_words * 4
 
-    def max_splits(self, op: Attend) -> int:
-        """Splits of a key/value head's keys: as many as there are CTAs for."""
-        return max(1, min(MAX_SPLITS, self.ctas // op.kv_heads))
-
-    def _attention_floats(self, op: Attend, rows: int) -> int:
-        group_heads, width = op.heads // op.kv_heads, WIDTH[self.plan.cache_dtype]
-        per = 16 // width if op.head_dim * width % 16 == 0 else 1
-        pieces, threads = op.head_dim // per, 1
-        while threads < 16 and -(-pieces // threads) > 4:
-            threads *= 2
-        own = -(-pieces // threads) * per
-        at_once = max(1, min(group_heads, 64 // own))
-        return (
-            (group_heads + 2 * rows) * op.head_dim
-            + self.machine.warps * at_once * (op.head_dim + 2)
-            + 2 * self.max_splits(op) * op.heads
-        )
-
     @cached_property
     def shared_floats(self) -> int:
         return self._floats_with(self.head, self.rows)
 
     @property
     def _merged(self) -> int:
-        return max(op.heads * op.head_dim for op in self.attends)  # of each row
+        return max(self.sizes(op).merged_floats for op in self.attends)  # of each row
 
     def _z_in_merged(self, head: Tiling) -> bool:
         """Whether the sampler's second copy of the logits is where the layers merge attention."""
@@ -417,6 +414,7 @@ class Layout:
 
     def _floats_with(self, head: Tiling, rows: int) -> int:
         warps, tilings = self.machine.warps, [*self._of_layers, head]
+        width = WIDTH[self.plan.cache_dtype]
 
         def even(n):
             return n + n % 2
@@ -430,7 +428,7 @@ class Layout:
         return (
             2 * even(partial)
             + 2 * even(rows * warps)
-            + even(max(sampler, *(self._attention_floats(op, rows) for op in self.attends)))
+            + even(max(sampler, *(self.sizes(op).floats(rows, self.machine, width) for op in self.attends)))
             + even(rows * self._merged)
             + even(max(tiling.brought_floats for tiling in tilings))
             + even(rows * self.stream_rows)
@@ -535,10 +533,7 @@ class Layout:
         yield "StreamBoard", self.hidden
         yield "OtherStreamBoard", self.hidden
         yield from self._between_ops.items()
-        yield (
-            "PartsBoard",
-            max(op.heads * self.max_splits(op) * (op.head_dim + 2 + op.head_dim % 2) for op in self.attends),
-        )
+        yield "PartsBoard", max(self.sizes(op).part_words for op in self.attends)
         yield "HeadBoard", self.head.columns
         # Of each CTA a sum over its rows, for ops and for each event of the schedule.
         yield "RowSumsBoard", self.ctas * (1 + sum(map(len, self.table.events)))

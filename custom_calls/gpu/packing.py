@@ -124,7 +124,7 @@ def filled_codes(
 ) -> tuple[jax.Array, jax.Array | None]:
     """As `placed_codes`, for some random bytes repeated as codes, under equal scales."""
     format, rows = tiling.format, tiling.rows
-    of_cta = replace(tiling, all_rows=rows, ctas=1)
+    of_cta = replace(tiling, all_rows=rows, ctas=1, blocks=0)
     codes = jnp.resize(bits & random_codes(format), (rows, tiling.columns))
     lines = format.pack(of_cta.deal(codes))
     if format.scale:

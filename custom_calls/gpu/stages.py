@@ -2,16 +2,17 @@
 
 The products of a shared expert are stages too, in another order than the plan's: those that read the stream come right
 behind the router, so that its edge is open while they are computed, and the last one is added when the chosen experts'
-sum is there.
+sum is there. Latents are kept by the stage that attends to them: its tasks with the newest position put it into the
+cache.
 """
 
 import itertools
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from custom_calls.gpu.supported import Router
-from laneformer.ops import GpuOp, Layer, Matrix, Product, SharedExpert, Value, products_of
+from laneformer.ops import GpuOp, LatentAttend, LatentKeep, Layer, Matrix, Product, SharedExpert, Value, products_of
 
 # Where results between ops are: on a board, but for what a CTA has of them itself
 WITHOUT_BOARD = (Value.STREAM, Value.ATTENDED, Value.OUTPUT, Value.ROUTES)
@@ -33,6 +34,11 @@ class Stage:
     """Whose product it is."""
     gate: Matrix | None = None
     """A router's: the row behind those of its experts."""
+    keep: LatentKeep | None = None
+    """What puts the latents, to which it attends, into the cache."""
+    queries: str = ""
+    """Boards of queries and of latents, where it attends to these."""
+    latents: str = ""
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -60,16 +66,25 @@ def _of_module(ops: tuple[GpuOp, ...], module: int, numbers: Iterator[int], resu
     found: list[Stage] = []
     boards: dict[Value, str] = {}  # the newest of each value
     gate = next((op.gate for op in ops if isinstance(op, SharedExpert)), None)
+    keep = next((op for op in ops if isinstance(op, LatentKeep)), None)
     for op in ops:
+        if isinstance(op, LatentKeep):
+            continue
         shared = op if isinstance(op, SharedExpert) else None
         newest = {} if shared else boards
         for one in products_of(op) or (op,):
-            reads, writes = newest.get(one.reads, ""), ""
+            stage = Stage(one, module, reads=newest.get(one.reads, ""), shared=shared)
             if one.writes not in WITHOUT_BOARD:
                 writes = newest[one.writes] = f"{one.writes.name.title()}{results[one.writes] or ''}Board"
                 results[one.writes] += 1
-            number = next(numbers) if isinstance(one, Product) else None
-            found.append(Stage(one, module, reads, writes, number, shared, gate if isinstance(one, Router) else None))
+                stage = replace(stage, writes=writes)
+            if isinstance(one, Product):
+                stage = replace(stage, product=next(numbers))
+            elif isinstance(one, Router):
+                stage = replace(stage, gate=gate)
+            elif isinstance(one, LatentAttend):
+                stage = replace(stage, keep=keep, queries=newest[Value.QUERIES], latents=newest[Value.PROJECTED])
+            found.append(stage)
     early = [stage for stage in found if stage.shared and not stage.adds]
     rest = [stage for stage in found if stage not in early]
     return [rest[0], *early, *rest[1:]]

@@ -3,7 +3,23 @@
 import itertools
 from collections.abc import Iterator
 
-from laneformer.ops import Activation, Attend, Layer, Op, Product, Route, SharedExpert, SigmoidRoute, Value, products_of
+from laneformer.ops import (
+    Activation,
+    Attend,
+    Blocks,
+    LatentAttend,
+    LatentKeep,
+    Layer,
+    Op,
+    OutputNorm,
+    Product,
+    ProductName,
+    Route,
+    SharedExpert,
+    SigmoidRoute,
+    Value,
+    products_of,
+)
 
 MOST_USED = 16  # experts of a token: a thread of each warp has the place of one's pieces
 MOST_GROUPS = 32  # of experts: a thread of each warp has the sum of one's two best
@@ -14,6 +30,25 @@ Router = Route | SigmoidRoute
 CHAINS = ((Value.STREAM, Value.PROJECTED, Value.ATTENDED, Value.OUTPUT), (Value.STREAM, Value.HIDDEN, Value.OUTPUT))
 
 
+def _latent_attention(queries: tuple[tuple, ...]) -> list[tuple]:
+    return [
+        (Product, Value.STREAM, Value.PROJECTED),
+        *queries,
+        (LatentKeep, Value.PROJECTED, Value.PROJECTED),
+        (Product, Value.QUERIES, Value.ABSORBED),
+        (LatentAttend, Value.ABSORBED, Value.ATTENDED),
+        (Product, Value.ATTENDED, Value.PROJECTED),
+        (Product, Value.PROJECTED, Value.OUTPUT),
+    ]
+
+
+# The ops of latent attention: its queries in one product or in two
+LATENT_ATTENTION = (
+    _latent_attention(((Product, Value.STREAM, Value.QUERIES),)),
+    _latent_attention(((Product, Value.STREAM, Value.HIDDEN), (Product, Value.HIDDEN, Value.QUERIES))),
+)
+
+
 def unknown(layer: Layer, hidden: int) -> Iterator[str]:
     """What a layer has that the kernel has not."""
     for module, chain in zip(layer.modules, CHAINS, strict=True):
@@ -21,7 +56,10 @@ def unknown(layer: Layer, hidden: int) -> Iterator[str]:
         shared = [op for op in module.ops if isinstance(op, SharedExpert)]
         ops = tuple(op for op in module.ops[routed:] if op not in shared)
         yield from _unknown_experts(module.ops[0] if routed else None, ops)
-        yield from _unknown_chain(ops, chain)
+        if any(isinstance(op, LatentAttend) for op in ops):
+            yield from _unknown_latents(ops)
+        else:
+            yield from _unknown_chain(ops, chain)
         for op in shared:
             yield from _unknown_shared(op, module.ops[0] if routed and len(shared) == 1 else None)
             yield from _unknown_chain(op.products, chain)
@@ -34,7 +72,7 @@ def unknown(layer: Layer, hidden: int) -> Iterator[str]:
             continue
         if (op.limit is not None or op.up_offset) and not op.gated:
             yield f"product {op.name.name} has limits and no gate"
-        if op.norm and op.reads is not Value.STREAM:
+        if op.norm and op.reads is not Value.STREAM and op.writes is not Value.QUERIES:
             yield f"product {op.name.name} reads {op.reads.name} with a norm"
         if op.writes is Value.OUTPUT and (op.gated or op.activation is not Activation.NONE):
             yield f"product {op.name.name} writes OUTPUT {'gated' if op.gated else f'through {op.activation.name}'}"
@@ -50,6 +88,27 @@ def _unknown_chain(ops: tuple[Op, ...], chain: tuple[Value, ...]) -> Iterator[st
     values = [ops[0].reads, *(op.writes for op in ops)]  # twice after an op in place
     if steps != list(itertools.pairwise(values)) or tuple(value for value, _ in itertools.groupby(values)) != chain:
         yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for a, b in steps)}"
+
+
+def _unknown_latents(ops: tuple[Op, ...]) -> Iterator[str]:
+    """What the kernel has not of latent attention."""
+    found = [(type(op), op.reads, op.writes) for op in ops if not isinstance(op, OutputNorm)]
+    if found not in LATENT_ATTENTION:
+        yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for _, a, b in found)}"
+        return
+    products = {op.name: op for op in ops if isinstance(op, Product)}
+    attend = next(op for op in ops if isinstance(op, LatentAttend))
+    of_head = attend.still + attend.rotating
+    wanted = {
+        ProductName.ABSORB: (attend.rank, attend.still, Blocks(attend.heads, of_head)),
+        ProductName.VALUES: (products[ProductName.VALUES].rows, attend.rank, Blocks(attend.heads, attend.rank)),
+    }
+    for name, sizes in wanted.items():
+        op = products[name]
+        if (op.rows, op.columns, op.blocks) != sizes:
+            yield f"product {name.name} has other blocks than its {attend.heads} heads"
+    if of_head % 2:  # two words of a board are read at once
+        yield f"a head has {of_head} channels of queries, an odd number"
 
 
 def _unknown_shared(op: SharedExpert, route: Router | None) -> Iterator[str]:

@@ -93,6 +93,18 @@ class Tiling:
     """Of a matrix that each expert has."""
     turns: int = 1
     """Products of `rows` rows each that a CTA computes with it, one after the other."""
+    blocks: int = 0
+    """Of a block-diagonal matrix; `all_rows` are then those of a block, and a product's rows are all of one."""
+
+    @property
+    def block_parts(self) -> int:
+        """Products for a block."""
+        return -(-self.all_rows // self.rows)
+
+    @property
+    def all_lines(self) -> int:
+        """Lines that a warp reads for all products of a CTA."""
+        return self.lines * self.turns
 
     @property
     def lines(self) -> int:
@@ -130,6 +142,8 @@ class Tiling:
         found = {name.title().replace("_", ""): getattr(self, name) for name in names} | {"ColumnParts": self.warps}
         if self.pieces:
             found |= {"Used": self.pieces.used, "Parts": self.parts, "Pieces": self.pieces.each}
+        if self.blocks:
+            found |= {"Lines": self.all_lines, "Turns": self.turns, "BlockParts": self.block_parts}
         return found
 
     @property
@@ -168,6 +182,7 @@ class Tiling:
         """[..., all rows, columns] -> [..., CTAs, warps, *dealt]: what each thread has of each step's vectors, in all
         segments.
         """
+        matrix = self._with_blocks(matrix)
         *lead, rows, columns = matrix.shape
         per = self.format.per
         wide = self.warps * self.segments * self.vectors * self.group * per
@@ -182,6 +197,14 @@ class Tiling:
         order = (*range(n), cta, warp, segment, step, vector, row, cluster, member, pair, element)
         return parts.transpose(order).reshape(*lead, self.ctas, self.warps, *self.dealt)
 
+    def _with_blocks(self, array: jax.Array) -> jax.Array:
+        """[..., blocks, rows, columns] as [..., all rows, columns], each block's padded to whole products."""
+        if not self.blocks:
+            return array
+        *lead, blocks, rows, columns = array.shape
+        array = jnp.pad(array, [(0, 0)] * (len(lead) + 1) + [(0, self.block_parts * self.rows - rows), (0, 0)])
+        return array.reshape(*lead, blocks * self.block_parts * self.rows, columns)
+
     @property
     def granule(self) -> int:
         """Columns of a vector that a cluster has under one scale."""
@@ -191,6 +214,7 @@ class Tiling:
         """[..., all rows, granules] -> [..., CTAs, warps, takes, scales of each's vectors, clusters of a warp]: as
         `deal`, of what the columns of a granule share.
         """
+        grid = self._with_blocks(grid)
         *lead, rows, columns = grid.shape
         halves, clusters = self.format.halves, self.group // self.cluster
         vectors = self.vectors // self.format.joined

@@ -117,7 +117,9 @@ class GpuBackend(NativeBackend):
         self._model = source.model() if absorb else None
 
         def all_weights() -> Iterable[tuple[str, jax.Array | np.ndarray | Quantized]]:
-            return source.weights() if self._model is None else self._model.weights().items()
+            """By the plan's paths."""
+            for path, weight in source.weights() if self._model is None else self._model.weights().items():
+                yield from plan.parts(path, weight).items()
 
         try:
             session = GpuSession(

@@ -123,7 +123,8 @@ def open_session(plan: Plan, weights, *, machine: Machine = SMALL, mesh=None, **
         options |= {"machine": machine, "compile_with": compile_with(machine), "driver": driver()}
     session = GpuSession(plan, group=Group(mesh, 300, "open its part of the decode session"), mesh=mesh, **options)
     for path, weight in weights.items():
-        session.pack(path, weight)
+        for part, own in plan.parts(path, weight).items():
+            session.pack(part, own)
     return session
 
 

@@ -10,14 +10,15 @@ import pytest
 
 import custom_calls
 from custom_calls import ENDS, State
-from custom_calls.gpu.codes import Header, arrays_of
+from custom_calls.gpu.codes import CodesChoice, Header, arrays_of
 from custom_calls.gpu.tiling import Machine, Tiling
 from custom_calls.plan import Plan, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Norm, Weight
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import round_to
-from tests.support import small
+from tests.support import emulated, small
+from tests.support.plan_interpreter import interpret
 
 ROOM = 160
 
@@ -92,6 +93,26 @@ def jitted(session, mesh=None, **sizes):
     """decode(inputs, state) with the state donated; it returns once the device has finished."""
     function = jax.jit(partial(custom_calls.decode, session, mesh=mesh, **sizes), donate_argnums=1)
     return lambda inputs, state: jax.block_until_ready(function(inputs, state, session.operands))
+
+
+def logits_of(session, ids: list[int], drawn: int = 4, mesh=None, room: int = 64):
+    """Outputs with the logits of the last token and drawn ones. room: positions of the caches."""
+    outputs, _ = jitted(session, mesh, room=drawn, logits=True)(
+        small.make_inputs(ids, drawn), state_of(session.plan, room)
+    )
+    assert session.failure is None
+    return outputs
+
+
+def check(plan: Plan, weights: dict, tolerance: float = 1e-4, ids=(3, 1, 4, 1, 5), room: int = 64, **options):
+    """Its logits are those of the interpreter, with the dequantized weights; returns the outputs."""
+    exact = {path: w.dequantize(np.float32) if isinstance(w, Quantized) else w for path, w in weights.items()}
+    if any(isinstance(w, Quantized) for w in weights.values()):
+        options["codes"] = CodesChoice.of(plan, weights.items())
+    outputs = logits_of(emulated.open_session(plan, weights, **options), list(ids), room=room)
+    expected = interpret(plan, exact, [*ids, *outputs.tokens[:3].tolist()])[len(ids) - 1 :]
+    assert np.abs(expected - outputs.logits).max() < tolerance * np.abs(expected).max() and np.abs(expected).max() > 1
+    return outputs
 
 
 def same(a, b) -> bool:

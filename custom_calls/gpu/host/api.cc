@@ -41,10 +41,10 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
   if (control.element_count() != 5 || settings.element_count() != 4 || key.element_count() != 2 ||
       state->element_count() != 3)
     return wrong("control, settings, key and state must have 5, 4, 2 and 3 elements");
-  if ((int64_t)seen.element_count() != model.plan.vocab_size || (int64_t)caches.size() != 2 * model.plan.num_layers() ||
+  if ((int64_t)seen.element_count() != model.plan.vocab_size || caches.size() != model.kept.size() ||
       caches_after.size() != caches.size())
     return wrong(
-        "seen must have an element for each token of the vocabulary, and there must be keys and values of every layer");
+        "seen must have an element for each token of the vocabulary, and there must be all that the layers keep");
   if (seen.untyped_data() != seen_after->untyped_data())
     return wrong("the decode call's `seen` was not donated: it is updated in place");
   if ((int64_t)packed.element_count() != model.packed_words)
@@ -55,18 +55,20 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
     auto after = caches_after.get<ffi::AnyBuffer>(i);
     if (!before.has_value() || !after.has_value()) return wrong("cache " + std::to_string(i) + " cannot be read");
     const auto shape = before->dimensions();
-    const size_t layer = i % (size_t)model.plan.num_layers();
-    if (before->element_type() != dtype_of(model.plan.cache_dtype) || shape.size() != 5 ||
-        shape[0] != model.lanes_here || shape[1] != 1 || shape[3] != model.attends[layer].kv_heads ||
-        shape[4] != model.attends[layer].head_dim || (i > 0 && shape[2] != p.capacity))
-      return wrong("cache " + std::to_string(i) +
-                   " does not fit the model: its shape must be [lanes, 1, positions, kv heads, head size] per device");
+    const plan::KeptArray& kept = model.kept[i];
+    if (before->element_type() != dtype_of(model.plan.cache_dtype) || shape.size() != 3 + kept.shape.size() ||
+        shape[0] != model.lanes_here || shape[1] != 1 ||
+        !std::equal(kept.shape.begin(), kept.shape.end(), shape.begin() + 3) || (i > 0 && shape[2] != p.capacity))
+      return wrong(
+          "cache " + std::to_string(i) +
+          " does not fit the model: its shape must be [lanes, 1, positions, kv heads, head size], or of latents"
+          " [lanes, 1, positions, channels], per device");
     if (before->untyped_data() != (*after)->untyped_data())
       return wrong(
           "the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
     if (shape[2] > model.plan.context) return wrong("the cache has more positions than the model's context");
     p.capacity = shape[2];
-    (i == layer ? p.keys : p.values)[layer] = before->untyped_data();
+    (kept.kind == plan::Kept::values ? p.values : p.keys)[kept.layer] = before->untyped_data();
   }
   p.weights = packed.untyped_data();
   p.coding = coding.typed_data();

@@ -3,24 +3,9 @@
 #include <sstream>
 #include <stdexcept>
 #include <utility>
-#include <variant>
 
 namespace laneformer {
 namespace gpu {
-
-namespace {
-
-// The attention of each layer. custom_calls/gpu/layout.py ensures that each layer has one.
-std::vector<plan::Attend> attends_of(const plan::Plan& plan) {
-  std::vector<plan::Attend> found;
-  for (int m = 0; m < plan.num_modules(); m++)
-    for (const plan::Op& op : plan.module(m).ops)
-      if (const auto* attend = std::get_if<plan::Attend>(&op)) found.push_back(*attend);
-  if ((int)found.size() != plan.num_layers()) throw std::runtime_error("each layer of a plan must have one attention");
-  return found;
-}
-
-}  // namespace
 
 Numbers::Numbers(const char* text) {
   std::istringstream lines(text);
@@ -54,7 +39,7 @@ std::vector<int> Numbers::many(const char* name) const {
 
 Model::Model(plan::Plan decoded, const Numbers& numbers)
     : plan(std::move(decoded)),
-      attends(attends_of(plan)),
+      kept(plan::kept_arrays(plan)),
       lanes_here((int)numbers.one("lanes_here")),
       packed_words(numbers.one("packed_words")),
       ctas((int)numbers.one("ctas")),

@@ -31,7 +31,7 @@ struct Model {
   Model(plan::Plan, const Numbers&);
 
   plan::Plan plan;
-  std::vector<plan::Attend> attends;  // of each layer; its keys and values are the layer's cache
+  std::vector<plan::KeptArray> kept;  // what layers keep between tokens, in the order of a call's operands
 
   int lanes_here;  // of each device
   int64_t packed_words;

@@ -1,4 +1,6 @@
 // Attention over the cache, its keys split over the CTAs of a lane: each (key/value head, split) is a task of one CTA.
+// Where all heads attend to the same latents, tasks have groups of heads instead: a latent is loaded once for as many
+// of them as a thread has sums for, and the bytes that the scores are made of are the values too.
 // A task's warps share its keys, a few threads have each key; all keep their own softmax, and the sums meet in shared
 // memory. What a task publishes for each query head: the weighted sum of the values, the largest score, and the sum of
 // the weights (Flash-Decoding's split; scores in units of log 2). The consumers merge the splits.
@@ -18,7 +20,7 @@ namespace gpu {
 // registers.
 constexpr int threads_for_key(int pieces) {
   int threads = 1;
-  while (threads < 16 && (pieces + threads - 1) / threads > 4) threads *= 2;
+  while (threads < 32 && (pieces + threads - 1) / threads > 4) threads *= 2;
   return threads;
 }
 
@@ -28,9 +30,11 @@ struct Splits {
 
 template <class Op, int most = 1>
 struct Attention {
-  static constexpr int kHeads = Op::kHeads, kKvHeads = Op::kKvHeads, kHeadDim = Op::kHeadDim,
+  static constexpr bool kLatent = Op::kIsLatentAttend;
+  static constexpr int kHeads = Op::kHeads, kKvHeads = Op::kGroups, kHeadDim = Op::kKeyDim, kValueDim = Op::kValueDim,
                        kMaxSplits = Op::kMaxSplits;
-  static constexpr int kGroupHeads = kHeads / kKvHeads, kPartWords = kHeadDim + 2 + kHeadDim % 2;
+  static constexpr int kGroupHeads = kHeads / kKvHeads, kPartWords = kValueDim + 2 + kValueDim % 2;
+  static constexpr int kCacheHeads = kLatent ? 1 : kKvHeads, kNewArrays = kLatent ? 1 : 2;
   static constexpr int kKvBytes = bytes_of(kCache);
   static constexpr bool kKvVectors = kHeadDim * kKvBytes % 16 == 0;  // otherwise element by element
   static constexpr int kPerKv = kKvVectors ? kPerVec<kCache> : 1;
@@ -42,8 +46,8 @@ struct Attention {
   static constexpr int kKeysAtOnce = kWarps * (kWarpSize / kKeyThreads);
 
   // Shared memory, in floats.
-  static constexpr int kFloats =
-      (kGroupHeads + 2 * most) * kHeadDim + kWarps * kHeadsAtOnce * (kHeadDim + 2) + 2 * kMaxSplits * kHeads;
+  static constexpr int kFloats = (kGroupHeads + kNewArrays * most) * kHeadDim +
+                                 kWarps * kHeadsAtOnce * (kValueDim + 2) + 2 * kMaxSplits * Op::kMergedHeads;
 
   LF_DEVICE static Splits splits_of(int position, int window) {
     const int first = window > 0 && position + 1 > window ? position + 1 - window : 0, keys = position + 1 - first;
@@ -52,16 +56,17 @@ struct Attention {
   }
 
   const Params& p;
-  const u64* qkv_of_first;  // boards of the first row
-  u64* parts_of_first;      // [heads][kMaxSplits][kPartWords]
+  u64* boards_of_first;  // of the first row
   float* scratch;
   Watch& watch;
   int lane_here, layer, window;
   Run<most> pass;
   u32 tag;
 
-  LF_DEVICE const u64* qkv(int m) const { return qkv_of_first + (i64)m * kLaneWords; }
-  LF_DEVICE u64* parts(int m) const { return parts_of_first + (i64)m * kLaneWords; }
+  LF_DEVICE const u64* qkv(int m) const { return boards_of_first + Op::kFrom + (i64)m * kLaneWords; }
+  LF_DEVICE u64* parts(int m) const {  // [heads][kMaxSplits][kPartWords]
+    return boards_of_first + kPartsBoard + (i64)m * kLaneWords;
+  }
   LF_DEVICE Splits splits(int m) const { return splits_of(pass.position + m, window); }
 
   // The thread's elements of a key or value, as memory holds them.
@@ -71,7 +76,7 @@ struct Attention {
   };
 
   LF_DEVICE static void load(const void* data, i64 key, int head, Pieces& out) {
-    const i64 base = (key * kKvHeads + head) * kHeadDim;
+    const i64 base = (key * kCacheHeads + (kLatent ? 0 : head)) * kHeadDim;
     LF_UNROLL for (int i = 0; i < kOwnPieces; i++) {
       const int piece = i * kKeyThreads + warp_lane() % kKeyThreads;
       const bool real = kKvPieces % kKeyThreads == 0 || piece < kKvPieces;
@@ -83,6 +88,11 @@ struct Attention {
         out.element[i] = real ? widen<kCache>(load_between_ctas((const u16*)data + base + piece)) : 0.0f;
       }
     }
+  }
+
+  LF_DEVICE static void load(const char* keys, const char* values, i64 key, int head, Pieces& k, Pieces& v) {
+    load(keys, key, head, k);
+    if constexpr (!kLatent) load(values, key, head, v);
   }
 
   LF_DEVICE static void unpack_pieces(const Pieces& pieces, float (&out)[kOwn]) {
@@ -153,6 +163,58 @@ struct Attention {
     }
   }
 
+  // The same of latents: all of a query is scaled, a key's values are normed, and both end with what rotates.
+  LF_DEVICE void norm_and_rotate_latents(float* heads, int m, int from, int count) const {
+    constexpr int half = Op::kRotating / 2;
+    const float* gains = p.small + Op::norm(layer) + (i64)(p.first_lane + lane_here) * Op::kNormStride;
+    for (int h = warp(); h < count; h += kWarps) {
+      const bool is_key = h >= kGroupHeads;
+      const int row = is_key ? from + h - kGroupHeads : m;
+      const float *rotation = p.rotations + Op::kRotations + (i64)(pass.position + row) * Op::kRotating,
+                  scale = is_key ? 1.0f : Op::kScale;
+      float *x = heads + h * kHeadDim, *turning = x + kValueDim, factor = scale;
+      if (is_key) {
+        float sum = 0;
+        for (int i = warp_lane(); i < kValueDim; i += kWarpSize) sum += x[i] * x[i];
+        factor = rsqrt_of(sum_over_warp(sum) / (float)kValueDim + Op::kNormEps);
+      }
+      for (int i = warp_lane(); i < kValueDim; i += kWarpSize) x[i] *= is_key ? factor * gains[i] : factor;
+      for (int i = warp_lane(); i < half; i += kWarpSize) {
+        const float even = turning[2 * i], odd = turning[2 * i + 1], cosine = rotation[i], sine = rotation[half + i];
+        turning[2 * i] = (even * cosine - odd * sine) * scale;
+        turning[2 * i + 1] = (even * sine + odd * cosine) * scale;
+      }
+    }
+  }
+
+  // A task's queries as the products made them.
+  LF_DEVICE void bring_queries(int m, int kv_head, float* heads) const {
+    const int first = kv_head * kGroupHeads;
+    if constexpr (kLatent) {
+      constexpr int of_head = Op::kStill + Op::kRotating;
+      const u64* queries = boards_of_first + Op::kQueries + (i64)m * kLaneWords + first * of_head + Op::kStill;
+      for (int h = 0; h < kGroupHeads; h++) {
+        float* out = heads + h * kHeadDim;
+        gather<kThreads>(qkv(m) + (first + h) * kValueDim, kValueDim, tag, out, watch, kAtAttention);
+        gather<kThreads>(queries + h * of_head, Op::kRotating, tag, out + kValueDim, watch, kAtAttention);
+      }
+    } else {
+      gather<kThreads>(qkv(m) + first * kHeadDim, kGroupHeads * kHeadDim, tag, heads, watch, kAtAttention);
+    }
+  }
+
+  // The same of a row's new key and value; of latents both are the key.
+  LF_DEVICE void bring_new(int row, int kv_head, float* key, float* value) const {
+    if constexpr (kLatent) {
+      const u64* latents = boards_of_first + Op::kLatents + (i64)row * kLaneWords;
+      gather<kThreads>(latents, kHeadDim, tag, key, watch, kAtAttention);
+    } else {
+      const u64* of_row = qkv(row);
+      gather<kThreads>(of_row + (kHeads + kv_head) * kHeadDim, kHeadDim, tag, key, watch, kAtAttention);
+      gather<kThreads>(of_row + (kHeads + kKvHeads + kv_head) * kHeadDim, kHeadDim, tag, value, watch, kAtAttention);
+    }
+  }
+
   LF_DEVICE void run(int cta) const {
     int before = 0;  // tasks of the rows before
     for (int m = 0; m < pass.count(); m++) {
@@ -168,9 +230,9 @@ struct Attention {
 
   LF_DEVICE void run_task(int m, int kv_head, int split, const Splits& splits) const {
     const int position = pass.position + m;
-    const i64 lane_offset = (i64)lane_here * p.capacity * kKvHeads * kHeadDim * kKvBytes;
+    const i64 lane_offset = (i64)lane_here * p.capacity * kCacheHeads * kHeadDim * kKvBytes;
     char* keys = (char*)p.keys[layer] + lane_offset;
-    char* values = (char*)p.values[layer] + lane_offset;
+    char* values = kLatent ? keys : (char*)p.values[layer] + lane_offset;
     const int first = splits.first + split * splits.size, last = smaller(first + splits.size, position + 1);
     const bool newest = last == position + 1;  // this task has the new position, which is not in the cache yet
     const int old = newest ? last - 1 : last;
@@ -183,46 +245,50 @@ struct Attention {
     }
     float* heads = scratch;  // queries, new keys, new values
     float* new_keys = heads + kGroupHeads * kHeadDim;
-    float* new_values = heads + (kGroupHeads + most) * kHeadDim;
+    float* new_values = kLatent ? new_keys : new_keys + most * kHeadDim;
     float* sums = new_values + most * kHeadDim;
-    const u64* qkv = this->qkv(m);
+    [[maybe_unused]] const u64* qkv = this->qkv(m);
 
     // The first keys are on their way before the queries arrive. Those that a thread has none of are read and not
     // used.
     const int lane_key = opaque(warp() * (kWarpSize / kKeyThreads) + warp_lane() / kKeyThreads);
     int key = first + lane_key;
     Pieces k, v;
-    load(keys, smaller(key, last - 1), kv_head, k), load(values, smaller(key, last - 1), kv_head, v);
+    load(keys, values, smaller(key, last - 1), kv_head, k, v);
 
-    gather<kThreads>(qkv + kv_head * kGroupHeads * kHeadDim, kGroupHeads * kHeadDim, tag, heads, watch, kAtAttention);
+    bring_queries(m, kv_head, heads);
     if (any_new) {
       for (int row = from; row < until; row++) {
-        const u64* of_row = this->qkv(row);
         const int at = (row - from) * kHeadDim;
-        gather<kThreads>(of_row + (kHeads + kv_head) * kHeadDim, kHeadDim, tag, new_keys + at, watch, kAtAttention);
-        gather<kThreads>(of_row + (kHeads + kKvHeads + kv_head) * kHeadDim, kHeadDim, tag, new_values + at, watch,
-                         kAtAttention);
+        bring_new(row, kv_head, new_keys + at, new_values + at);
       }
     }
-    if constexpr (Op::kQNormOfAll) add_squares(qkv, kHeads * kHeadDim, sums);
-    if constexpr (Op::kKNormOfAll) {
-      for (int row = from; row < until; row++)
-        add_squares(this->qkv(row) + kHeads * kHeadDim, kKvHeads * kHeadDim, sums + (1 + row - from) * kWarps);
+    const int count = any_new ? kGroupHeads + until - from : kGroupHeads;
+    if constexpr (kLatent) {
+      sync_cta();
+      norm_and_rotate_latents(heads, m, from, count);
+    } else {
+      if constexpr (Op::kQNormOfAll) add_squares(qkv, kHeads * kHeadDim, sums);
+      if constexpr (Op::kKNormOfAll) {
+        for (int row = from; row < until; row++)
+          add_squares(this->qkv(row) + kHeads * kHeadDim, kKvHeads * kHeadDim, sums + (1 + row - from) * kWarps);
+      }
+      sync_cta();
+      norm_and_rotate(heads, m, from, count, kv_head, sums);
     }
-    sync_cta();
-    norm_and_rotate(heads, m, from, any_new ? kGroupHeads + until - from : kGroupHeads, kv_head, sums);
     if (any_new) {
       sync_cta();
       // Into the cache, and read here as it will be read from there.
       for (int row = from; row < until; row++) {
-        const i64 at = ((i64)(pass.position + row) * kKvHeads + kv_head) * kHeadDim;
+        const i64 at = ((i64)(pass.position + row) * kCacheHeads + (kLatent ? 0 : kv_head)) * kHeadDim;
         float *new_key = new_keys + (row - from) * kHeadDim, *new_value = new_values + (row - from) * kHeadDim;
         for (int i = opaque(thread()); i < kHeadDim; i += kThreads) {
           new_key[i] = rounded(new_key[i]);
-          new_value[i] = rounded(new_value[i]);
-          if (most > 1 && row != m) continue;  // a task of that row writes it
+          if constexpr (!kLatent) new_value[i] = rounded(new_value[i]);
+          if (most > 1 && row != m) continue;     // a task of that row writes it
+          if (kLatent && kv_head != 0) continue;  // the first group's does
           put_element<kCache>(keys, at + i, new_key[i]);
-          put_element<kCache>(values, at + i, new_value[i]);
+          if constexpr (!kLatent) put_element<kCache>(values, at + i, new_value[i]);
         }
       }
     }
@@ -237,40 +303,43 @@ struct Attention {
       }
       if (h0 > 0) {
         key = first + lane_key;
-        load(keys, smaller(key, last - 1), kv_head, k), load(values, smaller(key, last - 1), kv_head, v);
+        load(keys, values, smaller(key, last - 1), kv_head, k, v);
       }
       // All threads of a warp make the same number of turns: they shuffle.
       for (int turn = first; turn < old; turn += kKeysAtOnce) {
         Pieces next_k, next_v;
         const int next = key + kKeysAtOnce;
-        load(keys, smaller(next, last - 1), kv_head, next_k), load(values, smaller(next, last - 1), kv_head, next_v);
+        load(keys, values, smaller(next, last - 1), kv_head, next_k, next_v);
         float own[kOwn], score[kHeadsAtOnce];
         const bool is_new = most > 1 && key >= pass.position && key < old;
         const int of_row = (key - pass.position - from) * kHeadDim;
         unpack_pieces(k, own);
         if (is_new) own_part(new_keys + of_row, own);
         score_key(heads, h0, own, score);
-        unpack_pieces(v, own);
-        if (is_new) own_part(new_values + of_row, own);
+        if constexpr (!kLatent) {
+          unpack_pieces(v, own);
+          if (is_new) own_part(new_values + of_row, own);
+        }
         if (key < old) add_value(score, own, largest, weight, sum);
         key = next;
-        k = next_k, v = next_v;
+        k = next_k;
+        if constexpr (!kLatent) v = next_v;
       }
       if (newest && warp() == 0) {
         float own[kOwn], score[kHeadsAtOnce];
         const int of_row = most == 1 ? 0 : (m - from) * kHeadDim;
         own_part(new_keys + of_row, own);
         score_key(heads, h0, own, score);
-        own_part(new_values + of_row, own);
+        if constexpr (!kLatent) own_part(new_values + of_row, own);
         if (warp_lane() < kKeyThreads) add_value(score, own, largest, weight, sum);
       }
       merge_warp(largest, weight, sum);
       LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
-        float* out = sums + (warp() * kHeadsAtOnce + h) * (kHeadDim + 2);
+        float* out = sums + (warp() * kHeadsAtOnce + h) * (kValueDim + 2);
         if (warp_lane() < kKeyThreads) {
-          LF_UNROLL for (int i = 0; i < kOwn; i++) if (own_element(i) < kHeadDim) out[own_element(i)] = sum[h][i];
+          LF_UNROLL for (int i = 0; i < kOwn; i++) if (own_element(i) < kValueDim) out[own_element(i)] = sum[h][i];
         }
-        if (warp_lane() == 0) out[kHeadDim] = largest[h], out[kHeadDim + 1] = weight[h];
+        if (warp_lane() == 0) out[kValueDim] = largest[h], out[kValueDim + 1] = weight[h];
       }
       sync_cta();
       publish(parts(m), kv_head * kGroupHeads + h0, smaller(kHeadsAtOnce, kGroupHeads - h0), split, sums);
@@ -334,41 +403,42 @@ struct Attention {
   // Over the warps, in their order.
   LF_DEVICE void publish(u64* parts, int head, int count, int split, const float* sums) const {
     watch.delay();
-    for (int at = opaque(thread()); at < count * kHeadDim; at += kThreads) {
-      const int h = at / kHeadDim, element = at % kHeadDim;
+    for (int at = opaque(thread()); at < count * kValueDim; at += kThreads) {
+      const int h = at / kValueDim, element = at % kValueDim;
       float top = kMinusInfinity, weight = 0, sum = 0;
       LF_UNROLL for (int w = 0; w < kWarps; w++) top =
-          larger(top, sums[(w * kHeadsAtOnce + h) * (kHeadDim + 2) + kHeadDim]);
+          larger(top, sums[(w * kHeadsAtOnce + h) * (kValueDim + 2) + kValueDim]);
       LF_UNROLL for (int w = 0; w < kWarps; w++) {
-        const float* part = sums + (w * kHeadsAtOnce + h) * (kHeadDim + 2);
-        const float keep = exp2_of(part[kHeadDim] - top);
-        weight += keep * part[kHeadDim + 1];
+        const float* part = sums + (w * kHeadsAtOnce + h) * (kValueDim + 2);
+        const float keep = exp2_of(part[kValueDim] - top);
+        weight += keep * part[kValueDim + 1];
         sum += keep * part[element];
       }
       u64* out = parts + ((head + h) * kMaxSplits + split) * kPartWords;
       store_word(out + element, word_of(sum, tag));
       if (element == 0) {
-        store_word(out + kHeadDim, word_of(top, tag));
-        store_word(out + kHeadDim + 1, word_of(weight, tag));
+        store_word(out + kValueDim, word_of(top, tag));
+        store_word(out + kValueDim + 1, word_of(weight, tag));
       }
     }
   }
 
  public:
-  // The attention's output of row m [heads][head_dim] into shared memory, by all CTAs of the lane; a sync_cta makes it
-  // visible.
-  LF_DEVICE void merge(int m, float* out) const {
+  // The attention's output of row m, of kMergedHeads heads from `first` on [heads][kValueDim], into shared memory, by
+  // all CTAs of the lane; a sync_cta makes it visible.
+  LF_DEVICE void merge(int m, float* out, int first = 0) const {
     const Splits splits = this->splits(m);
-    const u64 *qkv = this->qkv(m), *parts = this->parts(m);
-    float* factors = scratch + kFloats - 2 * kMaxSplits * kHeads;  // [heads][splits][2]
-    for (int at = opaque(thread()); at < kHeads * splits.count * 2; at += kThreads) {
+    [[maybe_unused]] const u64* qkv = this->qkv(m);
+    const u64* parts = this->parts(m) + first * kMaxSplits * kPartWords;
+    float* factors = scratch + kFloats - 2 * kMaxSplits * Op::kMergedHeads;  // [heads][splits][2]
+    for (int at = opaque(thread()); at < Op::kMergedHeads * splits.count * 2; at += kThreads) {
       const int head = at / (2 * splits.count), split = at / 2 % splits.count;
-      const u64* word = parts + (head * kMaxSplits + split) * kPartWords + kHeadDim + at % 2;
+      const u64* word = parts + (head * kMaxSplits + split) * kPartWords + kValueDim + at % 2;
       factors[at] = wait_for(word, tag, watch, kAtAttention, split);
     }
     sync_cta();
-    for (int at = opaque(thread()); at < kHeads * kHeadDim; at += kThreads) {
-      const int head = at / kHeadDim, element = at % kHeadDim;
+    for (int at = opaque(thread()); at < Op::kMergedHeads * kValueDim; at += kThreads) {
+      const int head = at / kValueDim, element = at % kValueDim;
       const float* own = factors + head * splits.count * 2;
       const u64* board = parts + head * kMaxSplits * kPartWords + element;
       float top = kMinusInfinity;

@@ -35,14 +35,14 @@ struct BroughtFloats {
 struct AttentionFloats {
   template <class Op>
   static constexpr int of() {
-    if constexpr (Op::kIsAttend) return Attention<Op, kPassRows>::kFloats;
+    if constexpr (Op::kAttends) return Attention<Op, kPassRows>::kFloats;
     return 0;
   }
 };
 struct MergedFloats {
   template <class Op>
   static constexpr int of() {
-    if constexpr (Op::kIsAttend) return Op::kHeads * Op::kHeadDim;  // of each row
+    if constexpr (Op::kAttends) return Op::kMergedHeads * Op::kValueDim;  // of each row
     return 0;
   }
 };
@@ -97,10 +97,12 @@ struct Control {
   LF_DEVICE explicit Control(const Params& p) : prompt(p.control[0]), start(p.control[1]), limit(p.control[2]) {}
 };
 
+// Of a vector of n channels.
+template <int n = kHidden>
 LF_DEVICE float norm_factor(const float* squares, float eps) {
   float sum = 0;
   LF_UNROLL for (int w = 0; w < kWarps; w++) sum += squares[w];
-  return rsqrt_of(sum / (float)kHidden + eps);
+  return rsqrt_of(sum / (float)n + eps);
 }
 
 class Decoder {
@@ -324,10 +326,14 @@ class Decoder {
     if constexpr (Op::kChosen) {
       multiply_chosen<Op>(run, layer, tag, sequence);
     } else if constexpr (Op::kIsProduct) {
-      multiply<Op>(run, layer, tag, sequence);
+      if constexpr (Op::kOfBlocks) {
+        multiply_blocks<Op>(run, layer, tag);
+      } else {
+        multiply<Op>(run, layer, tag, sequence);
+      }
     } else {
       const Clock clock(*this, kNameOp + Op::kTraced, layer);
-      if constexpr (Op::kIsAttend) {
+      if constexpr (Op::kAttends) {
         attention<Op>(run, layer, tag).run(c_);
       } else if constexpr (Op::kIsRouter) {
         route<Op>(run, layer, tag);
@@ -341,9 +347,7 @@ class Decoder {
 
   template <class Op, int most>
   LF_DEVICE Attention<Op, most> attention(const Run<most>& run, int layer, u32 tag) const {
-    return {
-        p_,  boards_ + Op::kFrom, boards_ + kPartsBoard, shared_.scratch, watch_, lane_here_, layer, Op::window(layer),
-        run, tag + layer};
+    return {p_, boards_, shared_.scratch, watch_, lane_here_, layer, Op::window(layer), run, tag + layer};
   }
 
   template <class Op, int most>
@@ -361,14 +365,11 @@ class Decoder {
     const Clock clock(*this, kNameOp + Op::kTraced, layer);
     const int time = 2 * layer + Op::kModule;
     float* partial = next_partial();
-    if constexpr (Op::kReads == Value::kStream) {
-      multiply_stream<Op>(run, layer, tag, partial);
-    } else if constexpr (Op::kReads == Value::kAttended) {
+    if constexpr (Op::kReads == Value::kAttended) {
       product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
                         FromShared<Reading<Op>, most>{shared_.merged, kMergedFloats});
     } else {
-      product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
-                        FromBoard<Reading<Op>, most>{boards_of(boards_ + Op::kFrom, run), tag + layer, watch_});
+      multiply_board<Op>(run, layer, tag, partial);
     }
     sync_cta();
     if constexpr (Op::kWrites == Value::kOutput) {
@@ -383,16 +384,49 @@ class Decoder {
       });
       if constexpr (Op::kEndsModule) end_module<Op>(run, layer, tag, sequence);
     } else {
+      constexpr int own = Op::kGated ? Op::kRows / 2 : Op::kRows;
       watch_.delay();
-      write<Op>(run, partial, layer, tag + layer);
+      write<Op>(run, partial, layer, tag + layer, c_ * own, rows_of(c_ * own, own, Op::kChannels));
     }
     clock.end();
   }
 
+  // A block-diagonal product, kTurns times some rows of a block: each reads the channels of its own one.
   template <class Op, int most>
-  LF_DEVICE void multiply_stream(const Run<most>& run, int layer, u32 tag, float* partial) {
-    const int time = 2 * layer + Op::kModule;
-    const FromBoard<Reading<Op>, most> board = {boards_of(stream_board(time), run), tag + time, watch_};
+  LF_DEVICE void multiply_blocks(const Run<most>& run, int layer, u32 tag) {
+    const Clock clock(*this, kNameOp + Op::kTraced, layer);
+    for (int turn = 0; turn < Op::kTurns; turn++) {
+      const int part = c_ * Op::kTurns + turn, block = smaller(part / Op::kBlockParts, Op::kBlocks - 1),
+                first = part % Op::kBlockParts * Op::kRows;
+      float* partial = next_partial();
+      if constexpr (Op::kReads == Value::kAttended) {
+        const auto attended = attention<typename Op::Attended>(run, layer, tag);
+        for (int m = 0; m < run.count(); m++) {
+          attended.merge(m, shared_.merged + m * kMergedFloats, block);
+          sync_cta();
+        }
+        product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
+                          FromShared<Reading<Op>, most>{shared_.merged, kMergedFloats});
+      } else {
+        const u64* board = boards_ + Op::kFrom + block * Op::kBlockStep;
+        product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
+                          FromBoard<Reading<Op>, most>{boards_of(board, run), tag + layer, watch_});
+      }
+      sync_cta();
+      watch_.delay();
+      const int count = part / Op::kBlockParts > block ? 0 : rows_of(first, Op::kRows, Op::kBlockRows);
+      write<Op>(run, partial, layer, tag + layer, block * Op::kBlockRows + first, count);
+    }
+    clock.end();
+  }
+
+  // A product of the stream, or of what is on another board.
+  template <class Op, int most>
+  LF_DEVICE void multiply_board(const Run<most>& run, int layer, u32 tag, float* partial) {
+    constexpr bool of_stream = Op::kReads == Value::kStream;
+    const int time = of_stream ? 2 * layer + Op::kModule : layer;
+    const u64* vector = of_stream ? stream_board(time) : boards_ + Op::kFrom;
+    const FromBoard<Reading<Op>, most> board = {boards_of(vector, run), tag + time, watch_};
     if constexpr (Op::kNormed) {
       const float* gains = small(Op::norm(layer), Op::kNormStride);
       product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
@@ -407,7 +441,7 @@ class Decoder {
   template <class Op>
   LF_DEVICE void route(const Run<1>& run, int layer, u32 tag) {
     float* partial = next_partial();
-    multiply_stream<Op>(run, layer, tag, partial);
+    multiply_board<Op>(run, layer, tag, partial);
     sync_cta();
     watch_.delay();
     float factor = 1;
@@ -449,7 +483,7 @@ class Decoder {
         product<Op>(stream_, weights<Op>(layer), partial, shared_.brought,
                     FromExpert<Reading<Op>>{board, tag + layer, watch_, pieces.part(i), share}, i > 0);
       } else {
-        multiply_stream<Op>(run, layer, tag, partial + i * kPartials<Op>);
+        multiply_board<Op>(run, layer, tag, partial + i * kPartials<Op>);
       }
       end_part(stream_);
     }
@@ -508,16 +542,15 @@ class Decoder {
     residual.publish(run, stream_board(time + 1), tag + time + 1);
   }
 
-  // The CTA's rows of a product of the stream, for all CTAs of the lane.
+  // The CTA's rows of a product, from the one that is channel `first` on, for all CTAs of the lane.
   template <class Op, int most>
-  LF_DEVICE void write(const Run<most>& run, const float* partial, int layer, u32 tag) {
-    constexpr int own = Op::kGated ? Op::kRows / 2 : Op::kRows;
+  LF_DEVICE void write(const Run<most>& run, const float* partial, int layer, u32 tag, int first, int count) {
+    constexpr int own = Op::kGated ? Op::kRows / 2 : Op::kRows, columns = Op::kColumns;
     u64* board = boards_ + Op::kTo;
     float factor = 1;
-    if constexpr (Op::kNormed && most == 1) factor = norm_factor(squares(turn_), Op::kNormEps);
-    const int first = c_ * own, count = rows_of(first, own, Op::kChannels);
+    if constexpr (Op::kNormed && most == 1) factor = norm_factor<columns>(squares(turn_), Op::kNormEps);
     each_of_rows<own>(run, count, [&](int m, int r) {
-      if constexpr (Op::kNormed && most > 1) factor = norm_factor(squares(turn_) + m * kWarps, Op::kNormEps);
+      if constexpr (Op::kNormed && most > 1) factor = norm_factor<columns>(squares(turn_) + m * kWarps, Op::kNormEps);
       const float value = finished<Op, most>(partial, r, factor, layer, first + r, Op::kChannels, m);
       store_word(board + (i64)m * kLaneWords + first + r, word_of(value, tag));
     });

@@ -83,7 +83,7 @@ struct Params {
   const unsigned int* key;
   const int* stops;
   unsigned char* seen;
-  void* keys[kMaxLayers];  // [lanes here][capacity][kv_heads][head_dim]
+  void* keys[kMaxLayers];  // [lanes here][capacity][kv_heads][head_dim], or latents [lanes here][capacity][channels]
   void* values[kMaxLayers];
   long long capacity;
   int* tokens;

@@ -75,11 +75,15 @@ def header(machine, lanes_here: int, dtype: str, rows: int = 1, **changes) -> st
     return model_header(Layout(plan, machine, lanes_here, bf12=in_12_bits, codes=quantized, rows=rows))
 
 
+ON_EIGHT = ("deepseek_v3", "deepseek_v3_4", "kimi_k2")  # devices; the others are on one
+
+
 def of_experts(name: str, machine=H200) -> Layout:
-    """Of a published mixture of experts in its own precisions, on one device."""
+    """Of a published mixture of experts in its own precisions, on one device, or one of eight."""
     model, format = PACKED[name], {"mxfp4": CODES["mxfp4"], "fp8": Codes("e4m3", "bfloat16", 128)}
+    config = model.config.replace(num_lanes=8) if name in ON_EIGHT else model.config
     precision = Precision(param="bfloat16", compute="bfloat16")
-    plan = plan_of(types.SimpleNamespace(config=model.config, precision=precision, stored_dtype="bfloat16"))
+    plan = plan_of(types.SimpleNamespace(config=config, precision=precision, stored_dtype="bfloat16"))
     packed = {
         number: format[model.format]
         for number, (paths, _) in enumerate(product_weights(plan))

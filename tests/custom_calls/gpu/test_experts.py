@@ -15,10 +15,8 @@ from custom_calls.gpu.tiling import H200, MI300X, Machine
 from custom_calls.plan import Plan, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Chosen, Product
-from laneformer.quantized import Quantized
 from tests.support import emulated, small
-from tests.support.gpu_cases import AMD, fail_often, jitted, rounded, same, some, state_of, weights_of
-from tests.support.plan_interpreter import interpret
+from tests.support.gpu_cases import AMD, check, fail_often, logits_of, rounded, same, some, weights_of
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 
@@ -75,26 +73,6 @@ def plan_of(weight_dtype: str = "float32", biases: bool = True, **changes) -> Pl
     config = small.make_config(**SIZES | EXPERTS | changes)
     plan = make_plan(decoder_ops(config), config.schedule, weight_dtype=weight_dtype)
     return small.with_expert_biases(plan) if biases else plan
-
-
-def logits_of(session, ids: list[int], drawn: int = 4, mesh=None):
-    """Of the last token and drawn ones."""
-    outputs, _ = jitted(session, mesh, room=drawn, logits=True)(
-        small.make_inputs(ids, drawn), state_of(session.plan, 64)
-    )
-    assert session.failure is None
-    return outputs
-
-
-def check(plan: Plan, weights: dict, tolerance: float = 1e-4, ids=(3, 1, 4, 1, 5), **options):
-    """Its logits are those of the interpreter, with the dequantized weights; returns the outputs."""
-    exact = {path: w.dequantize(np.float32) if isinstance(w, Quantized) else w for path, w in weights.items()}
-    if any(isinstance(w, Quantized) for w in weights.values()):
-        options["codes"] = CodesChoice.of(plan, weights.items())
-    outputs = logits_of(emulated.open_session(plan, weights, **options), list(ids))
-    expected = interpret(plan, exact, [*ids, *outputs.tokens[:3].tolist()])[len(ids) - 1 :]
-    assert np.abs(expected - outputs.logits).max() < tolerance * np.abs(expected).max() and np.abs(expected).max() > 1
-    return outputs
 
 
 @emulated.only_emulated

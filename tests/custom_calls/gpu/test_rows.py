@@ -5,12 +5,9 @@ and prompts several tokens at a time leave every bit of an answer as it is with 
 import threading
 import types
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from custom_calls import ENDS, NativeError, State
+from custom_calls import ENDS, NativeError
 from custom_calls.gpu.codes import CodesChoice
 from custom_calls.gpu.layout import MOST_ROWS
 from infer.engine.native import plan_of
@@ -19,56 +16,10 @@ from laneformer.mesh import make_mesh
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
 from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, NORMED_SUMS
-from tests.support.gpu_cases import AMD, jitted, mixed_plan, plan_of_normed_sums, state_of, weights_of
+from tests.support.gpu_cases import AMD, mixed_plan, plan_of_normed_sums, state_of, weights_of
+from tests.support.several_rows import EQUAL, ROOM, Model
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
-
-ROOM = 48
-EQUAL = [1.0] * MOST_ROWS
-
-
-class Model:
-    """A model with a session of one row and one of several, of which answers are compared."""
-
-    def __init__(self, plan, weights, rows=4, mesh=None, **options):
-        self.plan, self.mesh, self.rows = plan, mesh, rows
-        self.sessions = [emulated.open_session(plan, weights, mesh=mesh, rows=n, **options) for n in (1, rows)]
-        self.calls = [jitted(session, mesh, room=ROOM, top=2, logits=True) for session in self.sessions]
-
-    def answer(self, prompt, limit, *, rows, most=0, drafts=(), before=(), forced=(), cache=0.0, **options):
-        """Everything that a call leaves that counts. rows: 0 for the session of one, 1 for that of several. cache: what
-        the caches are full of before.
-        """
-        session = self.sessions[rows]
-        if rows:
-            session.speculate(most, EQUAL[: self.rows])
-            session.give_texts(given=drafts, before=before, forced=forced)
-        state = state_of(self.plan, 64) if self.mesh is None else self._sharded(64)
-        state = State(state.seen, *([jnp.full_like(x, cache) for x in caches] for caches in state[1:]))
-        outputs, state = self.calls[rows](small.make_inputs(prompt, limit, room=ROOM, **options), state)
-        assert session.failure is None
-        drawn, _, position = outputs.status.tolist()
-        filled = [np.asarray(cache[:, :, : position - 1]) for cache in (*state.keys, *state.values)]
-        of_tokens = [np.asarray(rows)[:drawn] for rows in outputs[:-1]]
-        return jax.tree.map(np.asarray, (of_tokens, outputs.status, state.seen, filled))
-
-    def _sharded(self, capacity):
-        lanes, everywhere = (
-            jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["lane"], [])
-        )
-        state = state_of(self.plan, capacity)
-        return State(jax.device_put(state.seen, everywhere), *(jax.device_put(c, lanes) for c in state[1:]))
-
-    def check(self, prompt, limit, **options):
-        """Drafts from the text, all right, and every third one wrong; returns the answer's tokens."""
-        expected = self.answer(prompt, limit, rows=0, **options)
-        tokens = expected[0][0].tolist()
-        every_third = [(token + (n % 3 == 2)) % self.plan.ops.vocab_size for n, token in enumerate(tokens)]
-        all_rows = self.rows - 1
-        for most, drafts in ((0, ()), (all_rows, ()), (all_rows, tokens), (all_rows, every_third), (1, tokens)):
-            found = self.answer(prompt, limit, rows=1, most=most, drafts=drafts, **options)
-            assert small.same(found, expected), (most, drafts)
-        return tokens
 
 
 def make(config, dtype="float32", compute="float32", **options):

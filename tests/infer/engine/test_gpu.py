@@ -204,18 +204,27 @@ MIXTURES = [  # folder, lanes, devices
     ("gpt_oss_1", 8, 2),
     ("gpt_oss_2", 2, 1),
     ("gpt_oss_2", 8, 8),
+    ("deepseek_v3_1", 1, 1),
+    ("deepseek_v3_1", 4, 2),
+    ("deepseek_v3_2", 2, 1),
+    ("kimi_1", 1, 1),
+    ("kimi_1", 4, 4),
+    ("kimi_2", 2, 1),
 ]
+QUICK_MIXTURES = {("qwen3_moe_mixed", 2, 1), ("gpt_oss_2", 2, 1), ("kimi_1", 1, 1)}
 
 
 @emulated.only_emulated
-@pytest.mark.parametrize(("case", "lanes", "devices"), some(MIXTURES, {("qwen3_moe_mixed", 2, 1), ("gpt_oss_2", 2, 1)}))
+@pytest.mark.parametrize(
+    ("case", "lanes", "devices"), some(MIXTURES, {("qwen3_moe_mixed", 2, 1), ("gpt_oss_2", 2, 1), ("kimi_1", 1, 1)})
+)
 def test_mixtures_of_experts(case, lanes, devices):
-    """Logits of some positions, and greedy tokens; FP8 and MXFP4 stay so."""
+    """Logits of some positions, and greedy tokens; FP8, MXFP4 and INT4 stay so."""
     io = np.load(MOE / case / "io.npz")
     options = DEVICES | {"driver": emulated.driver(), "absorb": False, "dtype": "float32"}
     engine = infer.Engine.load(MOE / case, "cuda", num_lanes=lanes, devices=devices, **options)
     assert list(engine.generate(io["greedy_prompt"], max_new_tokens=12, stop_tokens=())) == io["greedy_ids"].tolist()
-    formats = {"qwen3_moe_2": "fp8", "gpt_oss_2": "mxfp4"}
+    formats = {"qwen3_moe_2": "fp8", "gpt_oss_2": "mxfp4", "deepseek_v3_2": "fp8", "kimi_1": "int4", "kimi_2": "int4"}
     assert formats.get(case, "None") in str(engine.conditions.get("quantized_formats"))
     ids, config, mesh = io["input_ids"][0], engine.config, make_mesh(lanes, lane=devices) if devices > 1 else None
     call, state = jitted(engine.session, mesh, room=8, logits=True), small.make_state(config, 64, "float32", mesh)
