@@ -287,7 +287,7 @@ def kept_of(op: Op, cache_dtype: str) -> tuple[Kept, ...]:
         return (Kept("latents", (op.rank + 2 * len(op.rotary.frequencies),), cache_dtype),)
     if not isinstance(op, DeltaNet):
         return ()
-    tiles = op.ratio * -(-op.value_dim // 16)
+    tiles = op.ratio * op.head_tiles
     entries = 2 * ENTRIES * (op.key_dim + 16 * tiles + op.ratio)
     inputs = op.convolution.shape[1] - 1 + ENTRIES, 2 * op.key_dim + op.ratio * op.value_dim
     return (

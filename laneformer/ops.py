@@ -389,6 +389,11 @@ class DeltaNet:
         return self.value_heads // self.key_heads
 
     @property
+    def head_tiles(self) -> int:
+        """Tiles of 16 rows that a value head's channels take."""
+        return -(-self.value_dim // 16)
+
+    @property
     def projected(self) -> int:
         """Channels of PROJECTED."""
         return 2 * self.key_heads * self.key_dim + 2 * self.value_heads * (self.value_dim + 1)
@@ -427,7 +432,7 @@ class CompressedAttend:
     writes: ClassVar = Value.OUTPUT
 
 
-GpuOp = Product | Attend | OutputNorm | Route | SharedExpert | SigmoidRoute | LatentKeep | LatentAttend
+GpuOp = Product | Attend | OutputNorm | Route | SharedExpert | SigmoidRoute | LatentKeep | LatentAttend | DeltaNet
 """What the decode kernel on GPUs computes."""
 Op = Product | Attend | OutputNorm | Route | SharedExpert | SigmoidRoute | LatentKeep | LatentAttend | DeltaNet
 """What the decode kernel on CPUs computes. A dataclass of this file that is not among them is for backend xla alone."""

@@ -7,6 +7,7 @@
 #include <memory>
 #include <stdexcept>
 
+#include "../common/kept.h"
 #include "../common/sessions.h"
 #include "decoder.h"
 #include "xla/ffi/api/ffi.h"
@@ -160,19 +161,6 @@ ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, in
 
 ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
 
-ffi::DataType type_of(const plan::KeptArray& array, const plan::Plan& model) {
-  if (array.type != plan::KeptType::cached) return array.type == plan::KeptType::floats ? ffi::F32 : ffi::S32;
-  return model.cache_dtype == 0 ? ffi::F32 : model.cache_dtype == 1 ? ffi::BF16 : ffi::F16;
-}
-
-// Whether a device's array has lanes of these. positions: -1 if they are not known yet.
-bool fits(const plan::KeptArray& array, ffi::Span<const int64_t> shape, int64_t lanes, int64_t positions) {
-  const std::vector<int64_t>& entry = array.shape;
-  return shape.size() == 3 + entry.size() && shape[0] == lanes && shape[1] == 1 &&
-         std::equal(entry.begin(), entry.end(), shape.begin() + 3) &&
-         (array.fixed ? shape[2] == 1 : positions < 0 || shape[2] == positions);
-}
-
 ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devices,
                   ffi::Span<const int32_t> position_of_device, ffi::BufferR1<ffi::S32> prompt,
                   ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings, ffi::BufferR1<ffi::U32> key,
@@ -202,33 +190,15 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
                  " devices of the decode call");
   if (control.typed_data()[0] < 1 || control.typed_data()[0] > (int64_t)prompt.element_count())
     return wrong("the prompt's length is not between 1 and the size of its array");
-  if ((int64_t)seen.element_count() != model.vocab_size || caches.size() != decoder->kept().size() ||
-      caches_after.size() != caches.size())
-    return wrong(
-        "seen must have an element for each token of the vocabulary, and there must be all that the layers keep");
+  if ((int64_t)seen.element_count() != model.vocab_size)
+    return wrong("seen must have an element for each token of the vocabulary");
   if (seen.untyped_data() != seen_after->untyped_data())
     return wrong("the decode call's `seen` was not donated: it is updated in place");
   Operands operands{};
-  operands.capacity = -1;
-  for (size_t i = 0; i < caches.size(); i++) {
-    const auto before = caches.get<ffi::AnyBuffer>(i);
-    auto after = caches_after.get<ffi::AnyBuffer>(i);
-    if (!before.has_value() || !after.has_value()) return wrong("cache " + std::to_string(i) + " cannot be read");
-    const auto shape = before->dimensions();
-    const plan::KeptArray& array = decoder->kept()[i];
-    if (before->element_type() != type_of(array, model) ||
-        !fits(array, shape, model.lanes / devices, operands.capacity))
-      return wrong("cache " + std::to_string(i) + " does not fit the model: its shape must be [lanes, 1, " +
-                   (array.fixed                         ? "1, what DeltaNet keeps of each lane"
-                    : array.kind == plan::Kept::latents ? "positions, channels of a latent"
-                                                        : "positions, kv heads, head size") +
-                   "] per device");
-    if (before->untyped_data() != (*after)->untyped_data())
-      return wrong(
-          "the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
-    if (!array.fixed) operands.capacity = shape[2];
-    operands.caches.push_back((char*)before->untyped_data());
-  }
+  const std::string problem =
+      plan::take_kept(decoder->kept(), model, model.lanes / devices, caches, caches_after, operands.capacity,
+                      [&](size_t, void* array) { operands.caches.push_back((char*)array); });
+  if (!problem.empty()) return wrong(problem);
   operands.prompt = prompt.typed_data();
   operands.control = control.typed_data();
   operands.settings = settings.typed_data();

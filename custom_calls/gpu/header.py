@@ -16,9 +16,11 @@ from custom_calls.gpu.attention import rotated
 from custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
 from custom_calls.gpu.supported import Router
 from custom_calls.ops_header import alternatives, fields
+from custom_calls.plan import ENTRIES
 from laneformer.ops import (
     TRACE_NAMES,
     Attend,
+    DeltaNet,
     Head,
     HeadKind,
     LatentAttend,
@@ -61,6 +63,7 @@ def model_header(layout: Layout) -> str:
         "DraftInts": layout.draft_ints,
         "SharedFloats": layout.shared_floats,
         "SplitKeys": SPLIT_KEYS,
+        "Entries": ENTRIES,
         "MailSlots": layout.mail_slots,
         "PassTags": layout.pass_tags,
         "History": layout.table.history,
@@ -155,7 +158,7 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
         constants |= {f"Is{each.__name__}": isinstance(op, each) for each in get_args(Op)}
         constants["IsRouter"] = isinstance(op, Router)
         aliases, tiling = {}, kind.tilings[number]
-        attends = isinstance(op, Attend | LatentAttend)
+        attends = isinstance(op, Attend | LatentAttend | DeltaNet)
         constants["Attends"] = attends
         constants |= {"Tiled": tiling is not None, "Chosen": tiling is not None and tiling.pieces is not None}
         constants["Streamed"] = constants["Tiled"] and not constants["Chosen"]
@@ -166,7 +169,8 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
             functions |= gains | {"window": dict.fromkeys(kind.layers, 0)}
         if attends:
             attended = name
-            constants |= _attend_constants(layout, op)
+            constants |= _delta_constants(op) if isinstance(op, DeltaNet) else _attend_constants(layout, op)
+            functions["cache"] = {layer: layout.first_kept[layer] for layer in kind.layers}
         elif tiling:
             constants |= tiling.fields | {"FirstLine": kind.lines_before(number), "SumSets": tiling.sum_sets}
             first = {
@@ -206,7 +210,7 @@ def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tupl
     of_layers: the op by layer, or the module by time; they differ in their weights and windows alone. A number, a truth
     value or an enumeration is a constant, an integer that may be None a function, 0 for None, a float that may be None
     its value and a constant ...ed. A norm is constants ...ed, ...Eps and ...Stride and the function of its gain's
-    offset; a vector that may be None likewise, constants ...Given and ...Stride. Matrices, rotations, lists and the
+    offset; a vector likewise, constants ...Given and ...Stride. Matrices, rotations, lists and the
     choice of experts are the layout's.
     """
     op = next(iter(of_layers.values()))
@@ -221,7 +225,7 @@ def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tupl
             functions[field] = {
                 layer: _at(layout, getattr(own, field).gain) if value else 0 for layer, own in of_layers.items()
             }
-        elif kinds == [Weight] and optional:
+        elif kinds == [Weight] and (value is None or not value.is_matrix):
             constants[f"{title}Given"] = value is not None
             constants[f"{title}Stride"] = layout.plan.places[value.path].stride if value else 0
             functions[field] = {
@@ -254,6 +258,10 @@ def _attend_constants(layout: Layout, op: Attend | LatentAttend) -> dict:
         "Rotated": op.rotary is not None,
         "Rotations": layout.rotations.get((op.rotary, rotated(op)), 0),
     }
+
+
+def _delta_constants(op: DeltaNet) -> dict:
+    return {"Taps": op.convolution.shape[1], "HeadTiles": op.head_tiles, "QueryScale": op.key_dim**-0.5}
 
 
 def _at(layout: Layout, weight: Weight) -> int:

@@ -19,8 +19,8 @@ from custom_calls.gpu.stages import Stage, stages
 from custom_calls.gpu.supported import Router, unknown
 from custom_calls.gpu.tiling import Machine, Pieces, Tiling, tile
 from custom_calls.library import ring_slots
-from custom_calls.plan import Dtype, Plan
-from laneformer.ops import Attend, HeadKind, LatentAttend, Module, Op, Product, Rotary, Weight
+from custom_calls.plan import ENTRIES, Dtype, Plan
+from laneformer.ops import Attend, DeltaNet, HeadKind, LatentAttend, Module, Op, Product, Rotary, Weight
 
 # Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
 SLOT_LINES = 8
@@ -113,6 +113,8 @@ class Layout:
         for number, layer in enumerate(self.plan.ops.layers):
             for problem in unknown(layer, self.plan.ops.hidden_size):
                 raise ValueError(f"the GPU kernel cannot run layer {number}: {problem}; use backend xla")
+        if not any(isinstance(op, Attend | LatentAttend) for op in self._ops):
+            raise ValueError("the GPU kernel attends in one layer at least; use backend xla")
         if len({_signature(dataclasses.replace(module, ops=())) for module in self.modules}) > 1:
             raise ValueError("the GPU kernel needs modules that differ in their ops and weights alone; use backend xla")
 
@@ -292,6 +294,16 @@ class Layout:
         return AttentionSizes.of(op, self.ctas)
 
     @cached_property
+    def nets(self) -> list[DeltaNet]:
+        """One of each kind."""
+        return [op for kind in self.kinds for op in kind.ops if isinstance(op, DeltaNet)]
+
+    @cached_property
+    def first_kept(self) -> tuple[int, ...]:
+        """For each layer the number of its first array among those that layers keep."""
+        return tuple(itertools.accumulate(map(len, self.plan.kept[:-1]), initial=0))
+
+    @cached_property
     def rotations(self) -> dict[tuple[Rotary, int], int]:
         """Tables of rotations, one for each rotary embedding and head size: where each begins, in floats."""
         wanted = dict.fromkeys((op.rotary, rotated(op)) for op in self.attends if op.rotary)
@@ -396,13 +408,18 @@ class Layout:
         lines = (self.layer_lines + self.head_lines) * ctas * warps + sum(experts)
         return lanes * lines * self.line_words * 4
 
+    def _delta_floats(self, op: DeltaNet) -> int:
+        task = ENTRIES * (ENTRIES + 1) + 2 * op.key_dim + 2 * ENTRIES + 2 + self.machine.warps * (4 * ENTRIES + 3)
+        return max(task, op.value_heads * op.head_tiles)
+
     @cached_property
     def shared_floats(self) -> int:
         return self._floats_with(self.head, self.rows)
 
     @property
     def _merged(self) -> int:
-        return max(self.sizes(op).merged_floats for op in self.attends)  # of each row
+        """Floats for each row of a pass."""
+        return max([self.sizes(op).merged_floats for op in self.attends] + [op.value_heads for op in self.nets])
 
     def _z_in_merged(self, head: Tiling) -> bool:
         """Whether the sampler's second copy of the logits is where the layers merge attention."""
@@ -428,7 +445,13 @@ class Layout:
         return (
             2 * even(partial)
             + 2 * even(rows * warps)
-            + even(max(sampler, *(self.sizes(op).floats(rows, self.machine, width) for op in self.attends)))
+            + even(
+                max(
+                    sampler,
+                    *(self.sizes(op).floats(rows, self.machine, width) for op in self.attends),
+                    *map(self._delta_floats, self.nets),
+                )
+            )
             + even(rows * self._merged)
             + even(max(tiling.brought_floats for tiling in tilings))
             + even(rows * self.stream_rows)
@@ -533,7 +556,8 @@ class Layout:
         yield "StreamBoard", self.hidden
         yield "OtherStreamBoard", self.hidden
         yield from self._between_ops.items()
-        yield "PartsBoard", max(self.sizes(op).part_words for op in self.attends)
+        nets = [op.value_heads * (op.value_dim + op.head_tiles) for op in self.nets]
+        yield "PartsBoard", max([self.sizes(op).part_words for op in self.attends] + nets)
         yield "HeadBoard", self.head.columns
         # Of each CTA a sum over its rows, for ops and for each event of the schedule.
         yield "RowSumsBoard", self.ctas * (1 + sum(map(len, self.table.events)))

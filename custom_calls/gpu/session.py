@@ -33,6 +33,7 @@ from laneformer.ops import TRACE_NAMES, GpuOp, HeadKind, Rotary, without_kernel
 from laneformer.quantized import Quantized
 
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
+MOST_KEPT = 2 * MOST_LAYERS
 HANDLE_BYTES = 64  # gpu/host/driver.h
 MACHINES = {"cuda": H200, "hip": MI300X}
 ARCHITECTURES = {"cuda": "sm_90a", "hip": "gfx942"}
@@ -143,6 +144,10 @@ class GpuSession(DecodeSession):
             raise NativeError(f"the GPU kernel runs on at most {MOST_DEVICES} devices, got {len(devices)}")
         if layers > MOST_LAYERS:
             raise NativeError(f"the GPU kernel has at most {MOST_LAYERS} layers, the model {layers}: use backend xla")
+        if (kept := sum(map(len, plan.kept))) > MOST_KEPT:
+            raise NativeError(
+                f"the GPU kernel has at most {MOST_KEPT} arrays that layers keep, the model {kept}: use backend xla"
+            )
         try:
             lanes_here = 1 if peer_ctas else lanes // len(devices)
             self._bf12, self._codes = bf12 or Bf12Choice(), codes or CodesChoice()

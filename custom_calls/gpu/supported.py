@@ -7,6 +7,7 @@ from laneformer.ops import (
     Activation,
     Attend,
     Blocks,
+    DeltaNet,
     LatentAttend,
     LatentKeep,
     Layer,
@@ -68,6 +69,10 @@ def unknown(layer: Layer, hidden: int) -> Iterator[str]:
             projected = layer.attention.ops[0].channels
             if projected != op.projected or op.heads % op.kv_heads:
                 yield f"{op.heads} query and {op.kv_heads} key heads of {op.head_dim} do not fit {projected} channels"
+        if isinstance(op, DeltaNet):
+            projected = layer.attention.ops[0].channels
+            if projected != op.projected or op.value_heads % op.key_heads:
+                yield f"{op.value_heads} value and {op.key_heads} key heads do not fit {projected} channels"
         if not isinstance(op, Product):
             continue
         if (op.limit is not None or op.up_offset) and not op.gated:

@@ -27,6 +27,7 @@ from infer.engine.native import (
     report_left,
 )
 from infer.engine.prefix import Caches, Lease
+from infer.engine.states import for_kernel, for_model
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.ops import GpuOp, without_kernel
@@ -182,12 +183,15 @@ class GpuBackend(NativeBackend):
 
     def _absorb(self, prompt: np.ndarray, start: int, caches: Caches) -> tuple[int, Caches]:
         """Reads blocks of the prompt through XLA; their sizes are powers of two, so that few programs are compiled."""
-        done, layers = start, caches.layers
-        while self._model is not None and (left := len(prompt) - 1 - done) >= SMALLEST_BLOCK:
+        if self._model is None or len(prompt) - 1 - start < SMALLEST_BLOCK:
+            return start, caches
+        plan, done = self.session.plan, start  # 0 where a state is recurrent: no prefix is kept
+        layers = for_model(plan, self.source.config, caches.layers, self.source.mesh)
+        while (left := len(prompt) - 1 - done) >= SMALLEST_BLOCK:
             count = min(BLOCK, power_of_two(left + 1) // 2)
             layers = self._extend(self._model, layers, jnp.int32(done), prompt[None, done : done + count])
             done += count
-        return done, Caches(layers)
+        return done, Caches(for_kernel(plan, layers, caches.layers, done))
 
 
 def _extend(model, layers: list[dict[str, jax.Array]], length: jax.Array, ids_bs: jax.Array):

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "../../common/kept.h"
 #include "../../common/sessions.h"
 #include "session.h"
 #include "xla/ffi/api/ffi.h"
@@ -16,8 +17,6 @@ namespace {
 Sessions<Session> sessions;
 
 ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
-
-ffi::DataType dtype_of(int number) { return number == 0 ? ffi::F32 : number == 1 ? ffi::BF16 : ffi::F16; }
 
 ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
                   ffi::Span<const int32_t> position_of_device, ffi::BufferR1<ffi::S32> prompt,
@@ -41,35 +40,20 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
   if (control.element_count() != 5 || settings.element_count() != 4 || key.element_count() != 2 ||
       state->element_count() != 3)
     return wrong("control, settings, key and state must have 5, 4, 2 and 3 elements");
-  if ((int64_t)seen.element_count() != model.plan.vocab_size || caches.size() != model.kept.size() ||
-      caches_after.size() != caches.size())
-    return wrong(
-        "seen must have an element for each token of the vocabulary, and there must be all that the layers keep");
+  if ((int64_t)seen.element_count() != model.plan.vocab_size)
+    return wrong("seen must have an element for each token of the vocabulary");
   if (seen.untyped_data() != seen_after->untyped_data())
     return wrong("the decode call's `seen` was not donated: it is updated in place");
   if ((int64_t)packed.element_count() != model.packed_words)
     return wrong("the packed weights are not those of this session");
   Params p{};
-  for (size_t i = 0; i < caches.size(); i++) {
-    const auto before = caches.get<ffi::AnyBuffer>(i);
-    auto after = caches_after.get<ffi::AnyBuffer>(i);
-    if (!before.has_value() || !after.has_value()) return wrong("cache " + std::to_string(i) + " cannot be read");
-    const auto shape = before->dimensions();
-    const plan::KeptArray& kept = model.kept[i];
-    if (before->element_type() != dtype_of(model.plan.cache_dtype) || shape.size() != 3 + kept.shape.size() ||
-        shape[0] != model.lanes_here || shape[1] != 1 ||
-        !std::equal(kept.shape.begin(), kept.shape.end(), shape.begin() + 3) || (i > 0 && shape[2] != p.capacity))
-      return wrong(
-          "cache " + std::to_string(i) +
-          " does not fit the model: its shape must be [lanes, 1, positions, kv heads, head size], or of latents"
-          " [lanes, 1, positions, channels], per device");
-    if (before->untyped_data() != (*after)->untyped_data())
-      return wrong(
-          "the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
-    if (shape[2] > model.plan.context) return wrong("the cache has more positions than the model's context");
-    p.capacity = shape[2];
-    (kept.kind == plan::Kept::values ? p.values : p.keys)[kept.layer] = before->untyped_data();
-  }
+  int64_t positions;
+  const std::string problem =
+      plan::take_kept(model.kept, model.plan, model.lanes_here, caches, caches_after, positions,
+                      [&](size_t i, void* array) { p.caches[model.places_of_kept[i]] = array; });
+  if (!problem.empty()) return wrong(problem);
+  if (positions > model.plan.context) return wrong("the cache has more positions than the model's context");
+  p.capacity = positions;
   p.weights = packed.untyped_data();
   p.coding = coding.typed_data();
   p.listed = listed.typed_data();

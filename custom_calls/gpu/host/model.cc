@@ -4,8 +4,25 @@
 #include <stdexcept>
 #include <utility>
 
+#include "../kernel/params.h"
+
 namespace laneformer {
 namespace gpu {
+
+namespace {
+
+// Of arrays that are sorted by kind, the place of each once they are sorted by layer.
+std::vector<int> by_layer(const std::vector<plan::KeptArray>& kept) {
+  std::vector<int> places(kept.size());
+  for (size_t i = 0; i < kept.size(); i++)
+    for (size_t other = 0; other < kept.size(); other++)
+      places[i] += kept[other].layer < kept[i].layer || (kept[other].layer == kept[i].layer && other < i);
+  if (kept.size() > kMaxKept)
+    throw std::runtime_error("a model's layers keep more than " + std::to_string(kMaxKept) + " arrays");
+  return places;
+}
+
+}  // namespace
 
 Numbers::Numbers(const char* text) {
   std::istringstream lines(text);
@@ -40,6 +57,7 @@ std::vector<int> Numbers::many(const char* name) const {
 Model::Model(plan::Plan decoded, const Numbers& numbers)
     : plan(std::move(decoded)),
       kept(plan::kept_arrays(plan)),
+      places_of_kept(by_layer(kept)),
       lanes_here((int)numbers.one("lanes_here")),
       packed_words(numbers.one("packed_words")),
       ctas((int)numbers.one("ctas")),

@@ -31,7 +31,8 @@ struct Model {
   Model(plan::Plan, const Numbers&);
 
   plan::Plan plan;
-  std::vector<plan::KeptArray> kept;  // what layers keep between tokens, in the order of a call's operands
+  std::vector<plan::KeptArray> kept;  // in the order of a call's operands
+  std::vector<int> places_of_kept;    // of each in Params::caches
 
   int lanes_here;  // of each device
   int64_t packed_words;

@@ -308,7 +308,7 @@ std::string Session::failure() const {
   const int layer = (int)((failed >> 32) % (unsigned)model_.pass_tags) - 1;
   if (what == kBadCall)
     return "prompt, position and limit do not fit the cache and the result's room, or a token is outside the "
-           "vocabulary";
+           "vocabulary, or a recurrent state is not that before the position";
   std::string which = std::string(missing[what]) + " " + std::to_string(waited_for);
   if (what == kAtPacket) {
     const int cta = waited_for / kPacketWords;

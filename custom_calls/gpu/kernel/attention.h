@@ -45,7 +45,8 @@ struct Attention {
   static constexpr int kHeadsAtOnce = larger_of(1, smaller_of(kGroupHeads, 64 / kOwn));  // 64 registers for their sums
   static constexpr int kKeysAtOnce = kWarps * (kWarpSize / kKeyThreads);
 
-  // Shared memory, in floats.
+  // Shared memory, in floats; and that of what is merged, of each row.
+  static constexpr int kMerged = Op::kMergedHeads * kValueDim;
   static constexpr int kFloats = (kGroupHeads + kNewArrays * most) * kHeadDim +
                                  kWarps * kHeadsAtOnce * (kValueDim + 2) + 2 * kMaxSplits * Op::kMergedHeads;
 
@@ -59,7 +60,7 @@ struct Attention {
   u64* boards_of_first;  // of the first row
   float* scratch;
   Watch& watch;
-  int lane_here, layer, window;
+  int lane_here, layer;
   Run<most> pass;
   u32 tag;
 
@@ -67,7 +68,7 @@ struct Attention {
   LF_DEVICE u64* parts(int m) const {  // [heads][kMaxSplits][kPartWords]
     return boards_of_first + kPartsBoard + (i64)m * kLaneWords;
   }
-  LF_DEVICE Splits splits(int m) const { return splits_of(pass.position + m, window); }
+  LF_DEVICE Splits splits(int m) const { return splits_of(pass.position + m, Op::window(layer)); }
 
   // The thread's elements of a key or value, as memory holds them.
   struct Pieces {
@@ -82,10 +83,8 @@ struct Attention {
       const bool real = kKvPieces % kKeyThreads == 0 || piece < kKvPieces;
       if constexpr (kKvVectors) {
         out.vec[i] = real ? load_vec_between_ctas((const char*)data + (base + piece * kPerKv) * kKvBytes) : Vec{};
-      } else if constexpr (kCache == kFloat32) {
-        out.element[i] = real ? load_between_ctas((const float*)data + base + piece) : 0.0f;
       } else {
-        out.element[i] = real ? widen<kCache>(load_between_ctas((const u16*)data + base + piece)) : 0.0f;
+        out.element[i] = real ? element_between_ctas<kCache>(data, base + piece) : 0.0f;
       }
     }
   }
@@ -231,8 +230,8 @@ struct Attention {
   LF_DEVICE void run_task(int m, int kv_head, int split, const Splits& splits) const {
     const int position = pass.position + m;
     const i64 lane_offset = (i64)lane_here * p.capacity * kCacheHeads * kHeadDim * kKvBytes;
-    char* keys = (char*)p.keys[layer] + lane_offset;
-    char* values = kLatent ? keys : (char*)p.values[layer] + lane_offset;
+    char* keys = (char*)p.caches[Op::cache(layer)] + lane_offset;
+    char* values = kLatent ? keys : (char*)p.caches[Op::cache(layer) + 1] + lane_offset;
     const int first = splits.first + split * splits.size, last = smaller(first + splits.size, position + 1);
     const bool newest = last == position + 1;  // this task has the new position, which is not in the cache yet
     const int old = newest ? last - 1 : last;
@@ -283,8 +282,8 @@ struct Attention {
         const i64 at = ((i64)(pass.position + row) * kCacheHeads + (kLatent ? 0 : kv_head)) * kHeadDim;
         float *new_key = new_keys + (row - from) * kHeadDim, *new_value = new_values + (row - from) * kHeadDim;
         for (int i = opaque(thread()); i < kHeadDim; i += kThreads) {
-          new_key[i] = rounded(new_key[i]);
-          if constexpr (!kLatent) new_value[i] = rounded(new_value[i]);
+          new_key[i] = rounded_to<kCache>(new_key[i]);
+          if constexpr (!kLatent) new_value[i] = rounded_to<kCache>(new_value[i]);
           if (most > 1 && row != m) continue;     // a task of that row writes it
           if (kLatent && kv_head != 0) continue;  // the first group's does
           put_element<kCache>(keys, at + i, new_key[i]);
@@ -349,12 +348,6 @@ struct Attention {
 
  private:
   static constexpr float kMinusInfinity = -1e30f;
-
-  LF_DEVICE static float rounded(float v) {
-    if constexpr (kCache == kFloat32) return v;
-    if constexpr (kCache == kBfloat16) return widen<kBfloat16>(float_to_bfloat(v));
-    return half_to_float(float_to_half(v));
-  }
 
   // The thread's elements of a head in shared memory.
   LF_DEVICE static void own_part(const float* head, float (&out)[kOwn]) {
@@ -475,6 +468,11 @@ struct Attention {
                                                            : wait_for(gate, tag, watch, kAtAttention, at));
       out[at] = value;
     }
+  }
+
+  template <class Shape>
+  LF_DEVICE FromShared<Shape, most> reader(const float* merged, int stride) const {
+    return {merged, stride};
   }
 
  private:

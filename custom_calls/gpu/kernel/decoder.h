@@ -4,6 +4,7 @@
 #pragma once
 
 #include "attention.h"
+#include "delta_net.h"
 #include "drafts.h"
 #include "experts.h"
 #include "residual.h"
@@ -17,6 +18,18 @@ constexpr u32 kStreamEdges = 2 * kLayers + 1, kHeadEdge = kStreamEdges;
 
 // Names in a trace, as custom_calls/gpu/session.py has them; then those of ops (laneformer.ops.TRACE_NAMES).
 enum Names { kNameEmbed, kNameMerge, kNameFinal, kNameHead, kNameSample, kNameOp };
+
+// What computes ATTENDED: `run` a CTA's part of it, `merge` and `reader` what the product needs that reads it.
+template <class Op, int most, bool is_delta_net = Op::kIsDeltaNet>
+struct AttendingBy {
+  using Type = Attention<Op, most>;
+};
+template <class Op, int most>
+struct AttendingBy<Op, most, true> {
+  using Type = DeltaNet<Op, most>;
+};
+template <class Op, int most>
+using Attending = typename AttendingBy<Op, most>::Type;
 
 struct Partials {
   template <class Op>
@@ -35,14 +48,14 @@ struct BroughtFloats {
 struct AttentionFloats {
   template <class Op>
   static constexpr int of() {
-    if constexpr (Op::kAttends) return Attention<Op, kPassRows>::kFloats;
+    if constexpr (Op::kAttends) return Attending<Op, kPassRows>::kFloats;
     return 0;
   }
 };
 struct MergedFloats {
   template <class Op>
   static constexpr int of() {
-    if constexpr (Op::kAttends) return Op::kMergedHeads * Op::kValueDim;  // of each row
+    if constexpr (Op::kAttends) return Attending<Op, kPassRows>::kMerged;
     return 0;
   }
 };
@@ -334,7 +347,7 @@ class Decoder {
     } else {
       const Clock clock(*this, kNameOp + Op::kTraced, layer);
       if constexpr (Op::kAttends) {
-        attention<Op>(run, layer, tag).run(c_);
+        attending<Op>(run, layer, tag).run(c_);
       } else if constexpr (Op::kIsRouter) {
         route<Op>(run, layer, tag);
       } else {
@@ -346,8 +359,8 @@ class Decoder {
   }
 
   template <class Op, int most>
-  LF_DEVICE Attention<Op, most> attention(const Run<most>& run, int layer, u32 tag) const {
-    return {p_, boards_, shared_.scratch, watch_, lane_here_, layer, Op::window(layer), run, tag + layer};
+  LF_DEVICE Attending<Op, most> attending(const Run<most>& run, int layer, u32 tag) const {
+    return {p_, boards_, shared_.scratch, watch_, lane_here_, layer, run, tag + layer};
   }
 
   template <class Op, int most>
@@ -355,7 +368,7 @@ class Decoder {
     if constexpr (Op::kReads == Value::kAttended) {
       using Attended = typename Op::Attended;
       const Clock clock(*this, kNameMerge, layer);
-      const auto attended = attention<Attended>(run, layer, tag);
+      const auto attended = attending<Attended>(run, layer, tag);
       for (int m = 0; m < run.count(); m++) {
         attended.merge(m, shared_.merged + m * kMergedFloats);
         sync_cta();
@@ -366,8 +379,9 @@ class Decoder {
     const int time = 2 * layer + Op::kModule;
     float* partial = next_partial();
     if constexpr (Op::kReads == Value::kAttended) {
+      const auto attended = attending<typename Op::Attended>(run, layer, tag);
       product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
-                        FromShared<Reading<Op>, most>{shared_.merged, kMergedFloats});
+                        attended.template reader<Reading<Op>>(shared_.merged, kMergedFloats));
     } else {
       multiply_board<Op>(run, layer, tag, partial);
     }
@@ -400,7 +414,7 @@ class Decoder {
                 first = part % Op::kBlockParts * Op::kRows;
       float* partial = next_partial();
       if constexpr (Op::kReads == Value::kAttended) {
-        const auto attended = attention<typename Op::Attended>(run, layer, tag);
+        const auto attended = attending<typename Op::Attended>(run, layer, tag);
         for (int m = 0; m < run.count(); m++) {
           attended.merge(m, shared_.merged + m * kMergedFloats, block);
           sync_cta();

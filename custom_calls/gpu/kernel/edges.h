@@ -153,9 +153,14 @@ LF_DEVICE void read_words(const u64* board, int first, int end, u32 tag, Distanc
                              watch, where);
 }
 
-// All of the CTA's threads bring n words into shared memory; a sync_cta makes them visible.
-template <int threads>
-LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch, Waits where) {
+struct InOrder {
+  LF_DEVICE int operator()(int i) const { return i; }
+};
+
+// All of the CTA's threads bring n words into shared memory, thread t those of numbers t, t + threads, ...; a sync_cta
+// makes them visible. place(i): of word i on the board.
+template <int threads, class Place = InOrder>
+LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch, Waits where, Place place = {}) {
   constexpr int each = 4;
   const int own = opaque(thread());
   for (int first = 0; first < n; first += threads * each) {
@@ -167,7 +172,7 @@ LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch
       u64 words[each];
       LF_UNROLL for (int i = 0; i < each; i++) {
         const int at = first + i * threads + own;
-        if (at < n) words[i] = load_word(board + at);
+        if (at < n) words[i] = load_word(board + place(at));
       }
       LF_UNROLL for (int i = 0; i < each; i++) {
         if (first + i * threads + own >= n) continue;

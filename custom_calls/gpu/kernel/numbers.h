@@ -49,6 +49,20 @@ LF_DEVICE void put_element(void* data, i64 i, float v) {
   }
 }
 
+// The same of an array that other CTAs write.
+template <Dtype dtype>
+LF_DEVICE float element_between_ctas(const void* data, i64 i) {
+  if constexpr (dtype == kFloat32) return load_between_ctas((const float*)data + i);
+  return widen<dtype>(load_between_ctas((const u16*)data + i));
+}
+
+// As it is read again once it has been put into an array.
+template <Dtype dtype>
+LF_DEVICE float rounded_to(float v) {
+  if constexpr (dtype == kFloat32) return v;
+  return widen<dtype>(dtype == kBfloat16 ? float_to_bfloat(v) : float_to_half(v));
+}
+
 // Maps a float to a uint32 of the same order.
 LF_DEVICE u32 order_of(float z) {
   const u32 bits = float_to_bits(z + 0.0f);  // -0 and 0 are equal

@@ -5,6 +5,7 @@ namespace laneformer {
 namespace gpu {
 
 constexpr int kMaxLayers = 128, kMaxDevices = 8;
+constexpr int kMaxKept = 2 * kMaxLayers;  // arrays that layers keep between tokens
 
 enum Ends { kLength, kStop, kCancelled, kFailed };
 
@@ -83,8 +84,7 @@ struct Params {
   const unsigned int* key;
   const int* stops;
   unsigned char* seen;
-  void* keys[kMaxLayers];  // [lanes here][capacity][kv_heads][head_dim], or latents [lanes here][capacity][channels]
-  void* values[kMaxLayers];
+  void* caches[kMaxKept];  // [lanes here][capacity or 1][...]: what layers keep (custom_calls/plan.py), layer by layer
   long long capacity;
   int* tokens;
   float* logprobs;

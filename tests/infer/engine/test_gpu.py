@@ -25,6 +25,7 @@ from laneformer.errors import InputError
 from laneformer.mesh import make_mesh, put_weight
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
+from tests.support.decode_cases import DELTA_NET
 from tests.support.gpu_cases import jitted, some
 from tests.support.paths import MOE
 
@@ -90,6 +91,17 @@ def test_kernel_alone_reads_prompts(model, engine):
     alone = make_engine(model, absorb=False)
     answers = [one.generate(prompt, max_new_tokens=5).result.tokens for one in (alone, engine)]
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("length", [100, pytest.param(333, marks=pytest.mark.slow)])
+def test_recurrent_states_go_from_blocks_to_the_kernel(length):
+    config = small.make_config(**DELTA_NET["delta net"])
+    weights = {path: jnp.asarray(weight) for path, weight in small.make_weights(config).items()}
+    model, prompt = Laneformer(config, weights), small.prompt_of(config, length)
+    engine, xla = make_engine(model), infer.Engine(model, "xla")
+    for ids in (prompt, prompt[:7], prompt):  # the caches of one serve the next
+        expected, result = (one.generate(ids, max_new_tokens=20).result for one in (xla, engine))
+        assert result.tokens == expected.tokens and result.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
 
 def test_engine_works_after_close(engine, model):

@@ -162,4 +162,4 @@ def test_the_kernel_on_gpus_refuses_by_name():
     ops = decoder_ops(read_hf_config(MOE / "qwen3_next_1"))
     assert without_kernel(ops) is None
     reason = without_kernel(ops, GpuOp)
-    assert reason == "it has no delta_net, the block of layer 0: use backend xla"
+    assert reason == "it has no shared_expert, the block of layer 0: use backend xla"

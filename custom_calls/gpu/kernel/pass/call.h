@@ -50,6 +50,8 @@ LF_DEVICE bool possible(const Params& p, const Control& control) {
   if ((i64)start + prompt + limit - 1 > p.capacity) return false;
   for (int i = 0; i < prompt; i++)
     if (p.prompt[i] < 0 || p.prompt[i] >= kVocab) return false;
+  for (int layer = 0; layer < kLayers && start > 0; layer++)
+    if (!continues(Layers{}, p, layer, start)) return false;
   return true;
 }
 

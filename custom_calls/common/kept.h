@@ -1,0 +1,57 @@
+// What layers keep between tokens, as operands of a call that changes them in place.
+#pragma once
+
+#include <algorithm>
+#include <string>
+#include <vector>
+
+#include "plan.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace laneformer {
+namespace plan {
+
+inline xla::ffi::DataType type_of(const KeptArray& array, const Plan& plan) {
+  namespace ffi = xla::ffi;
+  if (array.type != KeptType::cached) return array.type == KeptType::floats ? ffi::F32 : ffi::S32;
+  return plan.cache_dtype == 0 ? ffi::F32 : plan.cache_dtype == 1 ? ffi::BF16 : ffi::F16;
+}
+
+// Whether a device's array has lanes of these. positions: -1 if they are not known yet.
+inline bool fits(const KeptArray& array, xla::ffi::Span<const int64_t> shape, int64_t lanes, int64_t positions) {
+  const std::vector<int64_t>& entry = array.shape;
+  return shape.size() == 3 + entry.size() && shape[0] == lanes && shape[1] == 1 &&
+         std::equal(entry.begin(), entry.end(), shape.begin() + 3) &&
+         (array.fixed ? shape[2] == 1 : positions < 0 || shape[2] == positions);
+}
+
+// Calls take(array number, address) for a device's arrays, which have some lanes each. Returns what is wrong with them,
+// or nothing. positions: those that fit.
+template <class Take>
+std::string take_kept(const std::vector<KeptArray>& kept, const Plan& plan, int64_t lanes,
+                      const xla::ffi::RemainingArgs& before, xla::ffi::RemainingRets& after, int64_t& positions,
+                      Take take) {
+  if (before.size() != kept.size() || after.size() != kept.size()) return "there must be all that the layers keep";
+  positions = -1;
+  for (size_t i = 0; i < kept.size(); i++) {
+    const auto given = before.get<xla::ffi::AnyBuffer>(i);
+    auto changed = after.get<xla::ffi::AnyBuffer>(i);
+    const KeptArray& array = kept[i];
+    if (!given.has_value() || !changed.has_value()) return "cache " + std::to_string(i) + " cannot be read";
+    const auto shape = given->dimensions();
+    if (given->element_type() != type_of(array, plan) || !fits(array, shape, lanes, positions))
+      return "cache " + std::to_string(i) + " does not fit the model: its shape must be [lanes, 1, " +
+             (array.fixed                   ? "1, what DeltaNet keeps of each lane"
+              : array.kind == Kept::latents ? "positions, channels of a latent"
+                                            : "positions, kv heads, head size") +
+             "] per device";
+    if (given->untyped_data() != (*changed)->untyped_data())
+      return "the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))";
+    if (!array.fixed) positions = shape[2];
+    take(i, given->untyped_data());
+  }
+  return "";
+}
+
+}  // namespace plan
+}  // namespace laneformer
