@@ -330,7 +330,11 @@ def test_nvidia_instructions_of_4_bits(name, sums, matrices, by_tensor, folder, 
 @needs_nvcc
 @pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
 @pytest.mark.parametrize(
-    "name", ["gpt_oss_20b", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("gpt_oss_120b", "qwen3_30b_a3b"))]
+    "name",
+    [
+        "gpt_oss_20b",
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("gpt_oss_120b", "qwen3_30b_a3b", "moonlight_16b")),
+    ],
 )
 def test_nvidia_code_of_experts(name, folder):
     """What is kept over all passes may be spilled, as it is where an MLP is in the experts' place. In 4 bits the loops
