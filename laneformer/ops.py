@@ -18,7 +18,6 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from enum import IntEnum
-from types import UnionType
 from typing import Any, ClassVar, get_args
 
 LATER = {"recorded": "unless it has its default"}
@@ -432,19 +431,15 @@ class CompressedAttend:
     writes: ClassVar = Value.OUTPUT
 
 
-GpuOp = Product | Attend | OutputNorm | Route | SharedExpert | SigmoidRoute | LatentKeep | LatentAttend | DeltaNet
-"""What the decode kernel on GPUs computes."""
 Op = Product | Attend | OutputNorm | Route | SharedExpert | SigmoidRoute | LatentKeep | LatentAttend | DeltaNet
-"""What the decode kernel on CPUs computes. A dataclass of this file that is not among them is for backend xla alone."""
+"""What the decode kernels compute. A dataclass of this file that is not among them is for backend xla alone."""
 
 
-def without_kernel(ops: "DecoderOps", kinds: UnionType = Op) -> str | None:
-    """What of a model the decode kernel with these kinds of ops does not compute, and the remedy; None if it computes
-    all of it.
-    """
+def without_kernel(ops: "DecoderOps") -> str | None:
+    """What of a model the decode kernels do not compute, and the remedy; None if they compute all of it."""
     for n, layer in enumerate(ops.layers):
         for op in layer.ops:
-            if not isinstance(op, kinds):
+            if not isinstance(op, Op):
                 return f"it has no {trace_name(op)}, the block of layer {n}: use backend xla"
             if isinstance(op, Attend) and op.rotary and op.rotary.factor != 1 and 0.0 in op.rotary.frequencies:
                 return f"it does not scale some channels of a head by {op.rotary.factor:g}: use backend xla"

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from custom_calls.gpu.supported import Router
-from laneformer.ops import GpuOp, LatentAttend, LatentKeep, Layer, Matrix, Product, SharedExpert, Value, products_of
+from laneformer.ops import LatentAttend, LatentKeep, Layer, Matrix, Op, Product, SharedExpert, Value, products_of
 
 # Where results between ops are: on a board, but for what a CTA has of them itself
 WITHOUT_BOARD = (Value.STREAM, Value.ATTENDED, Value.OUTPUT, Value.ROUTES)
@@ -22,7 +22,7 @@ WITHOUT_BOARD = (Value.STREAM, Value.ATTENDED, Value.OUTPUT, Value.ROUTES)
 class Stage:
     """An op of the plan, or a product inside one."""
 
-    op: GpuOp
+    op: Op
     module: int
     """Of its layer: 0 attention, 1 feed-forward."""
     reads: str = ""
@@ -61,7 +61,7 @@ def stages(layer: Layer) -> tuple[Stage, ...]:
     )
 
 
-def _of_module(ops: tuple[GpuOp, ...], module: int, numbers: Iterator[int], results: Counter) -> list[Stage]:
+def _of_module(ops: tuple[Op, ...], module: int, numbers: Iterator[int], results: Counter) -> list[Stage]:
     """results: how many of each value the layer has written; each has its own board, as all have the same tag."""
     found: list[Stage] = []
     boards: dict[Value, str] = {}  # the newest of each value

@@ -222,24 +222,25 @@ MIXTURES = [  # folder, lanes, devices
     ("kimi_1", 1, 1),
     ("kimi_1", 4, 4),
     ("kimi_2", 2, 1),
+    ("qwen3_next_1", 1, 1),
+    ("qwen3_next_1", 2, 2),
 ]
-QUICK_MIXTURES = {("qwen3_moe_mixed", 2, 1), ("gpt_oss_2", 2, 1), ("kimi_1", 1, 1)}
+QUICK_MIXTURES = {("qwen3_moe_mixed", 2, 1), ("gpt_oss_2", 2, 1), ("kimi_1", 1, 1), ("qwen3_next_1", 2, 2)}
 
 
 @emulated.only_emulated
-@pytest.mark.parametrize(
-    ("case", "lanes", "devices"), some(MIXTURES, {("qwen3_moe_mixed", 2, 1), ("gpt_oss_2", 2, 1), ("kimi_1", 1, 1)})
-)
+@pytest.mark.parametrize(("case", "lanes", "devices"), some(MIXTURES, QUICK_MIXTURES))
 def test_mixtures_of_experts(case, lanes, devices):
     """Logits of some positions, and greedy tokens; FP8, MXFP4 and INT4 stay so."""
     io = np.load(MOE / case / "io.npz")
     options = DEVICES | {"driver": emulated.driver(), "absorb": False, "dtype": "float32"}
     engine = infer.Engine.load(MOE / case, "cuda", num_lanes=lanes, devices=devices, **options)
     assert list(engine.generate(io["greedy_prompt"], max_new_tokens=12, stop_tokens=())) == io["greedy_ids"].tolist()
-    formats = {"qwen3_moe_2": "fp8", "gpt_oss_2": "mxfp4", "deepseek_v3_2": "fp8", "kimi_1": "int4", "kimi_2": "int4"}
+    formats = {"gpt_oss_2": "mxfp4", "kimi_1": "int4", "kimi_2": "int4"}
+    formats |= dict.fromkeys(("qwen3_moe_2", "deepseek_v3_2"), "fp8")
     assert formats.get(case, "None") in str(engine.conditions.get("quantized_formats"))
     ids, config, mesh = io["input_ids"][0], engine.config, make_mesh(lanes, lane=devices) if devices > 1 else None
-    call, state = jitted(engine.session, mesh, room=8, logits=True), small.make_state(config, 64, "float32", mesh)
+    call, state = jitted(engine.session, mesh, room=8, logits=True), small.make_state(config, len(ids), "float32", mesh)
     for first in range(0, len(ids), 8):
         inputs = small.make_inputs(ids[first : first + 8], 1, start=first, room=8)
         outputs, state = call(inputs, state._replace(seen=np.zeros(config.vocab_size, np.uint8)))

@@ -12,7 +12,7 @@ import laneformer
 from laneformer import CheckpointError, ConfigError
 from laneformer.decoder import decoder_ops
 from laneformer.hf import config_from_hf, read_hf_config
-from laneformer.ops import GpuOp, without_kernel
+from laneformer.ops import without_kernel
 from tests.support import tiny
 from tests.support.paths import MOE
 
@@ -158,8 +158,5 @@ def test_missing_values_are_those_of_transformers():
     assert (config.num_key_value_heads, config.num_experts_per_tok, config.norm_topk_prob) == (2, 10, True)
 
 
-def test_the_kernel_on_gpus_refuses_by_name():
-    ops = decoder_ops(read_hf_config(MOE / "qwen3_next_1"))
-    assert without_kernel(ops) is None
-    reason = without_kernel(ops, GpuOp)
-    assert reason == "it has no shared_expert, the block of layer 0: use backend xla"
+def test_kernels_run_its_layers():
+    assert without_kernel(decoder_ops(read_hf_config(MOE / "qwen3_next_1"))) is None
