@@ -201,7 +201,7 @@ KV_A = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
 @pytest.mark.parametrize(
     ("case", "change", "words"),
     [
-        ("deepseek_v3_2", lambda t: t.pop(f"{KV_A}_scale_inv"), "weight_scale_inv/weight_scale is missing"),
+        ("deepseek_v3_2", lambda t: t.pop(f"{KV_A}_scale_inv"), "weight_scale_inv/weight_scale/scale is missing"),
         (
             "deepseek_v3_2",
             lambda t: t.update({f"{KV_A}_scale_inv": np.ones((1, 1), np.float32)}),
