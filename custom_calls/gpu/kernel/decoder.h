@@ -405,7 +405,7 @@ class Decoder {
     clock.end();
   }
 
-  // A block-diagonal product, kTurns times some rows of a block: each reads the channels of its own one.
+  // A block-diagonal product, kTurns times some rows of a block: each reads the channels of its block.
   template <class Op, int most>
   LF_DEVICE void multiply_blocks(const Run<most>& run, int layer, u32 tag) {
     const Clock clock(*this, kNameOp + Op::kTraced, layer);
