@@ -16,10 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from custom_calls.gpu.formats import Bf12, joined, product_weights
+from custom_calls.gpu.formats import Bf12, joined
+from custom_calls.gpu.stages import in_one_format
 from custom_calls.library import NativeError
 from custom_calls.plan import Plan
-from laneformer.ops import HeadKind
+from laneformer.ops import HeadKind, Product, Value
 from laneformer.quantized import INT4_ZERO, Quantized
 
 BITS = {"int8": 8, "e4m3": 8, "int4": 4, "e2m1": 4}
@@ -253,12 +254,12 @@ def _scale_bits(scales: jax.Array, dtype: str) -> jax.Array:
 
 @dataclass
 class CodesChoice:
-    """The quantized products of a model, and their formats."""
+    """The quantized matrices of a model, by path."""
 
-    formats: dict[int, Codes] = field(default_factory=dict)
-    """By the product's number; the head's is the last."""
+    formats: dict[str, Codes] = field(default_factory=dict)
+    """Neighbours of one kind in a product have one."""
     names: dict[str, str] = field(default_factory=dict)
-    """The format of each matrix, for reports."""
+    """Of formats, for reports."""
 
     @classmethod
     def of(cls, plan: Plan, weights: Iterable[tuple[str, np.ndarray | jax.Array | Quantized]]) -> "CodesChoice":
@@ -268,13 +269,21 @@ class CodesChoice:
         if loose := set(records) - plan.matrices:
             path = min(loose)
             raise NativeError(f"weight {path} is {records[path].name}, but no matrix of a product: dequantize it")
-        for number, (paths, _) in enumerate(product_weights(plan)):
-            if any(path in records for path in paths):
-                beside = number == len(plan.products) and plan.ops.head.kind == HeadKind.LANE
-                product = plan.products[number] if number < len(plan.products) else None
-                of_experts = product is not None and (product.chosen or product.blocks) is not None
-                found.formats[number] = format_of(paths, records, beside, of_experts)
+        kinds = {path: record.kind for path, record in records.items()}
+        for op in plan.products:
+            parts = in_one_format(op, kinds)
+            if len(parts) > 1 and (op.gated or op.writes is Value.OUTPUT):
+                raise NativeError(_two_formats(parts, kinds))
+            for part in parts:
+                paths = [matrix.weight.path for matrix in part.matrices]
+                found._hold(paths, records, of_experts=(op.chosen or op.blocks) is not None)
+        found._hold([plan.ops.head.weight.path], records, beside=plan.ops.head.kind == HeadKind.LANE)
         return found
+
+    def _hold(self, paths: list[str], records: Mapping[str, Quantized], **options: bool) -> None:
+        """Matrices that are all quantized, or none of them."""
+        if paths[0] in records:
+            self.formats |= dict.fromkeys(paths, format_of(paths, records, **options))
 
 
 def _without_values(record: Quantized) -> Quantized:
@@ -282,18 +291,23 @@ def _without_values(record: Quantized) -> Quantized:
     return replace(record, **{name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in record.arrays.items()})
 
 
-def format_of(paths: list[str], records: Mapping[str, Quantized], beside: bool, of_experts: bool = False) -> Codes:
-    """The format of a product's matrices. beside: columns of all lanes follow each other, as in the lanes' head.
-    of_experts: each expert, or block, has such matrices; scales of their rows are held as those of blocks. Raises
-    NativeError.
+def _two_formats(parts: list[Product], kinds: Mapping[str, str]) -> str:
+    a, b = (
+        f"{path} ({kinds.get(path, 'not quantized')})" for path in (part.matrices[0].weight.path for part in parts[:2])
+    )
+    return (
+        f"weights {a} and {b} are one product, whose rows take turns and must have one format: use backend xla, or add"
+        " --weights bfloat16"
+    )
+
+
+def format_of(
+    paths: list[str], records: Mapping[str, Quantized], *, beside: bool = False, of_experts: bool = False
+) -> Codes:
+    """The format of a product's matrices, which are of one kind. beside: columns of all lanes follow each other, as in
+    the lanes' head. of_experts: each expert, or block, has such matrices; scales of their rows are held as those of
+    blocks. Raises NativeError.
     """
-    kinds = {path: records[path].kind if path in records else "not quantized" for path in paths}
-    if len(set(kinds.values())) > 1:
-        a, b, *_ = (next(path for path in paths if kinds[path] == kind) for kind in dict.fromkeys(kinds.values()))
-        raise NativeError(
-            f"weights {a} ({kinds[a]}) and {b} ({kinds[b]}) are one product, whose matrices must have one format:"
-            " use backend xla, or add --weights bfloat16"
-        )
     parts = [records[path] for path in paths]
     kind, columns = parts[0].kind, parts[0].columns
     dtypes = {part.scales.dtype.name for part in parts}

@@ -3,7 +3,6 @@ thread in the plan's dtype, become lines of 16 bytes. custom_calls/gpu/kernel/fo
 which reads what is made here.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -156,42 +155,40 @@ def joined(parts: jax.Array, count: int) -> jax.Array:
 class Bf12Choice:
     """Which products are packed in 12 bits, and by which tables."""
 
-    tables: dict[int, np.ndarray] = field(default_factory=dict)
-    """By the product's number; the head's is the last."""
+    tables: dict[str, np.ndarray] = field(default_factory=dict)
+    """Of each matrix, by path; those of a product have one."""
     left: int = 0
     """Matrices that have too many exceptions."""
 
     @classmethod
     def of(cls, plan: Plan, weights: Iterable[tuple[str, np.ndarray | jax.Array]]) -> "Bf12Choice":
         """By all bfloat16 weights of a model, which it reads one by one."""
-        wanted = {path for paths, _ in product_weights(plan) for path in paths}
+        wanted = {path for paths in product_weights(plan) for path in paths}
         return cls.by(plan, {path: _counts(weight) for path, weight in weights if path in wanted})
 
     @classmethod
     def of_sample(cls, plan: Plan, weights: np.ndarray | jax.Array) -> "Bf12Choice":
         """All products, by some weights that have the distribution of all."""
         counts = _counts(weights)
-        return cls.by(plan, {path: counts for paths, _ in product_weights(plan) for path in paths})
+        return cls.by(plan, {path: counts for paths in product_weights(plan) for path in paths})
 
     @classmethod
     def by(cls, plan: Plan, counts: Mapping[str, np.ndarray]) -> "Bf12Choice":
         """counts: of e >> 1 in each matrix, int64 [128]."""
         found = cls()
-        for number, (group, _) in enumerate(product_weights(plan)):
+        for group in product_weights(plan):
             total = sum(counts[path] for path in group)
             table = bf12_table(total)
             if total.sum() - total[table].sum() <= BF12_MOST_EXCEPTIONS * total.sum():
-                found.tables[number] = table
+                found.tables |= dict.fromkeys(group, table)
             else:
                 found.left += len(group)
         return found
 
 
-def product_weights(plan: Plan) -> list[tuple[list[str], int]]:
-    """Paths and number of the weights of each product, by number; the head is the last."""
-    groups = [[matrix.weight.path for matrix in op.matrices] for op in plan.products]
-    groups.append([plan.ops.head.weight.path])
-    return [(group, sum(math.prod(plan.shape_of(path)) for path in group)) for group in groups]
+def product_weights(plan: Plan) -> list[list[str]]:
+    """Paths of the matrices of each product; the head is the last."""
+    return [*([matrix.weight.path for matrix in op.matrices] for op in plan.products), [plan.ops.head.weight.path]]
 
 
 def _counts(weight: np.ndarray | jax.Array) -> np.ndarray:

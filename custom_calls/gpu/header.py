@@ -148,12 +148,13 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
     for number, stage in enumerate(kind.stages):
         op = stage.op
         name = f"{_name(op.name) if isinstance(op, Product) else type(op).__name__}{index}"
-        name += "_" * names.count(name)  # both modules may have one
+        while name in names:  # of the other module, or of a part in another format
+            name += "_"
         names.append(name)
         of_layers = {layer: layout.stages[layer][number].op for layer in kind.layers}
         constants, functions = _of_fields(layout, of_layers)
         constants |= {"Module": stage.module, "EndsModule": kind.ends_module(number)}
-        constants |= {"From": boards.get(stage.reads, -1), "To": boards.get(stage.writes, -1)}
+        constants |= {"From": boards.get(stage.reads, -1), "To": boards.get(stage.writes, -1) + stage.first}
         constants |= {"Reads": op.reads, "Writes": op.writes, "Traced": TRACE_NAMES.index(trace_name(op))}
         constants |= {f"Is{each.__name__}": isinstance(op, each) for each in get_args(Op)}
         constants["IsRouter"] = isinstance(op, Router)

@@ -96,10 +96,10 @@ class Layout:
     """CTAs that play the lanes of other devices, for one rank alone on a GPU; only its weights are then packed. See
     gpu/kernel/peers.h.
     """
-    bf12: Collection[int] = ()
-    """Products packed in 12 bits, by their numbers; the head's is the last."""
-    codes: Mapping[int, Codes] = field(default_factory=dict)
-    """Quantized products, by their numbers."""
+    bf12: Collection[str] = ()
+    """Paths of matrices packed in 12 bits, all of a product or none."""
+    codes: Mapping[str, Codes] = field(default_factory=dict)
+    """Formats of quantized matrices, by path."""
     rows: int = 1
     """Most rows of a pass."""
 
@@ -146,57 +146,57 @@ class Layout:
     @cached_property
     def stages(self) -> tuple[tuple[Stage, ...], ...]:
         """Of each layer."""
-        return tuple(map(stages, self.plan.ops.layers))
+        return tuple(stages(layer, self.codes) for layer in self.plan.ops.layers)
 
     @cached_property
     def numbers(self) -> dict[tuple[int, int], int]:
-        """The number of each product of the layers, by layer and stage, as in Plan.products and in that order."""
+        """The number of each product of the layers, by layer and stage, in that order; that of the head follows."""
         places = [
-            (layer, stage.product, at)
+            (layer, at)
             for layer, own in enumerate(self.stages)
             for at, stage in enumerate(own)
-            if stage.product is not None
+            if isinstance(stage.op, Product)
         ]
-        return {(layer, at): number for number, (layer, _, at) in enumerate(sorted(places))}
+        return {place: number for number, place in enumerate(places)}
 
     def _tile(
-        self, number: int, all_rows: int, columns: int, ctas: int, unit: int = 1, machine: Machine | None = None
+        self, path: str, all_rows: int, columns: int, ctas: int, unit: int = 1, machine: Machine | None = None
     ) -> Tiling:
-        """The tiling of a product, by its number, in its format. machine: with other warps, for experts."""
-        if number in self.codes:
-            format = replace(self.codes[number], selector_bits=self.machine.selector_bits)
+        """The tiling of a product in its format, that of a matrix's path. machine: with other warps, for experts."""
+        if path in self.codes:
+            format = replace(self.codes[path], selector_bits=self.machine.selector_bits)
             tilings = (tile(all_rows, columns, ctas, machine or self.machine, way, unit) for way in format.ways)
             return min(tilings, key=lambda tiling: tiling.cost)
-        if number in self.bf12 and machine is None:
+        if path in self.bf12 and machine is None:
             tiling = tile(all_rows, columns, ctas, self.machine, Bf12.of(self.machine.selector_bits), unit)
             if 0 < tiling.units <= MOST_UNITS:
                 return tiling
         return tile(all_rows, columns, ctas, machine or self.machine, Plain(self.plan.weight_dtype), unit)
 
-    def _tile_stage(self, layer: int, at: int, stage: Stage) -> Tiling | None:
+    def _tile_stage(self, stage: Stage) -> Tiling | None:
         op = stage.op
         if isinstance(op, Router):  # float32, whatever products are
             rows = sum(matrix.rows for matrix in stage.matrices)
             return tile(rows, self.hidden, self.ctas, self.machine, Plain(Dtype.float32))
         if not isinstance(op, Product):
             return None
-        number, unit = self.numbers[layer, at], 2 if op.gated else 1
+        path, unit = op.matrices[0].weight.path, 2 if op.gated else 1
         if op.blocks:
-            return self._tile_blocks(number, op)
+            return self._tile_blocks(path, op)
         if not op.chosen:
-            return self._tile(number, op.rows, op.columns, self.ctas, unit)
-        return self._tile_experts(number, op, unit)
+            return self._tile(path, op.rows, op.columns, self.ctas, unit)
+        return self._tile_experts(path, op, unit)
 
-    def _tile_blocks(self, number: int, op: Product) -> Tiling:
+    def _tile_blocks(self, path: str, op: Product) -> Tiling:
         """With the products of a CTA that take the fewest lines; of equal ones the fewest products."""
         fewest, found = -(-op.blocks.count // self.ctas), []
         for turns in range(fewest, fewest + MORE_TURNS):
             parts = self.ctas * turns // op.blocks.count
-            one = self._tile(number, op.rows, op.columns, parts, machine=self.machine)
+            one = self._tile(path, op.rows, op.columns, parts, machine=self.machine)
             found.append(replace(one, ctas=self.ctas * turns, turns=turns, blocks=op.blocks.count))
         return min(found, key=lambda tiling: (tiling.all_lines, tiling.turns))
 
-    def _tile_experts(self, number: int, op: Product, unit: int) -> Tiling:
+    def _tile_experts(self, path: str, op: Product, unit: int) -> Tiling:
         """With the pieces that take the least time; of equal ones the fewest."""
         used, summed, ctas, warps = op.chosen.used, op.chosen.summed, self.ctas, self.machine.warps
         found = []
@@ -205,9 +205,9 @@ class Layout:
             if parts == 0:
                 continue
             machine = replace(self.machine, warps=parts if summed else warps)
-            tiling = self._tile(number, op.rows, op.columns, ctas if summed else parts, unit, machine)
+            tiling = self._tile(path, op.rows, op.columns, ctas if summed else parts, unit, machine)
             pieces = Pieces(op.matrices[0].weight.experts, used, summed, each, ctas, warps)
-            cost = tiling.cost / (15 + tiling.segments) if number in self.codes else tiling.lines
+            cost = tiling.cost / (15 + tiling.segments) if path in self.codes else tiling.lines
             time = each * cost * (15 + each * tiling.segments)
             found.append((time, each, replace(tiling, pieces=pieces)))
         return min(found, key=lambda one: one[:2])[2]
@@ -228,7 +228,7 @@ class Layout:
         """In the order of their first layers."""
         by_signature: dict = {}
         for number, layer in enumerate(self.plan.ops.layers):
-            tilings = tuple(self._tile_stage(number, at, stage) for at, stage in enumerate(self.stages[number]))
+            tilings = tuple(map(self._tile_stage, self.stages[number]))
             by_signature.setdefault((_signature(layer), tilings), []).append(number)
         return tuple(
             Kind(self.stages[layers[0]], tilings, tuple(layers)) for (_, tilings), layers in by_signature.items()
@@ -247,7 +247,7 @@ class Layout:
         columns = self.hidden * (self.lanes if head.kind == HeadKind.LANE else 1)
 
         def in_turns(turns: int) -> Tiling:
-            return replace(self._tile(len(self.numbers), head.weight.shape[0], columns, ctas * turns), turns=turns)
+            return replace(self._tile(head.weight.path, head.weight.shape[0], columns, ctas * turns), turns=turns)
 
         # Whatever rows a pass has, as turns may decide the order of sums.
         enough = FEW_SLOTS if self.machine.bulk_copies else 1
@@ -548,7 +548,7 @@ class Layout:
         for kind in self.kinds:
             for stage in kind.stages:
                 if stage.writes:
-                    words[stage.writes] = max(words.get(stage.writes, 0), _words(stage.op))
+                    words[stage.writes] = max(words.get(stage.writes, 0), stage.first + _words(stage.op))
         return words
 
     def boards(self) -> Iterator[tuple[str, int]]:

@@ -18,6 +18,8 @@ from laneformer.quantized import Quantized
 class Placement(NamedTuple):
     """Where a product is packed."""
 
+    paths: tuple[str, ...]
+    """Of its matrices."""
     offset: int
     """Word of each warp's stream."""
     tiling: Tiling

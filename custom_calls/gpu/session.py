@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from custom_calls.gpu.codes import CodesChoice, Header
 from custom_calls.gpu.compile import PERSISTENT, STEPS, image
-from custom_calls.gpu.formats import Bf12Choice, product_weights
+from custom_calls.gpu.formats import Bf12Choice
 from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import MOST_ROWS, Layout
 from custom_calls.gpu.packing import Placement, chunks, filled, filled_codes, gathered, normal, placed, placed_codes
@@ -338,7 +338,7 @@ class GpuSession(DecodeSession):
     def _place_at(self, offset: int, matrices: list[jax.Array] | list[Quantized], product: int) -> None:
         place = self._placements[product]
         kept = place.tiling, place.arrangement, self._sharding(True)
-        if product not in self._codes.formats:
+        if place.paths[0] not in self._codes.formats:
             self._keep(product, placed(self._packed, matrices, np.int32(offset), self._table(product), *kept))
             return
         headers = tuple(Header(part.kind, part.group, part.columns) for part in matrices)
@@ -348,7 +348,7 @@ class GpuSession(DecodeSession):
             self._factors[product] = factors
 
     def _table(self, product: int) -> np.ndarray:
-        return self._bf12.tables.get(product, np.zeros(BF12_TABLE, np.uint8))
+        return self._bf12.tables.get(self._placements[product].paths[0], np.zeros(BF12_TABLE, np.uint8))
 
     def _keep(self, product: int, placed: tuple[jax.Array, ...]) -> None:
         self._packed, listed, most, count = placed
@@ -359,17 +359,18 @@ class GpuSession(DecodeSession):
     @cached_property
     def _placements(self) -> list[Placement]:
         """Of each product, by number."""
-        layout = self.layout
+        layout, head = self.layout, self.plan.ops.head
         found = [
             Placement(
+                tuple(matrix.weight.path for matrix in layout.stages[layer][number].matrices),
                 layout.offset(layer, number),
                 layout.kinds[layout.kind_of[layer]].tilings[number],
                 "pairs" if layout.stages[layer][number].op.gated else "rows",
             )
             for layer, number in layout.numbers
         ]
-        of_lanes = self.plan.ops.head.kind == HeadKind.LANE
-        return [*found, Placement(layout.head_offset, layout.head, "columns" if of_lanes else "as it is")]
+        arrangement = "columns" if head.kind == HeadKind.LANE else "as it is"
+        return [*found, Placement((head.weight.path,), layout.head_offset, layout.head, arrangement)]
 
     def fill(self, seed: int = 0) -> None:
         """Random numbers for all matrices, for measurements; small weights are 1."""
@@ -379,7 +380,7 @@ class GpuSession(DecodeSession):
         bits = jax.random.bits(jax.random.key(seed + 1), (1 << 20,), jnp.uint8)
         for product, place in enumerate(self._placements):
             kept = place.tiling, self._sharding(True)
-            if product in self._codes.formats:
+            if place.paths[0] in self._codes.formats:
                 self._packed, factors = filled_codes(self._packed, bits, np.int32(place.offset), *kept)
                 if factors is not None:
                     self._factors[product] = factors
@@ -440,9 +441,10 @@ class GpuSession(DecodeSession):
     def bf12_weights(self) -> Bf12Weights:
         """What is packed in 12 bits."""
         held = matrices = 0
-        for (paths, size), place in zip(product_weights(self.plan), self._placements, strict=True):
+        for place in self._placements:
+            size = sum(math.prod(self.plan.shape_of(path)) for path in place.paths)
             held += round(size * place.tiling.coded)
-            matrices += len(paths) * (place.tiling.units > 0)
+            matrices += len(place.paths) * (place.tiling.units > 0)
         return Bf12Weights(held, sum(self._exceptions.values()), matrices, self._bf12.left)
 
     @property
@@ -452,7 +454,7 @@ class GpuSession(DecodeSession):
         """
         if not self._codes.formats:
             return {}
-        tilings = [self._placements[product].tiling for product in self._codes.formats]
+        tilings = [place.tiling for place in self._placements if place.paths[0] in self._codes.formats]
         lines = self.layout.packed_shape[0] * sum(tiling.read_lines for tiling in tilings)
         factors = 4 * sum(words.size for words in self._factors.values())
         share = {matrix.weight.path: op.share for op in self.plan.products for matrix in op.matrices}

@@ -1,14 +1,15 @@
 """What the GPU kernel runs of a layer, in its order: stages, which are the plan's ops and the products inside them.
 
-The products of a shared expert are stages too, in another order than the plan's: those that read the stream come right
-behind the router, so that its edge is open while they are computed, and the last one is added when the chosen experts'
-sum is there. Latents are kept by the stage that attends to them: its tasks with the newest position put it into the
-cache.
+A product whose matrices differ in format is a stage for each run of equal ones: they read the same and write parts of
+one board, so that there is no edge between them. The products of a shared expert are stages too, in another order than
+the plan's: those that read the stream come right behind the router, so that its edge is open while they are computed,
+and the last one is added when the chosen experts' sum is there. Latents are kept by the stage that attends to them: its
+tasks with the newest position put it into the cache.
 """
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from custom_calls.gpu.supported import Router
@@ -28,8 +29,8 @@ class Stage:
     reads: str = ""
     """The board that has what it reads; empty where that is on none of these. `writes` likewise."""
     writes: str = ""
-    product: int | None = None
-    """Its number among the products of the layer's ops."""
+    first: int = 0
+    """Channel of `writes` with which it begins."""
     shared: SharedExpert | None = None
     """Whose product it is."""
     gate: Matrix | None = None
@@ -53,15 +54,21 @@ class Stage:
         return self.shared is not None and self.op.writes is Value.OUTPUT
 
 
-def stages(layer: Layer) -> tuple[Stage, ...]:
-    """Of a layer that custom_calls/gpu/supported.py knows."""
-    numbers, results = itertools.count(), Counter()
+def stages(layer: Layer, formats: Mapping[str, object]) -> tuple[Stage, ...]:
+    """Of a layer that custom_calls/gpu/supported.py knows. formats: of quantized matrices, by path."""
+    results = Counter()
     return tuple(
-        stage for module, ops in enumerate(layer.modules) for stage in _of_module(ops.ops, module, numbers, results)
+        stage for module, ops in enumerate(layer.modules) for stage in _of_module(ops.ops, module, formats, results)
     )
 
 
-def _of_module(ops: tuple[Op, ...], module: int, numbers: Iterator[int], results: Counter) -> list[Stage]:
+def in_one_format(op: Product, formats: Mapping[str, object]) -> list[Product]:
+    """A product as several that write one after the other. formats: of some matrices, by path; the others have one."""
+    runs = itertools.groupby(op.matrices, lambda matrix: formats.get(matrix.weight.path))
+    return [replace(op, matrices=tuple(matrices)) for _, matrices in runs]
+
+
+def _of_module(ops: tuple[Op, ...], module: int, formats: Mapping[str, object], results: Counter) -> list[Stage]:
     """results: how many of each value the layer has written; each has its own board, as all have the same tag."""
     found: list[Stage] = []
     boards: dict[Value, str] = {}  # the newest of each value
@@ -79,8 +86,12 @@ def _of_module(ops: tuple[Op, ...], module: int, numbers: Iterator[int], results
                 results[one.writes] += 1
                 stage = replace(stage, writes=writes)
             if isinstance(one, Product):
-                stage = replace(stage, product=next(numbers))
-            elif isinstance(one, Router):
+                first = 0
+                for part in in_one_format(one, formats):
+                    found.append(replace(stage, op=part, first=first))
+                    first += part.channels
+                continue
+            if isinstance(one, Router):
                 stage = replace(stage, gate=gate)
             elif isinstance(one, LatentAttend):
                 stage = replace(stage, keep=keep, queries=newest[Value.QUERIES], latents=newest[Value.PROJECTED])

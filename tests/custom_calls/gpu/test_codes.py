@@ -18,7 +18,7 @@ from laneformer.decoder import decoder_ops
 from laneformer.quantized import E2M1, E4M3, Quantized
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
-from tests.support.gpu_cases import AMD, WAYS, jitted, packed, rounded, with_zero_points
+from tests.support.gpu_cases import AMD, WAYS, jitted, packed, rounded, some, with_zero_points
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 
@@ -89,7 +89,7 @@ def test_packing_gives_every_weight_back(machine, way):
     for rows, columns, warps in ((33, 300, 2), (70, 1024, 8)):
         weights = np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32)
         record = rounded(weights, way)
-        format = dataclasses.replace(format_of(["w"], {"w": record}, False), selector_bits=machine.selector_bits)
+        format = dataclasses.replace(format_of(["w"], {"w": record}), selector_bits=machine.selector_bits)
         for each in format.ways:
             tiling = tile(rows, columns, 2, dataclasses.replace(machine, warps=warps), each)
             check_packing(record, tiling)
@@ -118,7 +118,7 @@ def model_of(**changes):
     """A model each of whose products has a format of its own, as records and dequantized."""
     config = small.make_config(**SIZES | {"lanes": 2} | changes)
     weights = small.make_weights(config)
-    groups = [paths for paths, _ in product_weights(plan_of(config))]
+    groups = product_weights(plan_of(config))
     ways = [name for name in WAYS if name not in ("fp8 tensor", "int4 group 16", "int4 row", "int4 zeros group 16")]
     records = {
         path: rounded(weights[path], ways[number % len(ways)]) for number, paths in enumerate(groups) for path in paths
@@ -228,9 +228,9 @@ def test_all_codes_of_a_row():
 
 
 def test_some_products_may_be_quantized():
-    path = next(op.matrices[0].weight.path for op in plan_of(CONFIG).products if len(op.matrices) == 1)
+    path = product_weights(plan_of(CONFIG))[1][0]
     choice = choice_of({path: RECORDS[path]})
-    assert list(choice.formats) == [1] and choice.names == {path: RECORDS[path].name}
+    assert list(choice.formats) == [path] and choice.names == {path: RECORDS[path].name}
 
 
 def refusals():
@@ -257,10 +257,30 @@ def test_what_cannot_be_held_is_refused_in_one_line(words):
         choice_of(refusals()[words])
 
 
-def test_matrices_of_one_product_have_one_format():
-    first, second = product_weights(plan_of(CONFIG))[0][0][:2]
-    for rest in ({}, {second: round_to(WEIGHTS[second], "int8")}):
-        with pytest.raises(NativeError, match="are one product, whose matrices must have one format: use backend xla"):
-            choice_of({first: round_to(WEIGHTS[first], "int4")} | rest)
+MIXED = [{"wq": "int8", "wk": "int4 zeros"}, {"wk": "fp8", "wv": "fp8 rows of 16"}]  # in layers 0 and 1
+
+
+@emulated.only_emulated
+@pytest.mark.parametrize(
+    "options", some({"SMALL": {}, "AMD": {"machine": AMD}, "graph": {"launch": "graph"}}, {"SMALL"})
+)
+def test_matrices_of_one_product_may_have_several_formats(options):
+    """Some are not quantized; with biases, a norm, and layers that differ."""
+    config, weights, _ = model_of(qkv_bias=True, hidden_size=40)
+    ways = {f"layers.{n}.attention.{name}": way for n, of in enumerate(MIXED) for name, way in of.items()}
+    records = {path: rounded(weights[path], way) for path, way in ways.items()}
+    given = {"SMALL": {}, "AMD": {"machine": AMD}, "graph": {"launch": "graph"}}[options]
+    session = opened(records, config, weights, **given)
+    assert [len(stages) for stages in session.layout.stages] == [7, 6]
+    assert session.quantized_weights["quantized_weights"] == sum(weights[path].size for path in records)
+    check(answer(session, config), config, weights, records)
+
+
+def test_gate_and_up_have_one_format():
+    paths = [f"layers.0.feed_forward.{name}" for name in ("w1", "w3")]
+    for first, second in (paths, paths[::-1]):
+        for rest in ({}, {second: round_to(WEIGHTS[second], "int8")}):
+            with pytest.raises(NativeError, match=r"are one product, whose rows take turns .*: use backend xla"):
+                choice_of({first: round_to(WEIGHTS[first], "int4")} | rest)
     with pytest.raises(NativeError, match="no matrix of a product: dequantize it"):
         choice_of({"tok_embeddings": round_to(WEIGHTS["tok_embeddings"], "int8")})

@@ -69,9 +69,9 @@ def header(machine, lanes_here: int, dtype: str, rows: int = 1, **changes) -> st
     dtype = "bfloat16" if in_12_bits or format else dtype
     source = types.SimpleNamespace(config=config, precision=Precision(param=dtype, compute=dtype), stored_dtype=dtype)
     plan = plan_of(source)
-    numbers = range(len(plan.products) + 1)
-    quantized = dict.fromkeys(numbers, format) if format else {}
-    in_12_bits = numbers if in_12_bits else ()
+    paths = [path for paths in product_weights(plan) for path in paths]
+    quantized = dict.fromkeys(paths, format) if format else {}
+    in_12_bits = paths if in_12_bits else ()
     return model_header(Layout(plan, machine, lanes_here, bf12=in_12_bits, codes=quantized, rows=rows))
 
 
@@ -85,9 +85,10 @@ def of_experts(name: str, machine=H200) -> Layout:
     precision = Precision(param="bfloat16", compute="bfloat16")
     plan = plan_of(types.SimpleNamespace(config=config, precision=precision, stored_dtype="bfloat16"))
     packed = {
-        number: format[model.format]
-        for number, (paths, _) in enumerate(product_weights(plan))
-        if any(path.split(".", 2)[-1] in model.matrices for path in paths)
+        path: format[model.format]
+        for paths in product_weights(plan)
+        for path in paths
+        if path.split(".", 2)[-1] in model.matrices
     }
     return Layout(plan, machine, 1, codes=packed)
 
@@ -353,11 +354,7 @@ def test_nvidia_code_of_experts(name, folder):
         assert len(code.shortest_path(first, last)) < 96 * 2.3
 
 
-OF_KERNELS = [  # but those whose projections of DeltaNet, one product, have two formats
-    name
-    for name, model in PACKED.items()
-    if without_kernel(decoder_ops(model.config)) is None and not (model.format and model.config.delta_layers)
-]
+OF_KERNELS = [name for name, model in PACKED.items() if without_kernel(decoder_ops(model.config)) is None]
 
 
 @needs_nvcc

@@ -46,7 +46,7 @@ class Products:
             record = rounded(weights, way)
             if way == "mxfp4":  # every code, and the largest sums
                 record.codes[0], record.codes[1] = 0x77, np.resize(np.arange(256), record.codes.shape[1])
-            format = dataclasses.replace(format_of(["w"], {"w": record}, False), by_tensor=by_tensor)
+            format = dataclasses.replace(format_of(["w"], {"w": record}), by_tensor=by_tensor)
             tiling = tile(rows, columns, CTAS, emulated.SMALL, format)
             own, _, _, factors = packed(record, tiling)
             lines.append(np.asarray(own).reshape(CTAS, tiling.warps, tiling.lines, 32, 4))

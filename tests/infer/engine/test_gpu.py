@@ -26,7 +26,7 @@ from laneformer.mesh import make_mesh, put_weight
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
 from tests.support.decode_cases import DELTA_NET
-from tests.support.gpu_cases import jitted, some
+from tests.support.gpu_cases import AMD, jitted, some
 from tests.support.paths import MOE
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
@@ -224,20 +224,33 @@ MIXTURES = [  # folder, lanes, devices
     ("kimi_2", 2, 1),
     ("qwen3_next_1", 1, 1),
     ("qwen3_next_1", 2, 2),
+    ("qwen3_next_2", 1, 1),
+    ("qwen3_next_2", 2, 2),
 ]
-QUICK_MIXTURES = {("qwen3_moe_mixed", 2, 1), ("gpt_oss_2", 2, 1), ("kimi_1", 1, 1), ("qwen3_next_1", 2, 2)}
+QUICK_MIXTURES = {("qwen3_moe_mixed", 2, 1), ("gpt_oss_2", 2, 1), ("kimi_1", 1, 1), ("qwen3_next_2", 2, 2)}
 
 
 @emulated.only_emulated
 @pytest.mark.parametrize(("case", "lanes", "devices"), some(MIXTURES, QUICK_MIXTURES))
 def test_mixtures_of_experts(case, lanes, devices):
+    check_mixture(case, lanes, devices)
+
+
+@emulated.only_emulated
+@pytest.mark.exhaustive
+def test_two_formats_in_a_product_with_warps_of_64():
+    """The projections of DeltaNet."""
+    check_mixture("qwen3_next_2", 1, 1, machine=AMD, compile_with=emulated.compile_with(AMD))
+
+
+def check_mixture(case, lanes, devices, **options):
     """Logits of some positions, and greedy tokens; FP8, MXFP4 and INT4 stay so."""
     io = np.load(MOE / case / "io.npz")
-    options = DEVICES | {"driver": emulated.driver(), "absorb": False, "dtype": "float32"}
+    options = DEVICES | {"driver": emulated.driver(), "absorb": False, "dtype": "float32"} | options
     engine = infer.Engine.load(MOE / case, "cuda", num_lanes=lanes, devices=devices, **options)
     assert list(engine.generate(io["greedy_prompt"], max_new_tokens=12, stop_tokens=())) == io["greedy_ids"].tolist()
     formats = {"gpt_oss_2": "mxfp4", "kimi_1": "int4", "kimi_2": "int4"}
-    formats |= dict.fromkeys(("qwen3_moe_2", "deepseek_v3_2"), "fp8")
+    formats |= dict.fromkeys(("qwen3_moe_2", "deepseek_v3_2", "qwen3_next_2"), "fp8")
     assert formats.get(case, "None") in str(engine.conditions.get("quantized_formats"))
     ids, config, mesh = io["input_ids"][0], engine.config, make_mesh(lanes, lane=devices) if devices > 1 else None
     call, state = jitted(engine.session, mesh, room=8, logits=True), small.make_state(config, len(ids), "float32", mesh)
