@@ -106,10 +106,8 @@ class Layout:
     def __post_init__(self):
         if not 1 <= self.rows <= MOST_ROWS:
             raise ValueError(f"a pass has 1 to {MOST_ROWS} rows, got {self.rows}")
-        if self.rows > 1 and (self.peer_ctas or any(isinstance(op, Router) for op in self._ops)):
-            raise ValueError(
-                "passes of several rows need a model without experts and no emulated lanes: leave --draft-max out"
-            )
+        if self.rows > 1 and self.peer_ctas:
+            raise ValueError("passes of several rows need devices for all lanes, none emulated: leave --draft-max out")
         for number, layer in enumerate(self.plan.ops.layers):
             for problem in unknown(layer, self.plan.ops.hidden_size):
                 raise ValueError(f"the GPU kernel cannot run layer {number}: {problem}; use backend xla")
@@ -404,9 +402,18 @@ class Layout:
     def stream_bytes(self) -> int:
         """Bytes read for one token, by all lanes, padding included."""
         lanes, ctas, warps, _ = self.packed_shape
-        experts = (tiling.read_lines for kind in self.kind_of for _, tiling in self.kinds[kind].of_experts)
-        lines = (self.layer_lines + self.head_lines) * ctas * warps + sum(experts)
+        lines = (self.layer_lines + self.head_lines) * ctas * warps + self._expert_lines
         return lanes * lines * self.line_words * 4
+
+    @property
+    def _expert_lines(self) -> int:
+        """Lines of experts that all warps of a lane read for a token."""
+        return sum(tiling.read_lines for kind in self.kind_of for _, tiling in self.kinds[kind].of_experts)
+
+    @property
+    def expert_share(self) -> float:
+        """Of the bytes read for one token: each row of a pass reads its own experts."""
+        return self._expert_lines * self.line_words * 4 * self.packed_shape[0] / self.stream_bytes
 
     def _delta_floats(self, op: DeltaNet) -> int:
         task = ENTRIES * (ENTRIES + 1) + 2 * op.key_dim + 2 * ENTRIES + 2 + self.machine.warps * (4 * ENTRIES + 3)
@@ -437,7 +444,7 @@ class Layout:
             return n + n % 2
 
         partial = max(
-            *(tiling.partial_floats(rows) for tiling in self._of_layers),
+            *(tiling.partial_floats(1 if tiling.pieces else rows) for tiling in self._of_layers),
             head.partial_floats(),
             head.partial_floats(rows, _parts(head, rows)),
         )
@@ -470,7 +477,7 @@ class Layout:
         if slots < (max(4, self._slots_taken(self.tilings)) if self.machine.bulk_copies else 1):
             raise ValueError(
                 f"the kernel needs {4 * self.shared_floats} bytes of shared memory beside the weights' ring, which"
-                " leaves no room for it: use more devices"
+                f" leaves no room for it: use more devices{' or a lower --draft-max' if self.rows > 1 else ''}"
             )
         return slots
 
@@ -505,8 +512,14 @@ class Layout:
 
     @property
     def most_pieces(self) -> int:
-        """Pieces of chosen experts that a warp reads for a layer, at most."""
-        return max(sum(tiling.pieces.each for _, tiling in kind.of_experts) for kind in self.kinds)
+        """Pieces of chosen experts that a warp reads for a layer, at most; a thread orders each."""
+        pieces = self.rows * max(sum(tiling.pieces.each for _, tiling in kind.of_experts) for kind in self.kinds)
+        if pieces > self.machine.warp_size:
+            raise ValueError(
+                f"passes of {self.rows} rows would read {pieces} parts of experts in a warp of"
+                f" {self.machine.warp_size} threads: lower --draft-max"
+            )
+        return pieces
 
     @property
     def _order_bytes(self) -> int:

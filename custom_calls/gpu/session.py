@@ -486,10 +486,13 @@ class GpuSession(DecodeSession):
         """Lets the next calls check up to `most` drafts in a pass, 0 for none, at most rows - 1. Drafts are copied from
         the text so far; they change the speed alone, no bit of a result.
 
-        prices: time of passes of 1, 2, ... rows over that of one row, by default PRICES; the same in all processes.
-        Raises NativeError.
+        prices: time of passes of 1, 2, ... rows over that of one row, the same in all processes; by default PRICES, and
+        more where each row has experts. Raises NativeError.
         """
-        given = np.asarray(PRICES[: self.layout.rows] if prices is None else prices, np.float32)
+        if prices is None:
+            rows = np.arange(self.layout.rows)
+            prices = np.array(PRICES)[rows] * (1 + self.layout.expert_share * rows)
+        given = np.asarray(prices, np.float32)
         call("gpu_speculate", self.id, most, given.ctypes.data, given.size)
 
     def give_texts(

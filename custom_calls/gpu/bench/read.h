@@ -31,7 +31,7 @@ LF_DEVICE void read_layer(Ops<Op...>, AnyStream& stream, int layer, u32& mixed) 
       if constexpr (!One::kSummed) end_part(stream);
       const Pieces<One> pieces = {cta() % kCtas};
       const Routes far = {warp_lane() % One::kUsed * One::Router::kExperts / One::kUsed, 0};
-      if constexpr (kSteps || !One::kSummed) order<One>(stream, layer, pieces.c, far);
+      if constexpr (kSteps || !One::kSummed) order<One>(stream, layer, pieces.c, &far, Run<1>{0});
       for (int i = 0; i < pieces.count(); i++) {
         read_lines(stream, One::kLines, mixed);
         end_part(stream);

@@ -34,7 +34,10 @@ using Attending = typename AttendingBy<Op, most>::Type;
 struct Partials {
   template <class Op>
   static constexpr int of() {
-    if constexpr (Op::kTiled) return kPartials<Op, kPassRows> * Op::kSumSets;
+    if constexpr (Op::kTiled) {
+      constexpr int rows = Op::kChosen ? 1 : kPassRows;  // experts' rows take turns
+      return kPartials<Op, rows> * Op::kSumSets;
+    }
     return 0;
   }
 };
@@ -388,11 +391,9 @@ class Decoder {
     sync_cta();
     if constexpr (Op::kWrites == Value::kOutput) {
       float scale = 1;
-      if constexpr (Op::kScaled) {
-        const u64* gate = boards_ + kRoutesBoard + Op::Router::kExperts;
-        scale = wait_for(gate, tag + layer, watch_, kAtVector, Op::Router::kExperts);
-      }
+      if constexpr (most == 1) scale = scale_of<Op>(0, layer, tag);
       residual.set_output(run, time, [&](int m, int r) {
+        if constexpr (most > 1) scale = scale_of<Op>(m, layer, tag);
         const float value = biased<Op>(row_sum<Op, most>(partial, r, m), layer, residual.first + r);
         return Op::kAdds ? residual.output(time, m, r) + scale * value : value;
       });
@@ -403,6 +404,16 @@ class Decoder {
       write<Op>(run, partial, layer, tag + layer, c_ * own, rows_of(c_ * own, own, Op::kChannels));
     }
     clock.end();
+  }
+
+  // The factor on a product of row m: the gate of a shared expert.
+  template <class Op>
+  LF_DEVICE float scale_of(int m, int layer, u32 tag) {
+    if constexpr (Op::kScaled) {
+      const u64* gate = boards_ + (i64)m * kLaneWords + kRoutesBoard + Op::Router::kExperts;
+      return wait_for(gate, tag + layer, watch_, kAtVector, Op::Router::kExperts);
+    }
+    return 1;
   }
 
   // A block-diagonal product, kTurns times some rows of a block: each reads the channels of its block.
@@ -434,12 +445,12 @@ class Decoder {
     clock.end();
   }
 
-  // A product of the stream, or of what is on another board.
+  // A product of the stream, or of what is on another board. row: of the pass, the first of the run.
   template <class Op, int most>
-  LF_DEVICE void multiply_board(const Run<most>& run, int layer, u32 tag, float* partial) {
+  LF_DEVICE void multiply_board(const Run<most>& run, int layer, u32 tag, float* partial, int row = 0) {
     constexpr bool of_stream = Op::kReads == Value::kStream;
     const int time = of_stream ? 2 * layer + Op::kModule : layer;
-    const u64* vector = of_stream ? stream_board(time) : boards_ + Op::kFrom;
+    const u64* vector = (of_stream ? stream_board(time) : boards_ + Op::kFrom) + (i64)row * kLaneWords;
     const FromBoard<Reading<Op>, most> board = {boards_of(vector, run), tag + time, watch_};
     if constexpr (Op::kNormed) {
       const float* gains = small(Op::norm(layer), Op::kNormStride);
@@ -452,36 +463,53 @@ class Decoder {
 
   // The router's logits of the CTA's experts, or their scores, for all CTAs of the lane. Behind those of all experts
   // there may be the gate of a shared one.
-  template <class Op>
-  LF_DEVICE void route(const Run<1>& run, int layer, u32 tag) {
+  template <class Op, int most>
+  LF_DEVICE void route(const Run<most>& run, int layer, u32 tag) {
     float* partial = next_partial();
     multiply_board<Op>(run, layer, tag, partial);
     sync_cta();
     watch_.delay();
     float factor = 1;
-    if constexpr (Op::kNormed) factor = norm_factor(squares(turn_), Op::kNormEps);
+    if constexpr (Op::kNormed && most == 1) factor = norm_factor(squares(turn_), Op::kNormEps);
     const int first = c_ * Op::kRows, count = rows_of(first, Op::kRows, Op::kAllRows);
-    for (int r = opaque(thread()); r < count; r += kThreads) {
+    each_of_rows<Op::kRows>(run, count, [&](int m, int r) {
+      if constexpr (Op::kNormed && most > 1) factor = norm_factor(squares(turn_) + m * kWarps, Op::kNormEps);
       const bool is_gate = Op::kAllRows > Op::kExperts && first + r == Op::kExperts;
-      float value = row_sum<Op>(partial, r) * factor;
+      float value = row_sum<Op, most>(partial, r, m) * factor;
       if (!is_gate) value = biased<Op>(value, layer, first + r);
       if (Op::kIsSigmoidRoute || is_gate) value = sigmoid<Numbers>(value);
-      store_word(boards_ + kRoutesBoard + first + r, word_of(value, tag + layer));
-    }
+      store_word(boards_ + (i64)m * kLaneWords + kRoutesBoard + first + r, word_of(value, tag + layer));
+    });
   }
 
-  // A product with the chosen experts' matrices.
-  template <class Op>
-  LF_DEVICE void multiply_chosen(const Run<1>& run, int layer, u32 tag, u32 sequence) {
+  // Products with the chosen experts' matrices, of one row of the pass after the other.
+  template <class Op, int most>
+  LF_DEVICE void multiply_chosen(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     const Clock clock(*this, kNameOp + Op::kTraced, layer);
     if constexpr (kSteps || !Op::kSummed) {
       if constexpr (!Op::kSummed) end_part(stream_);
       using Router = typename Op::Router;
       const float* correction = nullptr;
       if constexpr (Router::kCorrectionGiven) correction = small(Router::correction(layer), Router::kCorrectionStride);
-      routes_ = choose<Router>(boards_ + kRoutesBoard, tag + layer, watch_, correction);
-      order<Op>(stream_, layer, c_, routes_);
+      for (int m = 0; m < run.count(); m++) {
+        const u64* board = boards_ + (i64)m * kLaneWords + kRoutesBoard;
+        const Routes found = choose<Router>(board, tag + layer, watch_, correction);
+        LF_UNROLL for (int row = 0; row < most; row++) if (row == m) routes_[row] = found;
+      }
+      order<Op>(stream_, layer, c_, routes_, run);
     }
+    for (int m = 0; m < run.count(); m++) {
+      Routes routes = routes_[0];  // an array of which one is asked for would be kept in memory
+      LF_UNROLL for (int row = 1; row < most; row++) if (row == m) routes = routes_[row];
+      multiply_experts<Op>(run, m, routes, layer, tag);
+    }
+    if constexpr (Op::kSummed && Op::kEndsModule) end_module<Op>(run, layer, tag, sequence);
+    clock.end();
+  }
+
+  // Those of row m.
+  template <class Op, int most>
+  LF_DEVICE void multiply_experts(const Run<most>& run, int m, const Routes& routes, int layer, u32 tag) {
     float* partial = next_partial();
     const Pieces<Op> pieces = {c_};
     const int count = pieces.count();
@@ -492,35 +520,38 @@ class Decoder {
     for (int i = 0; i < count; i++) {
       if constexpr (Op::kSummed) {
         const int rank = pieces.rank(i);
-        const float share = bits_to_float(broadcast(float_to_bits(routes_.share), rank));
-        const u64* board = boards_ + Op::kFrom + rank * kEven<Op::kColumns>;
+        const float share = bits_to_float(broadcast(float_to_bits(routes.share), rank));
+        const u64* board = boards_ + (i64)m * kLaneWords + Op::kFrom + rank * kEven<Op::kColumns>;
         product<Op>(stream_, weights<Op>(layer), partial, shared_.brought,
                     FromExpert<Reading<Op>>{board, tag + layer, watch_, pieces.part(i), share}, i > 0);
       } else {
-        multiply_board<Op>(run, layer, tag, partial + i * kPartials<Op>);
+        multiply_board<Op>(Run<1>{run.position + m}, layer, tag, partial + i * kPartials<Op>, m);
       }
       end_part(stream_);
     }
-    if constexpr (kSteps || Op::kSummed) close(stream_);
+    if constexpr (kSteps || Op::kSummed) {
+      if (m + 1 == run.count()) close(stream_);
+    }
     sync_cta();
     if constexpr (Op::kSummed) {
-      add_experts<Op>(run, partial, layer, tag, sequence);
+      add_experts<Op>(run, m, routes, partial, layer);
     } else {
       watch_.delay();
-      for (int i = 0; i < count; i++) write_expert<Op>(partial + i * kPartials<Op>, layer, tag + layer, pieces, i);
+      for (int i = 0; i < count; i++)
+        write_expert<Op>(partial + i * kPartials<Op>, m, routes, layer, tag + layer, pieces, i);
     }
-    clock.end();
   }
 
   // Hidden channels of an expert, for all CTAs of the lane.
   template <class Op>
-  LF_DEVICE void write_expert(const float* partial, int layer, u32 tag, const Pieces<Op>& pieces, int i) {
+  LF_DEVICE void write_expert(const float* partial, int m, const Routes& routes, int layer, u32 tag,
+                              const Pieces<Op>& pieces, int i) {
     constexpr int of = Op::kGated ? 2 : 1, own = Op::kRows / of, all = Op::kAllRows / of;
-    const int rank = pieces.rank(i), expert = (int)broadcast((u32)routes_.expert, rank);
+    const int rank = pieces.rank(i), expert = (int)broadcast((u32)routes.expert, rank);
     float factor = 1;
     if constexpr (Op::kNormed) factor = norm_factor(squares(turn_), Op::kNormEps);
     const int first = pieces.part(i) * own, count = rows_of(first, own, all);
-    u64* board = boards_ + Op::kTo + rank * kEven<all>;
+    u64* board = boards_ + (i64)m * kLaneWords + Op::kTo + rank * kEven<all>;
     for (int r = opaque(thread()); r < count; r += kThreads)
       store_word(
           board + first + r,
@@ -528,23 +559,23 @@ class Decoder {
   }
 
   // The sum of the chosen experts' outputs: their channels were multiplied by their shares, their biases are here.
-  template <class Op>
-  LF_DEVICE void add_experts(const Run<1>& run, const float* partial, int layer, u32 tag, u32 sequence) {
+  template <class Op, int most>
+  LF_DEVICE void add_experts(const Run<most>& run, int m, const Routes& routes, const float* partial, int layer) {
     int expert[Op::kUsed];
     float share[Op::kUsed];
     LF_UNROLL for (int j = 0; j < Op::kUsed; j++) {
-      expert[j] = (int)broadcast((u32)routes_.expert, j);
-      share[j] = bits_to_float(broadcast(float_to_bits(routes_.share), j));
+      expert[j] = (int)broadcast((u32)routes.expert, j);
+      share[j] = bits_to_float(broadcast(float_to_bits(routes.share), j));
     }
-    residual.set_output(run, 2 * layer + Op::kModule, [&](int, int r) {
+    residual.each(run, [&](int row, int r) {
+      if (most > 1 && row != m) return;
       float sum = row_sum<Op>(partial, r);
       if constexpr (Op::kBiased) {
         const float* biases = small(Op::bias(layer), Op::kBiasStride) + residual.first + r;
         LF_UNROLL for (int j = 0; j < Op::kUsed; j++) sum += share[j] * biases[(i64)expert[j] * Op::kAllRows];
       }
-      return sum;
+      residual.output(2 * layer + Op::kModule, row, r) = sum;
     });
-    if constexpr (Op::kEndsModule) end_module<Op>(run, layer, tag, sequence);
   }
 
   // The output goes where the schedule says, and the stream to all CTAs of the lane.
@@ -643,7 +674,7 @@ class Decoder {
   Lists lists_;
   u64* boards_;
   int turn_ = 0;
-  Routes routes_ = {0, 0};
+  Routes routes_[kPassRows] = {};
 };
 
 }  // namespace gpu

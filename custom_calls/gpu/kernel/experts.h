@@ -4,6 +4,9 @@
 // its columns. The parts of the used experts follow each other in the order of their shares; each CTA (or each warp,
 // where they are summed) has kPieces of them. In memory the parts of all experts follow each other, part f in the row
 // of CTA (or warp) f % n at depth f / n, so that every row has as many.
+//
+// The rows of a pass take turns, each with its own experts in its own order, so that a row has the sums that it has
+// alone. Weights that two rows need are read for both, the second time from the second-level cache at best.
 #pragma once
 
 #include "product.h"
@@ -162,28 +165,44 @@ struct Pieces {
   LF_DEVICE int rank(int i) const { return (first() + i) / Op::kParts; }
   LF_DEVICE int part(int i) const { return (first() + i) % Op::kParts; }
 
-  // The line among the lane's weights at which the one of the thread's number, less `before`, begins.
-  LF_DEVICE u32 line(int layer, const Routes& routes, int before) const {
-    const int i = larger(0, smaller(warp_lane() - before, Op::kPieces - 1)), at = smaller(rank(i), Op::kUsed - 1);
-    const int f = (int)shuffle_from((u32)routes.expert, at) * Op::kParts + part(i);
+  // The line among the lane's weights at which the one of the thread's number, less `before`, begins. Those of a pass's
+  // rows follow each other. routes: of each row.
+  template <int most>
+  LF_DEVICE u32 line(int layer, const Routes* routes, int before) const {
+    int i = warp_lane() - before, m = 0;
+    if constexpr (most == 1) {
+      i = larger(0, smaller(i, Op::kPieces - 1));
+    } else {
+      const int each = larger(1, count());
+      i = larger(0, i), m = i / each, i %= each;
+    }
+    const int at = smaller(rank(i), Op::kUsed - 1);
+    u32 expert = shuffle_from((u32)routes[0].expert, at);
+    LF_UNROLL for (int row = 1; row < most; row++) {
+      const u32 other = shuffle_from((u32)routes[row].expert, at);
+      if (row == m) expert = other;
+    }
+    const int f = (int)expert * Op::kParts + part(i);
     const u32 row = Op::kSummed ? c * kWarps + f % rows : f % rows * kWarps + warp();
     return row * kRowLines + Op::stored(layer) + f / rows * Op::kLines;
   }
 };
 
-// Orders the pieces of a product and, in a persistent kernel, those of the one that follows it.
-template <class Op, class AnyStream>
-LF_DEVICE void order(AnyStream& stream, int layer, int c, const Routes& routes) {
+// Orders the pieces of a product and, in a persistent kernel, those of the one that follows it, of all of a pass's
+// rows.
+template <class Op, int most, class AnyStream>
+LF_DEVICE void order(AnyStream& stream, int layer, int c, const Routes* routes, const Run<most>& run) {
   const Pieces<Op> own = {c};
-  const u32 line = own.line(layer, routes, 0);
+  const u32 line = own.template line<most>(layer, routes, 0);
+  const int count = run.count() * own.count();
   if constexpr (kSteps || Op::kSummed) {
-    stream.open(line, Op::kLines, own.count());
+    stream.open(line, Op::kLines, count);
   } else {
     using Then = typename Op::Then;
     const Pieces<Then> then = {c};
-    const bool is_own = warp_lane() < own.count();
-    const u32 then_line = then.line(layer, routes, own.count());
-    stream.open(is_own ? line : then_line, is_own ? Op::kLines : Then::kLines, own.count() + then.count());
+    const bool is_own = warp_lane() < count;
+    const u32 then_line = then.template line<most>(layer, routes, count);
+    stream.open(is_own ? line : then_line, is_own ? Op::kLines : Then::kLines, count + run.count() * then.count());
   }
 }
 

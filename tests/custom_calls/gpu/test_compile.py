@@ -78,8 +78,8 @@ def header(machine, lanes_here: int, dtype: str, rows: int = 1, **changes) -> st
 ON_EIGHT = ("deepseek_v3", "deepseek_v3_4", "kimi_k2")  # devices; the others are on one
 
 
-def of_experts(name: str, machine=H200) -> Layout:
-    """Of a published mixture of experts in its own precisions, on one device, or one of eight."""
+def of_experts(name: str, machine=H200, rows: int = 1) -> Layout:
+    """Of a published mixture of experts in its own precisions, on one device, or one of eight. rows: of a pass."""
     model, format = PACKED[name], {"mxfp4": CODES["mxfp4"], "fp8": Codes("e4m3", "bfloat16", 128)}
     config = model.config.replace(num_lanes=8) if name in ON_EIGHT else model.config
     precision = Precision(param="bfloat16", compute="bfloat16")
@@ -90,7 +90,7 @@ def of_experts(name: str, machine=H200) -> Layout:
         for path in paths
         if path.split(".", 2)[-1] in model.matrices
     }
-    return Layout(plan, machine, 1, codes=packed)
+    return Layout(plan, machine, 1, codes=packed, rows=rows)
 
 
 def of_delta_net(machine=H200) -> Layout:
@@ -331,27 +331,31 @@ def test_nvidia_instructions_of_4_bits(name, sums, matrices, by_tensor, folder, 
 @needs_nvcc
 @pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
 @pytest.mark.parametrize(
-    "name",
+    ("name", "rows"),
     [
-        "gpt_oss_20b",
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("gpt_oss_120b", "qwen3_30b_a3b", "moonlight_16b")),
+        ("gpt_oss_20b", 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.exhaustive)
+            for each in (("gpt_oss_20b", 2), ("gpt_oss_120b", 1), ("qwen3_30b_a3b", 1), ("moonlight_16b", 1))
+        ),
     ],
 )
-def test_nvidia_code_of_experts(name, folder):
+def test_nvidia_code_of_experts(name, rows, folder):
     """What is kept over all passes may be spilled, as it is where an MLP is in the experts' place. In 4 bits the loops
-    over experts have none of it, and the instructions that the choice of a way assumes.
+    over experts have none of it, and the instructions that the choice of a way assumes. Rows of a pass take turns, with
+    the loops of one row, and a few spilled registers in these.
     """
-    layout, image = of_experts(name), folder / f"{name}.cubin"
-    assert layout.ahead_slots == 3 and layout.slots == 5
+    layout, image = of_experts(name, rows=rows), folder / f"{name}-{rows}.cubin"
+    assert (layout.ahead_slots, layout.slots) == {1: (3, 5), 2: (2, 4)}[rows]
     decode = figures(model_header(layout), gpu_build.PERSISTENT, image)["laneformer_decode"]
-    assert decode["registers"] <= 255 and decode["stack"] <= 256 and decode["loads"] <= 640
+    assert decode["registers"] <= 255 and decode["stack"] <= 256 * rows and decode["loads"] <= {1: 640, 2: 1600}[rows]
     code = Code(image)
     loops = [(a, b) for a, b in code.loops() if code.counts(range(a, b + 1))["IMMA"] == 12 and b - a < 1000]
-    assert len(loops) == 2 * (PACKED[name].format == "mxfp4")
+    assert len(loops) == 2 * rows * (PACKED[name].format == "mxfp4")
     for first, last in loops:
         inside = code.counts(range(first, last + 1))
-        assert inside["LDL"] == inside["STL"] == 0
-        assert len(code.shortest_path(first, last)) < 96 * 2.3
+        assert inside["LDL"] + inside["STL"] <= 14 * (rows > 1)
+        assert len(code.shortest_path(first, last)) < 96 * 2.3 + 14 * (rows > 1)
 
 
 OF_KERNELS = [name for name, model in PACKED.items() if without_kernel(decoder_ops(model.config)) is None]

@@ -15,7 +15,6 @@ from custom_calls.plan import Dtype, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Activation, Norm, Product, Value, Weight
 from tests.support import small
-from tests.support.decode_cases import EXPERTS
 from tests.support.gpu_cases import mixed_plan
 
 pytestmark = small.needs_library
@@ -72,8 +71,11 @@ def test_rows_that_do_not_fit_are_refused():
             Layout(plan, H200, 2, rows=rows)
     with pytest.raises(ValueError, match="several rows"):
         Layout(plan, H200, 1, peer_ctas=1, rows=2)
-    with pytest.raises(ValueError, match="several rows"):
-        Layout(plan_of(**EXPERTS["one expert"]), H200, 2, rows=2)
+    plan = plan_of(num_experts=16, num_experts_per_tok=16, moe_intermediate_size=32)
+    few = dataclasses.replace(H200, warps=4)
+    model_header(Layout(plan, few, 2, rows=1))
+    with pytest.raises(ValueError, match=r"passes of 8 rows would read .* in a warp of 32 threads: lower --draft-max"):
+        model_header(Layout(plan, few, 2, rows=8))
 
 
 @pytest.mark.parametrize("machine", [H200, MI300X], ids=["H200", "MI300X"])

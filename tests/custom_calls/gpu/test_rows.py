@@ -2,21 +2,25 @@
 and prompts several tokens at a time leave every bit of an answer as it is with one row at a time.
 """
 
+import dataclasses
 import threading
 import types
 
+import numpy as np
 import pytest
 
 from custom_calls import ENDS, NativeError
 from custom_calls.gpu.codes import CodesChoice
 from custom_calls.gpu.layout import MOST_ROWS
+from custom_calls.plan import make_plan
 from infer.engine.native import plan_of
 from laneformer import Precision
+from laneformer.decoder import decoder_ops
 from laneformer.mesh import make_mesh
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
 from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, NORMED_SUMS
-from tests.support.gpu_cases import AMD, mixed_plan, plan_of_normed_sums, state_of, weights_of
+from tests.support.gpu_cases import AMD, mixed_plan, plan_of_normed_sums, some, state_of, weights_of
 from tests.support.several_rows import EQUAL, ROOM, Model
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
@@ -128,6 +132,49 @@ def test_what_does_not_fit_is_refused(model):
 def test_layers_of_several_kinds():
     plan = mixed_plan(weight_dtype="float16", cache_dtype="bfloat16")
     Model(plan, weights_of(plan, "float16"), rows=3, chaos_us=20).check([3, 1, 4, 1, 5, 9, 2], 12, temperature=0.8)
+
+
+GATES = {"shared_expert_intermediate_size": 2 * 24, "shared_expert_gate": True}
+GROUPS = {"scoring_func": "sigmoid", "router_correction": True, "num_experts": 12, "n_group": 4, "topk_group": 2}
+MIXTURES = {  # changes of the config, and options of the sessions
+    "as gpt-oss": ({"attention_sinks": True, "sliding_window": 4, "swa_layers": (0,), "num_experts_per_tok": 4}, {}),
+    "as Qwen3-MoE": ({"qk_norm": True, "num_experts_per_tok": 3, "hidden_size": 33}, {"rows": 3}),
+    "as Qwen3-Next": ({**GATES, "norm_after": "lane", "num_experts_per_tok": 5}, {"rows": 2}),
+    "as DeepSeek-V3": ({**GROUPS, "num_experts_per_tok": 3, "layout": "dtp(1)"}, {"chaos_us": 20}),
+    "warps of 64": ({**GATES, "num_experts_per_tok": 3}, {"machine": AMD}),
+    "few slots": (
+        {"moe_intermediate_size": 2 * 160},
+        {"machine": dataclasses.replace(emulated.SMALL, shared_bytes=90_000)},
+    ),
+}
+
+
+@emulated.only_emulated
+@pytest.mark.parametrize("name", some(MIXTURES, {"as gpt-oss"}))
+def test_experts_of_each_row(name):
+    changes, options = MIXTURES[name]
+    sizes = {"hidden_size": 64, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "layout": "tp"}
+    config = small.make_config(**sizes | {"moe_intermediate_size": 2 * 40, "num_hidden_layers": 2} | changes)
+    plan = make_plan(decoder_ops(config), config.schedule)
+    if name == "as gpt-oss":
+        plan = small.with_expert_biases(plan)
+    Model(plan, weights_of(plan), **options).check(small.prompt_of(config, 9), 12, temperature=0.8)
+
+
+@emulated.only_emulated
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8", "int8"])
+def test_quantized_experts(kind):
+    config = small.make_config(
+        hidden_size=96, head_dim=8, layout="tp", num_experts=8, num_experts_per_tok=4, moe_intermediate_size=2 * 64
+    )
+    plan = small.with_expert_biases(make_plan(decoder_ops(config), config.schedule, weight_dtype="bfloat16"))
+    weights = {
+        path: round_to(w.astype(np.float32), kind, search=False) if w.ndim == 4 else w
+        for path, w in weights_of(plan, "bfloat16").items()
+    }
+    model = Model(plan, weights, codes=CodesChoice.of(plan, weights.items()))
+    model.check(small.prompt_of(config, 9), 12, temperature=0.8)
 
 
 @pytest.mark.exhaustive

@@ -247,6 +247,7 @@ def check_mixture(case, lanes, devices, **options):
     """Logits of some positions, and greedy tokens; FP8, MXFP4 and INT4 stay so."""
     io = np.load(MOE / case / "io.npz")
     options = DEVICES | {"driver": emulated.driver(), "absorb": False, "dtype": "float32"} | options
+    options["speculation"] = 3 * (case in ("gpt_oss_2", "qwen3_next_1"))  # up to four rows, also of the prompt
     engine = infer.Engine.load(MOE / case, "cuda", num_lanes=lanes, devices=devices, **options)
     assert list(engine.generate(io["greedy_prompt"], max_new_tokens=12, stop_tokens=())) == io["greedy_ids"].tolist()
     formats = {"gpt_oss_2": "mxfp4", "kimi_1": "int4", "kimi_2": "int4"}
