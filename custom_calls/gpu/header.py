@@ -191,9 +191,10 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
             constants |= {"Channels": op.channels, "Adds": stage.adds, "Scaled": stage.adds and bool(stage.shared.gate)}
             aliases |= {"Attended": attended} if op.reads is Value.ATTENDED else {}
             aliases |= {"Router": router} if constants["Scaled"] else {}
-            constants["OfBlocks"] = op.blocks is not None
+            constants |= {"OfBlocks": op.blocks is not None, "OddHead": stage.of_head * (stage.of_head % 2)}
             if op.blocks:
-                constants |= {"Blocks": op.blocks.count, "BlockStep": op.blocks.step, "BlockRows": op.rows}
+                step = op.blocks.step + op.blocks.step % 2
+                constants |= {"Blocks": op.blocks.count, "BlockStep": step, "BlockRows": op.rows}
         if constants["Chosen"]:
             functions["stored"] = {layer: layout.line(layer, number) for layer in kind.layers}
             constants["Summed"] = op.chosen.summed

@@ -561,7 +561,7 @@ class Layout:
         for kind in self.kinds:
             for stage in kind.stages:
                 if stage.writes:
-                    words[stage.writes] = max(words.get(stage.writes, 0), stage.first + _words(stage.op))
+                    words[stage.writes] = max(words.get(stage.writes, 0), stage.first + _words(stage))
         return words
 
     def boards(self) -> Iterator[tuple[str, int]]:
@@ -615,8 +615,11 @@ class Layout:
         return self.places(self.shared())[1]
 
 
-def _words(op: Product) -> int:
-    """Of a product's results: those of each expert begin at an even one."""
+def _words(stage: Stage) -> int:
+    """Of a product's results: those of each expert, or head, begin at an even one."""
+    op = stage.op
+    if stage.of_head:
+        return op.channels // stage.of_head * (stage.of_head + stage.of_head % 2)
     each = op.rows // 2 if op.gated else op.rows
     return (each + each % 2) * op.chosen.used if op.chosen else op.channels
 

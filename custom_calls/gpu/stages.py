@@ -31,6 +31,8 @@ class Stage:
     writes: str = ""
     first: int = 0
     """Channel of `writes` with which it begins."""
+    of_head: int = 0
+    """Channels of `writes` that begin at an even word, as two are read at once: those of a head; 0: the first alone."""
     shared: SharedExpert | None = None
     """Whose product it is."""
     gate: Matrix | None = None
@@ -74,6 +76,7 @@ def _of_module(ops: tuple[Op, ...], module: int, formats: Mapping[str, object], 
     boards: dict[Value, str] = {}  # the newest of each value
     gate = next((op.gate for op in ops if isinstance(op, SharedExpert)), None)
     keep = next((op for op in ops if isinstance(op, LatentKeep)), None)
+    steps = {op.reads: op.blocks.step for op in ops if isinstance(op, Product) and op.blocks}
     for op in ops:
         if isinstance(op, LatentKeep):
             continue
@@ -88,7 +91,7 @@ def _of_module(ops: tuple[Op, ...], module: int, formats: Mapping[str, object], 
             if isinstance(one, Product):
                 first = 0
                 for part in in_one_format(one, formats):
-                    found.append(replace(stage, op=part, first=first))
+                    found.append(replace(stage, op=part, first=first, of_head=steps.get(one.writes, 0)))
                     first += part.channels
                 continue
             if isinstance(one, Router):

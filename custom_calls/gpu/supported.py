@@ -103,17 +103,14 @@ def _unknown_latents(ops: tuple[Op, ...]) -> Iterator[str]:
         return
     products = {op.name: op for op in ops if isinstance(op, Product)}
     attend = next(op for op in ops if isinstance(op, LatentAttend))
-    of_head = attend.still + attend.rotating
     wanted = {
-        ProductName.ABSORB: (attend.rank, attend.still, Blocks(attend.heads, of_head)),
+        ProductName.ABSORB: (attend.rank, attend.still, Blocks(attend.heads, attend.still + attend.rotating)),
         ProductName.VALUES: (products[ProductName.VALUES].rows, attend.rank, Blocks(attend.heads, attend.rank)),
     }
     for name, sizes in wanted.items():
         op = products[name]
         if (op.rows, op.columns, op.blocks) != sizes:
             yield f"product {name.name} has other blocks than its {attend.heads} heads"
-    if of_head % 2:  # two words of a board are read at once
-        yield f"a head has {of_head} channels of queries, an odd number"
 
 
 def _unknown_shared(op: SharedExpert, route: Router | None) -> Iterator[str]:

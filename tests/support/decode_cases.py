@@ -238,7 +238,7 @@ DELTA_NET = {
 
 
 ON_CPU = SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET
-"""Models that the shared tests of the kernel on GPUs leave out; it has no DeltaNet and no odd heads of latents."""
+"""Models that the shared tests of the kernel on GPUs leave out: it has such in tests of its own."""
 
 
 NORMED_SUMS = ("caat(0.5)", "kraken", "dtp(1)", "desync(2)")

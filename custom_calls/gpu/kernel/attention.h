@@ -190,7 +190,7 @@ struct Attention {
   LF_DEVICE void bring_queries(int m, int kv_head, float* heads) const {
     const int first = kv_head * kGroupHeads;
     if constexpr (kLatent) {
-      constexpr int of_head = Op::kStill + Op::kRotating;
+      constexpr int channels = Op::kStill + Op::kRotating, of_head = channels + channels % 2;
       const u64* queries = boards_of_first + Op::kQueries + (i64)m * kLaneWords + first * of_head + Op::kStill;
       for (int h = 0; h < kGroupHeads; h++) {
         float* out = heads + h * kHeadDim;

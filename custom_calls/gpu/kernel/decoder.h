@@ -597,7 +597,9 @@ class Decoder {
     each_of_rows<own>(run, count, [&](int m, int r) {
       if constexpr (Op::kNormed && most > 1) factor = norm_factor<columns>(squares(turn_) + m * kWarps, Op::kNormEps);
       const float value = finished<Op, most>(partial, r, factor, layer, first + r, Op::kChannels, m);
-      store_word(board + (i64)m * kLaneWords + first + r, word_of(value, tag));
+      int place = first + r;
+      if constexpr (Op::kOddHead > 0) place += place / Op::kOddHead;  // each head begins at an even word
+      store_word(board + (i64)m * kLaneWords + place, word_of(value, tag));
     });
   }
 

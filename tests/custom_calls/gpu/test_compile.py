@@ -366,7 +366,7 @@ OF_KERNELS = [name for name, model in PACKED.items() if without_kernel(decoder_o
 @pytest.mark.parametrize("name", OF_KERNELS)
 def test_nvidia_compiles_steps_of_experts(name):
     step = figures(model_header(of_experts(name)), gpu_build.STEPS)["laneformer_step"]
-    assert step["registers"] <= 255 and step["stack"] <= 128
+    assert step["registers"] <= 255 and step["stack"] <= 192
 
 
 @needs_clang
