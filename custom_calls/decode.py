@@ -51,6 +51,16 @@ class State(NamedTuple):
     """[lanes, 1, 1, key heads, positions, channels]."""
     state: list[jax.Array] | tuple[()] = ()
     """float32 [lanes, 1, 1, key heads, tiles, key_dim, 16]."""
+    positions: list[jax.Array] | tuple[()] = ()
+    """[lanes, 1, positions, head_dim]. This and the following are of compressed attention, likewise."""
+    compressed: list[jax.Array] | tuple[()] = ()
+    """[lanes, 1, entries, head_dim]."""
+    compressed_tail: list[jax.Array] | tuple[()] = ()
+    """float32 [lanes, 1, 1, newest positions, vectors and gates]."""
+    index_keys: list[jax.Array] | tuple[()] = ()
+    """[lanes, 1, entries, channels]."""
+    index_keys_tail: list[jax.Array] | tuple[()] = ()
+    """float32 [lanes, 1, 1, newest positions, vectors and gates]."""
 
     @classmethod
     def of(cls, seen: jax.Array, layers: list[dict[str, jax.Array]]) -> "State":
@@ -68,7 +78,7 @@ def empty_layers(plan: Plan, capacity: int, mesh: Mesh | None = None) -> list[di
     device = None if mesh is None else NamedSharding(mesh, P("lane"))
 
     def make(kept: Kept) -> jax.Array:
-        shape = (plan.ops.lanes, 1, 1 if kept.fixed else capacity, *kept.shape)
+        shape = (plan.ops.lanes, 1, kept.entries(capacity), *kept.shape)
         return jnp.zeros(shape, kept.dtype, device=device)
 
     return [{kept.name: make(kept) for kept in layer} for layer in plan.kept]

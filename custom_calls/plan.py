@@ -21,7 +21,18 @@ import numpy as np
 from custom_calls.words import Reader, Writer
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS, KERNEL_FORMATS
-from laneformer.ops import Attend, DecoderOps, DeltaNet, LatentKeep, Op, Product, Weight, without_kernel
+from laneformer.ops import (
+    Attend,
+    CompressedKeep,
+    DecoderOps,
+    DeltaNet,
+    LatentKeep,
+    Op,
+    Product,
+    RootRoute,
+    Weight,
+    without_kernel,
+)
 from laneformer.quantized import Quantized
 
 ALIGNED = 16  # floats: a small weight, or a product's biases, begins at a multiple of 64 bytes
@@ -131,7 +142,13 @@ class Kept(NamedTuple):
     shape: tuple[int, ...]
     dtype: str
     fixed: bool = False
-    """t = 1; otherwise it is the positions that fit."""
+    """t = 1; otherwise it is the positions that fit, or the entries of these."""
+    every: int = 1
+    """Positions of an entry."""
+
+    def entries(self, positions: int) -> int:
+        """t, where that many positions fit."""
+        return 1 if self.fixed else -(-positions // self.every)
 
 
 class Place(NamedTuple):
@@ -222,6 +239,12 @@ class Plan:
         return frozenset(paths | {self.ops.head.weight.path}) - {self.ops.embedding.path}
 
     @cached_property
+    def tables(self) -> dict[str, int]:
+        """Paths of the weights that are tables of experts, and how many experts there are."""
+        routes = [op for layer in self.ops.layers for op in layer.ops if isinstance(op, RootRoute) and op.by_token]
+        return {op.by_token.path: op.matrix.rows for op in routes}
+
+    @cached_property
     def attends(self) -> tuple[Attend, ...]:
         """Of all layers that attend, in order: one in each, whose keys and values are that layer's cache."""
         return tuple(op for layer in self.ops.layers for op in layer.ops if isinstance(op, Attend))
@@ -236,9 +259,7 @@ class Plan:
     def kept_bytes(self, positions: int) -> int:
         """Of all that layers keep of that many positions."""
         return self.ops.lanes * sum(
-            math.prod(kept.shape)
-            * (2 if kept.dtype in ("bfloat16", "float16") else 4)
-            * (1 if kept.fixed else positions)
+            math.prod(kept.shape) * (2 if kept.dtype in ("bfloat16", "float16") else 4) * kept.entries(positions)
             for layer in self.kept
             for kept in layer
         )
@@ -280,11 +301,22 @@ def kept_of(op: Op, cache_dtype: str) -> tuple[Kept, ...]:
     `state`, the transposed matrices of its value heads in tiles of 16 rows; `entries`, for twice ENTRIES positions from
     there on keys, deltas and decays (custom_calls/cpu/ops/delta_net.cc); `inputs`, at position % their number, what the
     convolution reads.
+
+    Compressed attention keeps the vector of every position, entries and, for those that wait for the rest of theirs, at
+    position % their number the newest positions' vectors and gates.
     """
     if isinstance(op, Attend):
         return tuple(Kept(name, (op.kv_heads, op.head_dim), cache_dtype) for name in ("keys", "values"))
     if isinstance(op, LatentKeep):
         return (Kept("latents", (op.rank + 2 * len(op.rotary.frequencies),), cache_dtype),)
+    if isinstance(op, CompressedKeep):
+        found = [Kept("positions", (op.channels,), cache_dtype)]
+        for name, own in (("compressed", op.entries), ("index_keys", op.index_keys)):
+            if own:
+                tail = own.earlier + ENTRIES, 2 * own.width
+                found.append(Kept(name, (own.channels,), cache_dtype, every=own.ratio))
+                found.append(Kept(f"{name}_tail", tail, "float32", True))
+        return tuple(found)
     if not isinstance(op, DeltaNet):
         return ()
     tiles = op.ratio * op.head_tiles

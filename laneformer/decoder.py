@@ -2,6 +2,7 @@
 
 from laneformer.blocks.layer import Layer, norm_op
 from laneformer.blocks.rotary import rotary_frequencies
+from laneformer.blocks.streams import Streams
 from laneformer.config import ModelConfig
 from laneformer.ops import DecoderOps, Head, HeadKind, Rotary, Weight
 
@@ -14,6 +15,7 @@ def decoder_ops(config: ModelConfig) -> DecoderOps:
     rotary = Rotary((*frequencies.tolist(), *still), factor)
     layers = tuple(Layer.ops(layer, config.norms, f"layers.{n}", rotary) for n, layer in enumerate(config.layers))
     embedding = Weight("tok_embeddings", (vocab, hidden), lane_sharded=False)
+    streams = config.norms.streams
     kind = HeadKind[config.lm_head_type.upper()]
     rows = vocab // lanes if kind == HeadKind.VOCAB_PARALLEL else vocab
     head = Head(
@@ -21,5 +23,6 @@ def decoder_ops(config: ModelConfig) -> DecoderOps:
         norm_op(config.norms.final, "norm"),
         config.pre_norm_lane_agg,
         embedding if config.tie_word_embeddings else Weight("lm_head", (rows, hidden), kind != HeadKind.REPLICATE),
+        Streams.op(streams, "head_streams", of_head=True) if streams else None,
     )
     return DecoderOps(lanes, hidden, vocab, config.max_position_embeddings, embedding, layers, head)

@@ -18,6 +18,7 @@ import dataclasses
 import re
 from dataclasses import dataclass
 from enum import IntEnum
+from types import UnionType
 from typing import Any, ClassVar, get_args
 
 LATER = {"recorded": "unless it has its default"}
@@ -67,11 +68,19 @@ class Value(IntEnum):
     OUTPUT = 4
     """The module's output [hidden_size], which the schedule adds to the stream."""
     ROUTES = 5
-    """Numbers of the experts that are used, and their shares in the sum, the largest share first."""
+    """Numbers of the experts that are used, and their shares in the sum: the largest share first, or in the order of a
+    table.
+    """
     QUERIES = 6
-    """Queries of latent attention [heads, channels], of each head those that rotate last."""
+    """Queries of latent or compressed attention [heads, channels], of each head those that rotate last."""
     ABSORBED = 7
     """Queries for the cached latents [heads, rank]: those that do not rotate, times the matrix of the head's keys."""
+    STREAMS = 8
+    """Several residual streams, end to end [streams * hidden_size]; STREAM is then what a module reads of them."""
+    MIXTURE = 9
+    """What decides how a module reads and writes them, before its sigmoids and softmax."""
+    INDEX = 10
+    """Queries that choose entries of compressed attention [heads, channels]."""
 
 
 class Activation(IntEnum):
@@ -108,6 +117,8 @@ class ProductName(IntEnum):
     QUERIES = 7
     ABSORB = 8
     VALUES = 9
+    GROUPS = 10
+    INDEX = 11
 
 
 @dataclass(frozen=True)
@@ -414,32 +425,133 @@ class RootRoute:
     factor: float
     """On the shares."""
     by_token: Weight | None
-    """[vocabulary, used]."""
+    """[vocabulary, used]; small."""
 
     reads: ClassVar = Value.STREAM
     writes: ClassVar = Value.ROUTES
 
 
 @dataclass(frozen=True)
+class GatherStreams:
+    """STREAM gets the sum of the residual streams, each times its share in MIXTURE = mix STREAMS / rms(STREAMS). The
+    other rows of MIXTURE say how the module's OUTPUT joins the streams, where the schedule adds it.
+    laneformer/blocks/streams.py has the equations.
+    """
+
+    count: int
+    """Streams."""
+    mix: Matrix
+    """[count, count * hidden_size] of the head, [2 count + count^2, ...] of a module."""
+    factors: Weight
+    """On the rows: of what is read, of what is written, of what is between the streams."""
+    offsets: Weight
+    """Added to the rows."""
+    eps: float
+    norm_eps: float
+    iterations: int
+    """Of the matrix between the streams, which make its rows and columns sum to 1."""
+
+    reads: ClassVar = Value.STREAMS
+    writes: ClassVar = Value.STREAM
+
+
+@dataclass(frozen=True)
+class Compressor:
+    """Entries of a cache that are made of `ratio` positions each. Of PROJECTED the channels from `first` on are a
+    position's vectors, then as many gates; where windows overlap, the first half of either is for the next window's
+    entry. laneformer/blocks/compressor.py has the equations.
+    """
+
+    first: int
+    channels: int
+    """Of an entry."""
+    ratio: int
+    overlaps: bool
+    biases: Weight
+    """[ratio, channels of a position's vectors], on the gates; small."""
+    norm: Norm
+    rotary: Rotary
+    """Of an entry's last channels, at the first position of its window."""
+
+    @property
+    def width(self) -> int:
+        """Channels of a position's vectors."""
+        return self.channels * (1 + self.overlaps)
+
+    @property
+    def earlier(self) -> int:
+        """Positions before a new one that may be in its window's entry, at most."""
+        return self.ratio * (1 + self.overlaps) - 1
+
+
+@dataclass(frozen=True)
+class CompressedKeep:
+    """Of PROJECTED the first `channels`, after `norm`, the last of them rotated, join the layer's cache: this
+    position's vector. So do entries whose last position this is.
+    """
+
+    channels: int
+    norm: Norm
+    rotary: Rotary
+    entries: Compressor | None
+    index_keys: Compressor | None
+    """Of the index, one for each entry."""
+
+    reads: ClassVar = Value.PROJECTED
+    writes: ClassVar = Value.PROJECTED
+
+
+@dataclass(frozen=True)
+class Index:
+    """Chooses the `most` entries with the largest sums over its heads of weight * relu(query . key), of equal ones
+    those with the lowest numbers. Queries are INDEX, rotated; weights are in PROJECTED.
+    """
+
+    heads: int
+    channels: int
+    first: int
+    """Channel of PROJECTED that is the first weight."""
+    most: int
+
+
+@dataclass(frozen=True)
 class CompressedAttend:
-    """All of compressed attention, laneformer/blocks/compressed_attention.py, from STREAM to OUTPUT."""
+    """Attention to the cached vectors of the newest positions and to entries, which are keys and values of all heads.
+    Queries are those of QUERIES over their root mean square, rotated; each head's result is rotated back.
+    """
 
-    norm: Norm | None
-    weights: tuple[Weight, ...]
+    heads: int
+    head_dim: int
+    window: int
+    """Newest positions that are seen, the own one included."""
+    ratio: int | None
+    """Positions of an entry; None: there are none."""
+    norm_eps: float
+    scale: float
+    rotary: Rotary
+    """Of the last channels."""
+    sinks: Weight
+    """As in Attend."""
+    index: Index | None
+    """None: all entries are seen whose positions are all there."""
 
-    reads: ClassVar = Value.STREAM
-    writes: ClassVar = Value.OUTPUT
+    reads: ClassVar = Value.QUERIES
+    writes: ClassVar = Value.ATTENDED
 
 
-Op = Product | Attend | OutputNorm | Route | SharedExpert | SigmoidRoute | LatentKeep | LatentAttend | DeltaNet
-"""What the decode kernels compute. A dataclass of this file that is not among them is for backend xla alone."""
+GpuOp = Product | Attend | OutputNorm | Route | SharedExpert | SigmoidRoute | LatentKeep | LatentAttend | DeltaNet
+"""What the decode kernel on GPUs computes."""
+Op = GpuOp | RootRoute | GatherStreams | CompressedKeep | CompressedAttend
+"""What the decode kernel on CPUs computes. A dataclass of this file that is not among them is for backend xla alone."""
 
 
-def without_kernel(ops: "DecoderOps") -> str | None:
-    """What of a model the decode kernels do not compute, and the remedy; None if they compute all of it."""
+def without_kernel(ops: "DecoderOps", kinds: UnionType = Op) -> str | None:
+    """What of a model the decode kernel with these kinds of ops does not compute, and the remedy; None if it computes
+    all of it.
+    """
     for n, layer in enumerate(ops.layers):
         for op in layer.ops:
-            if not isinstance(op, Op):
+            if not isinstance(op, kinds):
                 return f"it has no {trace_name(op)}, the block of layer {n}: use backend xla"
             if isinstance(op, Attend) and op.rotary and op.rotary.factor != 1 and 0.0 in op.rotary.frequencies:
                 return f"it does not scale some channels of a head by {op.rotary.factor:g}: use backend xla"
@@ -520,6 +632,8 @@ class Head:
     """Head REPLICATE: one norm over the sum of the lanes, instead of the mean of their norms."""
     weight: Weight
     """Of one lane, as HeadKind says; the embedding table where they are tied."""
+    gather: GatherStreams | None = None
+    """How it reads several residual streams; each module begins with GatherStreams then, too."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ inline bool fits(const KeptArray& array, xla::ffi::Span<const int64_t> shape, in
   const std::vector<int64_t>& entry = array.shape;
   return shape.size() == 3 + entry.size() && shape[0] == lanes && shape[1] == 1 &&
          std::equal(entry.begin(), entry.end(), shape.begin() + 3) &&
-         (array.fixed ? shape[2] == 1 : positions < 0 || shape[2] == positions);
+         ((!array.fixed && positions < 0) || shape[2] == array.entries(positions));
 }
 
 // Calls take(array number, address) for a device's arrays, which have some lanes each. Returns what is wrong with them,
@@ -41,13 +41,14 @@ std::string take_kept(const std::vector<KeptArray>& kept, const Plan& plan, int6
     const auto shape = given->dimensions();
     if (given->element_type() != type_of(array, plan) || !fits(array, shape, lanes, positions))
       return "cache " + std::to_string(i) + " does not fit the model: its shape must be [lanes, 1, " +
-             (array.fixed                   ? "1, what DeltaNet keeps of each lane"
-              : array.kind == Kept::latents ? "positions, channels of a latent"
-                                            : "positions, kv heads, head size") +
+             (array.fixed                                              ? "1, what a recurrent layer keeps of each lane"
+              : array.kind == Kept::latents                            ? "positions, channels of a latent"
+              : array.kind == Kept::keys || array.kind == Kept::values ? "positions, kv heads, head size"
+                                                                       : "positions or entries of several, channels") +
              "] per device";
     if (given->untyped_data() != (*changed)->untyped_data())
       return "the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))";
-    if (!array.fixed) positions = shape[2];
+    if (!array.fixed && array.every == 1) positions = shape[2];
     take(i, given->untyped_data());
   }
   return "";

@@ -22,8 +22,9 @@ int64_t rows(const Product& product) {
 
 namespace {
 
-constexpr int kFormat = 5;  // custom_calls/words.py
+constexpr int kFormat = 6;  // custom_calls/words.py
 constexpr int kMostDimensions = 4;
+constexpr int kMostStreams = 64;
 constexpr int kMostLanes = 1 << 16, kMostHeads = 1 << 20, kMostExperts = 1 << 16;
 constexpr int64_t kMostElements = int64_t{1} << 44;  // of a lane's weight: times the lanes it fits 64 bits
 
@@ -223,8 +224,10 @@ class Reader {
                                         : columns(product) * read_experts(product);
     require(product.reads != Value::routes && channels_of(product.reads) == read,
             "a product has other columns than the value that it reads");
-    require(product.writes != Value::stream && product.writes != Value::attended && product.writes != Value::routes,
-            "a product writes what it must not");
+    require(product.reads != Value::attended || columns(product) % attended_heads_ == 0,
+            "a product reads a part of a head's result");
+    for (const Value value : {Value::stream, Value::attended, Value::routes, Value::streams, Value::mixture})
+      require(product.writes != value, "a product writes what it must not");
     const int64_t written = channels(product) * written_experts(product) * blocks(product);
     require(product.writes != Value::output || written == plan_.hidden_size,
             "a module's output has another size than the stream");
@@ -279,6 +282,70 @@ class Reader {
             "a router chooses from too few groups of experts");
   }
 
+  void check(RootRoute& op) {
+    check_router(op.matrix, op.norm, op.used);
+    if (op.correction) check_vector(*op.correction, op.matrix.weight.size, "a correction");
+    if (op.by_token) check_vector(*op.by_token, (int64_t)plan_.vocab_size * op.used, "a table of experts");
+  }
+
+  void check_gather(const GatherStreams& op, bool of_head) {
+    const int64_t count = op.count, rows = of_head ? count : 2 * count + count * count;
+    require(count == plan_.streams(), "a mixture is of another number of streams");
+    check_matrix(op.mix.weight, "a mixture");
+    require(op.mix.weight.size == rows && op.mix.weight.columns == count * plan_.hidden_size && !op.mix.bias,
+            "a mixture has another shape than its streams");
+    check_vector(op.factors, of_head ? 1 : 3, "factors");
+    check_vector(op.offsets, rows, "offsets");
+  }
+
+  void check(GatherStreams& op) { check_gather(op, false); }
+
+  // Rotated channels are the last ones of this many.
+  void check_rotary(const RotaryIndex& rotary, int64_t channels) {
+    require(rotating_channels(rotary, plan_) <= channels, "a rotation has more channels than a head");
+  }
+
+  void check_compressor(const std::optional<Compressor>& op, const char* what) {
+    if (!op) return;
+    require(op->channels <= kMostHeads && op->ratio <= kMostHeads, what);
+    require(op->first + 2 * width(*op) <= channels_of(Value::projected), what);
+    check_vector(op->biases, op->ratio * width(*op), "a compressor's biases");
+    check_vector(op->norm.gain, op->channels, "a norm");
+    check_rotary(op->rotary, op->channels);
+  }
+
+  void check(CompressedKeep& op) {
+    check_vector(op.norm.gain, op.channels, "a norm");
+    check_rotary(op.rotary, op.channels);
+    require(op.channels <= channels_of(Value::projected), "a position has more channels than are projected");
+    check_compressor(op.entries, "entries have another size than what is projected");
+    check_compressor(op.index_keys, "keys of an index have another size than what is projected");
+    require(!op.index_keys || (op.entries && op.entries->ratio == op.index_keys->ratio),
+            "an index has keys for other entries than there are");
+    require(!op.entries || op.entries->channels == op.channels, "entries have other channels than positions");
+    keep_ = &op;
+  }
+
+  void check(CompressedAttend& op) {
+    require(op.heads <= kMostHeads && op.head_dim <= kMostHeads, "too many heads");
+    require(keep_ && keep_->channels == op.head_dim, "heads have other channels than what is kept");
+    require(op.ratio ? keep_->entries && keep_->entries->ratio == *op.ratio : !keep_->entries,
+            "compressed attention has other entries than are kept");
+    require(channels_of(Value::queries) == width(op), "compressed attention reads another number of queries");
+    check_vector(op.sinks, op.heads, "sinks");
+    check_rotary(op.rotary, op.head_dim);
+    if (op.index) {
+      require(keep_->index_keys && keep_->index_keys->channels == op.index->channels, "an index has no keys");
+      check_rotary(op.rotary, op.index->channels);
+      require(op.index->heads <= kMostHeads &&
+                  channels_of(Value::index) == (int64_t)op.index->heads * op.index->channels &&
+                  op.index->first + (int64_t)op.index->heads <= channels_of(Value::projected),
+              "an index reads another number of channels than are projected");
+    }
+    attended_heads_ = op.head_dim;
+    channels_of(Value::attended) = width(op);
+  }
+
   void check(Attend& op) {
     require(op.heads <= kMostHeads && op.kv_heads <= kMostHeads && op.head_dim <= kMostHeads, "too many heads");
     require(op.heads % op.kv_heads == 0, "heads are not a multiple of kv_heads");
@@ -325,6 +392,7 @@ class Reader {
 
   void check_ops() {
     require(plan_.lanes <= kMostLanes, "too many lanes");
+    require(plan_.streams() <= kMostStreams, "too many residual streams");
     check_matrix(plan_.embedding, "the embedding");
     require(!plan_.weights[plan_.embedding.number].lane_sharded && plan_.embedding.size == plan_.vocab_size &&
                 plan_.embedding.columns == plan_.hidden_size,
@@ -332,6 +400,7 @@ class Reader {
     for (Layer& layer : plan_.layers) check_module(layer.attention), check_module(layer.feed_forward);
     Head& head = plan_.head;
     check_norms(head);
+    if (head.gather) check_gather(*head.gather, true);
     check_matrix(head.weight, "the head");
     const int slices = head.kind == HeadKind::vocab_parallel ? plan_.lanes : 1;
     require(plan_.weights[head.weight.number].lane_sharded == (head.kind != HeadKind::replicate) &&
@@ -343,7 +412,13 @@ class Reader {
   void check_module(Module& module) {
     for (int64_t& size : channels_) size = 0;
     channels_of(Value::stream) = plan_.hidden_size;
-    for (Op& op : module.ops) std::visit([&](auto& one) { check(one); }, op);
+    keep_ = nullptr;
+    attended_heads_ = 1;
+    for (Op& op : module.ops) {
+      require(std::holds_alternative<GatherStreams>(op) == (plan_.streams() && &op == &module.ops.front()),
+              "modules begin with a mixture of streams if the head does, and have no other");
+      std::visit([&](auto& one) { check(one); }, op);
+    }
     require(channels_of(Value::output) > 0, "a module has no output");
     check_norms(module);
   }
@@ -382,11 +457,26 @@ class Reader {
       require(sum.width <= plan_.hidden_size, "a sum is wider than the stream");
       require(!sum.stream_mean || sum.width == plan_.hidden_size, "a mean of the streams needs all channels");
     }
+    if (plan_.streams()) check_streams();
     for (int time = 0; time <= modules; time++)
       for (const Event& event : plan_.events[time])
         require(event.payload < 0 ||
                     (event.payload < (int64_t)plan_.sums.size() && plan_.sums[event.payload].complete_at <= time),
                 "a sum lands that does not exist or is not complete");
+  }
+
+  // Several streams: the sum of each module's outputs lands at once, as a whole.
+  void check_streams() {
+    require((int)plan_.sums.size() == plan_.num_modules() && plan_.events[plan_.num_modules()].empty(),
+            "several streams need one sum for each module");
+    for (int time = 0; time < plan_.num_modules(); time++) {
+      const Sum& sum = plan_.sums[time];
+      const std::vector<Event>& now = plan_.events[time];
+      require(now.size() == 1 && now[0].payload == time && now[0].apart.empty() && !sum.stream_mean &&
+                  sum.width == plan_.hidden_size && sum.complete_at == time && sum.parts.size() == 1 &&
+                  sum.parts[0].module == time && sum.parts[0].weight == 1,
+              "several streams need one sum for each module");
+    }
   }
 
   const int32_t* words_;
@@ -395,7 +485,9 @@ class Reader {
   const int64_t num_floats_;
   int64_t at_ = 0;
   int64_t channels_[count_of(Value{})];
-  int64_t experts_ = 0;  // of the module's router
+  int64_t experts_ = 0;                   // of the module's router
+  const CompressedKeep* keep_ = nullptr;  // the module's, so far
+  int64_t attended_heads_ = 1;            // channels of its heads' results that are merged together
   Plan plan_;
 };
 
@@ -414,6 +506,11 @@ std::vector<KeptArray> kept_arrays(const Plan& plan) {
     fixed(Kept::inputs, KeptType::cached, {heads, kept_inputs(op), head_channels(op)});
     fixed(Kept::state, KeptType::floats, {heads, delta_width(op) / 16, op.key_dim, 16});
   };
+  const auto add_compressor = [&](int layer, const std::optional<Compressor>& op, Kept kind, Kept of_tail) {
+    if (!op) return;
+    found.push_back({layer, kind, {op->channels}, KeptType::cached, false, op->ratio});
+    found.push_back({layer, of_tail, {tail(*op), 2 * width(*op)}, KeptType::floats, true});
+  };
   for (int layer = 0; layer < plan.num_layers(); layer++)
     for (int m = 2 * layer; m < 2 * layer + 2; m++)
       for (const Op& op : plan.module(m).ops) {
@@ -422,6 +519,11 @@ std::vector<KeptArray> kept_arrays(const Plan& plan) {
         if (const auto* keep = std::get_if<LatentKeep>(&op))
           add(layer, Kept::latents, {keep->rank + rotating_channels(keep->rotary, plan)});
         if (const auto* delta = std::get_if<DeltaNet>(&op)) add_delta(layer, *delta);
+        if (const auto* keep = std::get_if<CompressedKeep>(&op)) {
+          add(layer, Kept::positions, {keep->channels});
+          add_compressor(layer, keep->entries, Kept::compressed, Kept::compressed_tail);
+          add_compressor(layer, keep->index_keys, Kept::index_keys, Kept::index_keys_tail);
+        }
       }
   std::stable_sort(found.begin(), found.end(), [](const KeptArray& a, const KeptArray& b) { return a.kind < b.kind; });
   return found;

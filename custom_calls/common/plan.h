@@ -84,6 +84,13 @@ inline int64_t delta_width(const DeltaNet& op) { return ratio(op) * ((op.value_d
 inline int64_t stretch_floats(const DeltaNet& op) { return kEntries * (op.key_dim + delta_width(op) + ratio(op)); }
 inline int64_t kept_inputs(const DeltaNet& op) { return taps(op) - 1 + kEntries; }
 
+// Compressed attention: channels of a position's vectors, positions before a new one that may be in its window's entry,
+// and those whose vectors and gates are kept.
+inline int64_t width(const Compressor& op) { return (int64_t)op.channels * (op.overlaps ? 2 : 1); }
+inline int64_t earlier(const Compressor& op) { return (int64_t)op.ratio * (op.overlaps ? 2 : 1) - 1; }
+inline int64_t tail(const Compressor& op) { return earlier(op) + kEntries; }
+inline int64_t width(const CompressedAttend& op) { return (int64_t)op.heads * op.head_dim; }
+
 struct Part {
   int module;
   float weight;
@@ -115,7 +122,8 @@ struct Plan : DecoderOps {
   bool rounded_activations;
 
   int num_layers() const { return (int)layers.size(); }
-  int num_modules() const { return 2 * num_layers(); }  // of each layer: attention, feed forward
+  int streams() const { return head.gather ? head.gather->count : 0; }  // residual streams, where modules mix them
+  int num_modules() const { return 2 * num_layers(); }                  // of each layer: attention, feed forward
   const Module& module(int time) const {
     const Layer& layer = layers[time / 2];
     return time % 2 == 0 ? layer.attention : layer.feed_forward;
@@ -128,21 +136,36 @@ inline int64_t rotating_channels(const RotaryIndex& rotary, const Plan& plan) {
 }
 
 // What layers keep between tokens.
-enum class Kept { keys, values, latents, base, entries, inputs, state };
-constexpr int kKept = 7;
+enum class Kept {
+  keys,
+  values,
+  latents,
+  base,
+  entries,
+  inputs,
+  state,
+  positions,
+  compressed,
+  compressed_tail,
+  index_keys,
+  index_keys_tail
+};
+constexpr int kKept = 12;
 enum class KeptType { cached, floats, integers };  // in the dtype of the cache; float32; int32
 struct KeptArray {
   int layer;
   Kept kind;
   std::vector<int64_t> shape;  // of an entry, in one lane
   KeptType type = KeptType::cached;
-  bool fixed = false;  // one entry, of the text; otherwise one for each position
+  bool fixed = false;  // one entry, of the text; otherwise one for each `every` positions
+  int64_t every = 1;
 
   int64_t elements() const {
     int64_t count = 1;
     for (const int64_t size : shape) count *= size;
     return count;
   }
+  int64_t entries(int64_t positions) const { return fixed ? 1 : (positions + every - 1) / every; }
   // Of an entry in one lane; width: bytes of a value of the cache.
   int64_t bytes(int64_t width) const { return elements() * (type == KeptType::cached ? width : 4); }
 };

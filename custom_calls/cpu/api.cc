@@ -80,7 +80,7 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
     const plan::KeptArray& array = decoder.kept()[i];
     const int64_t width = array.bytes(bytes_of((Dtype)model.cache_dtype));
     for (int lane = 0; lane < model.lanes; lane++) {
-      char* const own = devices[lane / local].caches[i] + lane % local * (array.fixed ? 1 : first.capacity) * width;
+      char* const own = devices[lane / local].caches[i] + lane % local * array.entries(first.capacity) * width;
       call.caches.push_back(own);
       if (!decoder.recurrent()) call.widths.push_back(width);
     }

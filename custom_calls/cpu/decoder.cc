@@ -107,7 +107,7 @@ std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passe
   std::vector<Region> caches;
   for (const plan::KeptArray& array : kept())
     for (int lane = 0; lane < model.lanes; lane++) {
-      caches.emplace_back((array.fixed ? 1 : call.start + longest) * array.bytes(bytes_of(state_.cache)));
+      caches.emplace_back(array.entries(call.start + longest) * array.bytes(bytes_of(state_.cache)));
       std::memset(caches.back().data, 0, caches.back().bytes);  // pages never written share one
       call.caches.push_back(caches.back().data);
     }

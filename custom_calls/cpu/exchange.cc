@@ -129,7 +129,9 @@ void Worker::apply(int time) {
     for (int lane = first_lane_; lane < last_lane_; lane++)
       for (int p = 0; p < positions_; p++) {
         const float* sum = sums + p * d;
-        if (payload.stream_mean) {
+        if (m_.streams()) {
+          join(lane, p, sum);
+        } else if (payload.stream_mean) {
           std::memcpy(stream(lane, p), sum, d * sizeof(float));
         } else if (event.apart.empty()) {
           k_.add_scaled(stream(lane, p), sum, 1.0f, payload.width);

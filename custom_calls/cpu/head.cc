@@ -8,6 +8,7 @@ namespace laneformer {
 
 void Worker::head() {
   int64_t began = clock();
+  if (d_.head_mixer) run(*d_.head_mixer, m_.num_modules() - 1);
   const int64_t d = m_.hidden_size, all = m_.lanes * d;
   const int rows = pass_->rows;
   float* finals = d_.finals.floats();  // [rows][lanes][hidden_size]

@@ -73,16 +73,30 @@ Product prepared_of(const plan::Product& op, int lanes, Dtype dtype, Activations
   return product;
 }
 
-// A float32 product with the stream, which is not rounded, to ROUTES.
-Product logits_of(const plan::Matrix& matrix, const std::optional<plan::Norm>& norm, int lanes) {
-  plan::Product logits{};
-  logits.matrices = {matrix};
-  logits.reads = plan::Value::stream;
-  logits.writes = plan::Value::routes;
-  logits.norm = norm;
-  Product product = prepared_of(logits, lanes, Dtype::f32, Activations::exact);
+// A float32 product, of a vector that is not rounded.
+Product apart_of(const plan::Matrix& matrix, plan::Value reads, plan::Value writes,
+                 const std::optional<plan::Norm>& norm, int lanes) {
+  plan::Product op{};
+  op.matrices = {matrix};
+  op.reads = reads;
+  op.writes = writes;
+  op.norm = norm;
+  Product product = prepared_of(op, lanes, Dtype::f32, Activations::exact);
   product.apart = true;
   return product;
+}
+
+// Of the stream, to ROUTES.
+Product logits_of(const plan::Matrix& matrix, const std::optional<plan::Norm>& norm, int lanes) {
+  return apart_of(matrix, plan::Value::stream, plan::Value::routes, norm, lanes);
+}
+
+// Of the streams over their root mean square: a norm without a gain.
+Mixer mixer_of(const plan::GatherStreams& op, int lanes) {
+  Mixer mixer{apart_of(op.mix, plan::Value::streams, plan::Value::mixture, {}, lanes), op};
+  mixer.rows.normed = true;
+  mixer.rows.norm.eps = op.norm_eps;
+  return mixer;
 }
 
 // An op as workers run it.
@@ -92,12 +106,14 @@ struct Prepare {
   const Activations activations;
 
   Product operator()(const plan::Product& op) const { return prepared_of(op, plan.lanes, dtype, activations); }
-  Router operator()(const plan::Route& op) const {
-    return {logits_of(op.matrix, op.norm, plan.lanes), op.normalized, {}};
-  }
+  Router operator()(const plan::Route& op) const { return {logits_of(op.matrix, op.norm, plan.lanes), op.normalized}; }
   SigmoidRouter operator()(const plan::SigmoidRoute& op) const {
     return {{logits_of(op.matrix, op.norm, plan.lanes), op.normalized, op}};
   }
+  RootRouter operator()(const plan::RootRoute& op) const {
+    return {{logits_of(op.matrix, op.norm, plan.lanes), op.normalized, {}, op}};
+  }
+  Mixer operator()(const plan::GatherStreams& op) const { return mixer_of(op, plan.lanes); }
   SharedExpert operator()(const plan::SharedExpert& op) const {
     SharedExpert expert;
     for (const plan::Product& product : op.products) expert.products.push_back((*this)(product));
@@ -115,6 +131,8 @@ std::vector<Product*> products_in(Op& op) {
   if (auto* product = std::get_if<Product>(&op)) return {product};
   if (auto* router = std::get_if<Router>(&op)) return {&router->logits};
   if (auto* router = std::get_if<SigmoidRouter>(&op)) return {&router->logits};
+  if (auto* router = std::get_if<RootRouter>(&op)) return {&router->logits};
+  if (auto* mixer = std::get_if<Mixer>(&op)) return {&mixer->rows};
   std::vector<Product*> found;
   if (auto* expert = std::get_if<SharedExpert>(&op)) {
     for (Product& product : expert->products) found.push_back(&product);
@@ -158,6 +176,10 @@ void DecodeState::make_ops() {
     for (const plan::Op& op : plan.module(m).ops)
       std::visit([&](const auto& one) { module.push_back(prepare(one)); }, op);
   }
+  transposed.resize(plan.weights.size());
+  for (int m = 0; m < plan.num_modules(); m++)
+    for (const plan::Op& op : plan.module(m).ops)
+      if (const auto* delta = std::get_if<plan::DeltaNet>(&op)) transposed[delta->convolution.number] = true;
   const auto number = [&](bool apart) {
     for (std::vector<Op>& module : modules)
       for (Op& op : module)
@@ -180,6 +202,11 @@ void DecodeState::make_ops() {
   head.parts.push_back({plan.head.weight.number, 0});
   products.push_back(&head);
   number(true);
+  if (plan.head.gather) {
+    head_mixer = mixer_of(*plan.head.gather, plan.lanes);
+    head_mixer->rows.number = (int)products.size();
+    products.push_back(&head_mixer->rows);
+  }
   head_tiles.resize(head.units());
   forms.resize(products.size());
   for (const Product* product : products)
@@ -199,14 +226,24 @@ void DecodeState::make_buffers() {
                                                               : product->rows;
     pad(product->writes, rows);
   }
-  int64_t part = 0;  // floats that a chunk of keys gives
+  int64_t part = 0, gain = plan.streams() * d;  // part: floats that a chunk of keys gives
   const auto widen = [&](int64_t heads, int64_t channels) { part = std::max(part, heads * (channels + 2)); };
   for (int m = 0; m < count; m++)
     for (const plan::Op& op : plan.module(m).ops) {
       if (const auto* attend = std::get_if<plan::Attend>(&op)) widen(attend->heads, attend->head_dim);
       if (const auto* attend = std::get_if<plan::LatentAttend>(&op)) widen(attend->heads, attend->rank);
       if (const auto* delta = std::get_if<plan::DeltaNet>(&op)) pad(plan::Value::attended, plan::width(*delta));
+      if (const auto* attend = std::get_if<plan::CompressedAttend>(&op)) {
+        widen(attend->heads, attend->head_dim);
+        gain = std::max<int64_t>(gain, attend->head_dim);
+        if (!attend->index) continue;
+        index_entries = std::max<int64_t>(index_entries, plan.context / *attend->ratio);
+        index_most = std::max<int64_t>(index_most, attend->index->most);
+      }
     }
+  ones.assign(gain, 1.0f);
+  index_scores = Region(4 * lanes * kBlock * index_entries);
+  index_numbers = Region(4 * lanes * kBlock * index_most);
 
   small_weights.resize(plan.small_size);
   for (Held& value : held)

@@ -2,6 +2,7 @@
 // running call. Plain data: workers write it between the points at which they meet (worker.h).
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -57,7 +58,7 @@ struct Product {
   bool summed = false;
   int blocks = 0;          // of a lane, each with its own matrix; 0: it is not block-diagonal
   int64_t block_step = 0;  // channels from block to block in what it reads
-  bool apart = false;      // from the workers' streams: a router's, and the gate of a shared expert
+  bool apart = false;      // from the workers' streams: a router's, the gate of a shared expert, a mixture
   bool added = false;      // to what its target holds
   struct Part {            // a matrix
     int weight;            // its number in the plan
@@ -83,9 +84,17 @@ struct Product {
 struct Router {
   Product logits;
   bool normalized;
-  std::optional<plan::SigmoidRoute> sigmoids;  // of the logits are scores; otherwise the logits are
+  // Scores are the sigmoids of the logits, or roots; otherwise the logits.
+  std::optional<plan::SigmoidRoute> sigmoids = {};
+  std::optional<plan::RootRoute> roots = {};
 };
 struct SigmoidRouter : Router {};
+struct RootRouter : Router {};
+
+struct Mixer {
+  Product rows;
+  plan::GatherStreams op;
+};
 
 struct SharedExpert {
   std::vector<Product> products;  // the last one is added
@@ -108,6 +117,14 @@ struct PreparedOp<plan::Route> {
 template <>
 struct PreparedOp<plan::SigmoidRoute> {
   using type = SigmoidRouter;
+};
+template <>
+struct PreparedOp<plan::RootRoute> {
+  using type = RootRouter;
+};
+template <>
+struct PreparedOp<plan::GatherStreams> {
+  using type = Mixer;
 };
 template <>
 struct PreparedOp<plan::SharedExpert> {
@@ -140,6 +157,14 @@ struct Span {  // one op of one worker, for the trace
 enum TraceOp { kEmbed, kExchange, kSample, kHead, kOps };
 
 constexpr int kChunks = 18;  // most parts of a lane's keys that are attended to apart
+
+// Entries of compressed attention in a chunk, a function of the session alone; the newest positions are another chunk.
+inline int64_t entries_of_chunk(const plan::CompressedAttend& op, int64_t context) {
+  constexpr int64_t kLeast = 4;  // blocks
+  const int64_t all = op.ratio ? (context + *op.ratio - 1) / *op.ratio : 0;
+  const int64_t most = op.index ? std::min<int64_t>(all, op.index->most) : all;
+  return kLatentEntries * std::max(kLeast, (most + kLatentEntries * 16 - 1) / (kLatentEntries * 16));
+}
 
 // Tiles of a product with quantized matrices, of those that have one format and one order of columns.
 struct Piece {
@@ -203,7 +228,10 @@ struct DecodeState {
   std::vector<std::vector<Op>> modules;     // two of each layer
   std::vector<const Product*> products;     // by number
   Product head{};
-  std::vector<Form> forms;  // by the products' numbers
+  std::optional<Mixer> head_mixer;  // where there are several residual streams
+  std::vector<bool> transposed;     // whether a small weight is packed so, by number: a convolution's channels
+  std::vector<float> ones;          // a gain
+  std::vector<Form> forms;          // by the products' numbers
 
   // Weights that are not streamed.
   Region embedding;       // [vocab_size][hidden_size] as stored; empty when the head is the same matrix, or if it is
@@ -221,9 +249,12 @@ struct DecodeState {
   Held held[plan::count_of(plan::Value{})];  // values that products write, of routes the experts' logits; DeltaNet's
   Held& of(plan::Value value) { return held[(int)value]; }
   const Held& of(plan::Value value) const { return held[(int)value]; }
-  Region streams;    // [sums][lanes][B][hidden_size], touched for those with a mean
-  Region parts;      // [lanes][kChunks][B][heads][head_dim + 2], of the widest attention
-  Region finals;     // [kMostRows][lanes][hidden_size]
+  Region streams;  // [sums][lanes][B][hidden_size], touched for those with a mean
+  Region parts;    // [lanes][kChunks][B][heads][head_dim + 2], of the widest attention
+  Region finals;   // [kMostRows][lanes][hidden_size]
+  // Of the entries that an index chooses: scores of all [lanes][B][index_entries], and numbers [lanes][B][index_most].
+  int64_t index_entries = 0, index_most = 0;
+  Region index_scores, index_numbers;
   Region logits, z;  // [kMostRows][vocab]: as the model makes them; with penalty and temperature
   struct Drawn {
     float largest, largest_z;

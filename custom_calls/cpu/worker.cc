@@ -103,12 +103,33 @@ Worker::Worker(DecodeState& state, int index)
         kv_heads = std::max(kv_heads, entry);
         space = std::max(space, latent_floats(entry, attend->rank));
       }
+      if (const auto* keep = std::get_if<plan::CompressedKeep>(&op)) {
+        kv_heads = std::max(kv_heads, (int64_t)keep->channels);
+        for (const auto* compressor : {&keep->entries, &keep->index_keys}) {
+          if (!*compressor) continue;
+          kv_heads = std::max(kv_heads, (int64_t)(*compressor)->channels);
+          parts_of_entry_.resize(std::max((int64_t)parts_of_entry_.size(), 3 * (plan::earlier(**compressor) + 1)));
+        }
+      }
+      if (const auto* attend = std::get_if<plan::CompressedAttend>(&op)) {
+        heads = std::max(heads, plan::width(*attend));
+        space = std::max(space, latent_floats(attend->head_dim, attend->head_dim));
+        if (!attend->index) continue;
+        queries = std::max<int64_t>(queries, attend->index->heads * attend->index->channels);
+        space = std::max(space, index_floats(attend->index->heads, attend->index->channels));
+        order_.resize(d_.index_entries);
+      }
       if (const auto* delta = std::get_if<plan::DeltaNet>(&op); delta && !recurrence_) {
         recurrence_ = std::make_unique<Recurrence>(*delta);
         widest = std::max<int64_t>(widest, delta->key_dim);
       }
     }
   x_.resize((last_lane_ - first_lane_) * kBlock * d);
+  if (m_.streams()) {
+    streams_.resize((last_lane_ - first_lane_) * kBlock * m_.streams() * d);
+    joins_.resize((last_lane_ - first_lane_) * kBlock * m_.streams() * (m_.streams() + 1));
+    joined_.resize(m_.streams() * d);
+  }
   size_t apart = 0;
   for (const auto& events : m_.events)
     for (const plan::Event& event : events) apart = std::max(apart, event.apart.size());
@@ -207,6 +228,9 @@ void Worker::step() {
     d_.embed(pass_->tokens[p], stream(first_lane_, p));
     for (int lane = first_lane_ + 1; lane < last_lane_; lane++)
       std::memcpy(stream(lane, p), stream(first_lane_, p), m_.hidden_size * sizeof(float));
+    for (int lane = first_lane_; lane < last_lane_; lane++)
+      for (int s = 0; s < m_.streams(); s++)
+        std::memcpy(streams(lane, p) + s * (int64_t)m_.hidden_size, stream(lane, p), m_.hidden_size * sizeof(float));
   }
   for (const Run* run = pass_->run; run < pass_->run + pass_->runs; run++)
     for (int i = 0; i < run->count; i++) turn(run->first + i, run->start + i);
@@ -259,13 +283,19 @@ Worker::Vectors Worker::vectors_of(const Product& product, int lane, int block) 
   Vectors found{a_.data(), product.columns, positions_};
   if (product.reads == plan::Value::stream) {
     found = {stream(lane, 0), m_.hidden_size, positions_};
-  } else if (product.reads == plan::Value::attended && (attend_ || latent_)) {
-    latent_ ? merge(lane, block) : merge(lane);
+  } else if (product.reads == plan::Value::streams) {
+    found = {streams(lane, 0), (int64_t)m_.streams() * m_.hidden_size, positions_};
+  } else if (product.reads == plan::Value::attended && attend_) {
+    merge(lane);
+  } else if (product.reads == plan::Value::attended && latent_) {
+    merge(lane, block);
+  } else if (product.reads == plan::Value::attended && compressed_) {
+    merge_group(lane, block, product.columns);
   } else {
     found.x = target(product.reads, 0, lane, &found.stride) + block * product.block_step;
   }
   if (!product.normed) return found;
-  const float* gain = d_.small(product.norm.gain, lane);
+  const float* gain = product.reads == plan::Value::streams ? d_.ones.data() : d_.small(product.norm.gain, lane);
   const int64_t n = product.columns;
   for (int p = 0; p < positions_; p++)
     k_.rms_norm(found.x + p * found.stride, gain, product.norm.eps, n, h_.data() + p * n);

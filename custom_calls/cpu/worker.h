@@ -95,6 +95,7 @@ class Worker {
   void choose(const Product& product, int lane);
   void weigh(const float* logits, int experts, int used, int32_t* numbers, float* shares) const;
   void weigh_sigmoids(const float* logits, int experts, int used, int lane, int32_t* numbers, float* shares);
+  void weigh_roots(const float* logits, int experts, int used, int lane, int p, int32_t* numbers, float* shares);
   void add(const Product& product, bool gated, int module);
   void run_experts(const Product& product, int module);
   void run_blocks(const Product& product, int module);
@@ -107,6 +108,7 @@ class Worker {
   Vectors read_by(const Routes& routes, const Group& group, int used, const Vectors& x, int64_t step, int64_t columns);
   uint64_t read_experts(const Product& product) const;
   void turn_pairs(float* x, const plan::RotaryIndex& rotary, int p) const;
+  void turn_last(float* x, int64_t channels, const plan::RotaryIndex& rotary, int p, bool back = false) const;
   void rotate(float* heads, int count, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane, int p);
   static constexpr int64_t kNoWindow = INT64_MAX / 2;
   struct Unit {  // of attention
@@ -115,6 +117,7 @@ class Worker {
     Keys keys;
     int first_head, last_head;
   };
+  std::vector<Unit>& share_units(int heads, int least);
   const std::vector<Unit>& cut_keys(int64_t window, int heads, int least);
   void queries(const plan::Attend& op, const Run& run, int lane);
   void attend(const plan::Attend& op, int layer, const Unit& unit, const Unit* next, int64_t window);
@@ -124,6 +127,32 @@ class Worker {
   void attend(const plan::LatentAttend& op, int layer, const Unit& unit, const Unit* next);
   void merge(int lane, int head);
   void round_trip(float* x, int64_t n);
+
+  // Compressed attention.
+  void compress(const plan::Compressor& op, const Run& run, int lane, int layer, plan::Kept kind, plan::Kept tail);
+  void keep_tail(const plan::Compressor& op, const Run& run, int lane, int layer, plan::Kept tail);
+  void score_entries(const plan::CompressedAttend& op, int layer, const Run& run, int lane);
+  void choose_entries(const plan::CompressedAttend& op, const Run& run, int lane);
+  static int plain_positions(const plan::CompressedAttend& op, const Run& run);
+  int32_t* chosen_entries(int lane, int p) {
+    return (int32_t*)d_.index_numbers.data + ((int64_t)lane * kBlock + p) * d_.index_most;
+  }
+  float* scores_of_entries(int lane, int p) {
+    return d_.index_scores.floats() + ((int64_t)lane * kBlock + p) * d_.index_entries;
+  }
+  void queries(const plan::CompressedAttend& op, const Unit& unit);
+  void attend(const plan::CompressedAttend& op, int layer, const Unit& unit);
+  void merge_group(int lane, int group, int64_t columns);
+
+  // Several residual streams.
+  float* streams(int lane, int p) {
+    return streams_.data() + ((int64_t)(lane - first_lane_) * kBlock + p) * m_.streams() * m_.hidden_size;
+  }
+  float* joins(int lane, int p) {  // what is written to each stream, then what is between them
+    return joins_.data() + ((int64_t)(lane - first_lane_) * kBlock + p) * m_.streams() * (m_.streams() + 1);
+  }
+  void gather(const plan::GatherStreams& op, int lane, int p, const float* rows);
+  void join(int lane, int p, const float* output);
 
   // Gated DeltaNet.
   struct Recurrence {  // space for a key head
@@ -219,23 +248,33 @@ class Worker {
   uint64_t random_;
 
   const Pass* pass_ = nullptr;
-  int positions_ = 0;                           // of the pass
-  const plan::Attend* attend_ = nullptr;        // the module's, once it has attended
-  const plan::LatentAttend* latent_ = nullptr;  // likewise; both null: ATTENDED is held
-  int chunks_[kMostRows] = {};                  // into which it cut a lane's keys, of each run
-  std::vector<Unit> units_;                     // of these, the worker's
+  int positions_ = 0;                                   // of the pass
+  const plan::Attend* attend_ = nullptr;                // the module's, once it has attended
+  const plan::LatentAttend* latent_ = nullptr;          // likewise
+  const plan::CompressedAttend* compressed_ = nullptr;  // likewise; all null: ATTENDED is held
+  void attended(const plan::Attend* attend, const plan::LatentAttend* latent,
+                const plan::CompressedAttend* compressed) {
+    attend_ = attend, latent_ = latent, compressed_ = compressed;
+  }
+  int chunks_[kMostRows] = {};  // into which it cut a lane's keys, of each run
+  std::vector<Unit> units_;     // of these, the worker's
 
-  std::vector<float> x_;            // [own lanes][B][hidden_size]
-  std::vector<float> h_, a_;        // [B][widest]
-  std::vector<float> gathered_;     // [B][columns], in the order of a piece
-  std::vector<float> prepared_;     // as the products read it
-  std::vector<float> y_;            // [B][own gate and up rows], or the own logits
-  std::vector<Routes> routes_;      // of the own lanes
-  const Router* router_ = nullptr;  // the module's, until its experts are chosen
-  std::vector<float> choice_;       // [experts], by which they are chosen, and of groups of them
-  std::vector<int32_t> groups_;     // the chosen ones
-  std::vector<float> own_;          // [B][columns], what the members of a group read
-  Region each_;                     // [B used][own rows], before they are summed
+  std::vector<float> x_;                      // [own lanes][B][hidden_size]
+  std::vector<float> streams_;                // [own lanes][B][streams][hidden_size], where there are several
+  std::vector<float> joins_;                  // [own lanes][B][streams (streams + 1)]
+  std::vector<float> joined_;                 // [streams][hidden_size]
+  std::vector<const float*> parts_of_entry_;  // vectors, gates and biases
+  std::vector<int32_t> order_;                // of entries
+  std::vector<float> h_, a_;                  // [B][widest]
+  std::vector<float> gathered_;               // [B][columns], in the order of a piece
+  std::vector<float> prepared_;               // as the products read it
+  std::vector<float> y_;                      // [B][own gate and up rows], or the own logits
+  std::vector<Routes> routes_;                // of the own lanes
+  const Router* router_ = nullptr;            // the module's, until its experts are chosen
+  std::vector<float> choice_;                 // [experts], by which they are chosen, and of groups of them
+  std::vector<int32_t> groups_;               // the chosen ones
+  std::vector<float> own_;                    // [B][columns], what the members of a group read
+  Region each_;                               // [B used][own rows], before they are summed
   std::unique_ptr<Recurrence> recurrence_;
   std::vector<float> q_, key_;  // [B][heads][head_dim], [kv_heads][head_dim]
   std::vector<float> space_;    // of attention to latents

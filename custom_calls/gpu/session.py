@@ -29,7 +29,7 @@ from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
 from custom_calls.session import Bf12Weights, DecodeSession, Drafting
 from laneformer.formats import BF12_TABLE
-from laneformer.ops import TRACE_NAMES, HeadKind, Rotary, without_kernel
+from laneformer.ops import TRACE_NAMES, GpuOp, HeadKind, Rotary, without_kernel
 from laneformer.quantized import Quantized
 
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
@@ -126,7 +126,7 @@ class GpuSession(DecodeSession):
         the kernel that many at a time. Raises NativeError, BuildError if the kernel cannot be compiled, and what the
         group raises when a process is missing.
         """
-        if reason := without_kernel(plan.ops):
+        if reason := without_kernel(plan.ops, GpuOp):
             raise NativeError(f"the GPU kernel does not run this model ({reason})")
         if launch not in LAUNCHES:
             raise NativeError(f"unknown launch {launch!r}; choose {', '.join(LAUNCHES)}")

@@ -30,7 +30,7 @@ from infer.engine.prefix import Caches, Lease
 from infer.engine.states import for_kernel, for_model
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
-from laneformer.ops import without_kernel
+from laneformer.ops import GpuOp, without_kernel
 from laneformer.processes import Group
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import USUAL
@@ -86,7 +86,7 @@ class GpuBackend(NativeBackend):
             compiler(ARCHITECTURES[cls.platform])
         except BuildError as error:
             return str(error)
-        return without_kernel(decoder_ops(source.config)) or custom_calls.unavailable()
+        return without_kernel(decoder_ops(source.config), GpuOp) or custom_calls.unavailable()
 
     def __init__(
         self,

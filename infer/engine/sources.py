@@ -66,6 +66,10 @@ class RandomSource:
             elif parameter.initial in scaled:
                 block = np.roll(scaled[parameter.initial], zlib.crc32(path.encode()) % size)
                 yield path, np.resize(block, parameter.shape)
+            elif parameter.below is not None:  # experts of each token: neighbours
+                rows, used = parameter.shape
+                first = used * np.arange(rows, dtype=parameter.dtype)[:, None]
+                yield path, (first + np.arange(used, dtype=parameter.dtype)) % parameter.below
             else:
                 yield path, np.full(parameter.shape, parameter.initial == "ones", self.stored_dtype)
 

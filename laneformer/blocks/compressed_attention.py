@@ -8,6 +8,8 @@ for each head. As a value is rotated like its key, each head's result is rotated
 and entries, each in a copy.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -17,12 +19,12 @@ from jax.sharding import PartitionSpec as P
 from laneformer import ops
 from laneformer.blocks.attention import keys_seen
 from laneformer.blocks.block import Block, KeptArray, Memory, Weight, attention_weight, hold, weight_of_op
-from laneformer.blocks.compressor import Compressor, rotations
+from laneformer.blocks.compressor import Compressor, rotary_op, rotations
 from laneformer.blocks.norm import rms_norm
 from laneformer.blocks.rotary import rotate_last
 from laneformer.config import CompressedAttentionOptions
 from laneformer.errors import InputError
-from laneformer.ops import Norm, Op, Rotary
+from laneformer.ops import Blocks, Matrix, Norm, Op, Product, ProductName, Rotary, Value
 from laneformer.precision import Precision, widen
 from laneformer.quantized import Quantized
 
@@ -181,9 +183,55 @@ class CompressedAttention(Block):
 
     @staticmethod
     def ops(options: CompressedAttentionOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
-        """For backend xla alone: one op with all weights."""
-        table = CompressedAttention.table(options, path)
-        return (ops.CompressedAttend(norm, tuple(weight_of_op(table, name) for name in table)),)
+        table, groups = CompressedAttention.table(options, path), options.o_groups
+
+        def matrices(*names: str) -> tuple[Matrix, ...]:
+            return tuple(Matrix(weight_of_op(table, f"{path}.{name}")) for name in names)
+
+        def inner(name: str) -> Norm:
+            return Norm(weight_of_op(table, f"{path}.{name}"), options.norm_eps)
+
+        rotary, size = rotary_op(options), options.head_dim
+        entries = index_keys = index = None
+        projected, rank = matrices("wkv"), {"reads": Value.HIDDEN, "norm": inner("q_norm")}
+        queries = [Product(ProductName.QUERIES, matrices("wq_b"), writes=Value.QUERIES, **rank)]
+        if options.ratio:
+            entries = Compressor.op(options, f"{path}.compressor", size, size)
+            projected += matrices("compressor.wkv", "compressor.wgate")
+        if options.overlaps:
+            first, each = size + 2 * entries.width, options.index_head_dim
+            index_keys = Compressor.op(options, f"{path}.index_compressor", each, first)
+            index = ops.Index(options.index_heads, each, first + 2 * index_keys.width, options.index_topk)
+            projected += matrices("index_compressor.wkv", "index_compressor.wgate", "indexer.weights")
+            queries.append(Product(ProductName.INDEX, matrices("indexer.wq"), writes=Value.INDEX, **rank))
+        wo_a = weight_of_op(table, f"{path}.wo_a")
+        cut = {"path": f"{path}.wo_a_groups", "shape": (options.o_lora_rank, wo_a.shape[1])}
+        of_groups = Matrix(dataclasses.replace(wo_a, **cut, experts=groups, cut_from=wo_a.path))
+        return (
+            Product(ProductName.LATENTS, projected, reads=Value.STREAM, writes=Value.PROJECTED, norm=norm),
+            Product(ProductName.QUERY_RANK, matrices("wq_a"), reads=Value.STREAM, writes=Value.HIDDEN, norm=norm),
+            *queries,
+            ops.CompressedKeep(size, inner("kv_norm"), rotary, entries, index_keys),
+            ops.CompressedAttend(
+                heads=options.heads,
+                head_dim=size,
+                window=options.window,
+                ratio=options.ratio or None,
+                norm_eps=options.norm_eps,
+                scale=size**-0.5,
+                rotary=rotary,
+                sinks=weight_of_op(table, f"{path}.sinks"),
+                index=index,
+            ),
+            Product(
+                ProductName.GROUPS,
+                (of_groups,),
+                reads=Value.ATTENDED,
+                writes=Value.PROJECTED,
+                blocks=Blocks(groups, wo_a.shape[1]),
+            ),
+            Product(ProductName.OUT, matrices("wo_b"), reads=Value.PROJECTED, writes=Value.OUTPUT),
+        )
 
     @staticmethod
     def context_flops(options: CompressedAttentionOptions, length: int) -> float:

@@ -15,7 +15,8 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import KeptArray, Memory, Weight, attention_weight, hold
+from laneformer import ops
+from laneformer.blocks.block import KeptArray, Memory, Weight, attention_weight, hold, weight_of_op
 from laneformer.blocks.norm import rms_norm
 from laneformer.blocks.rotary import rotate_last, stretched_frequencies, tables_of
 from laneformer.config import CompressedAttentionOptions
@@ -124,9 +125,23 @@ class Compressor(nnx.Module):
             KeptArray(name=f"{name}_tail", num_lanes=lanes, shape=tail, fixed=True, dtype="float32"),
         )
 
+    @staticmethod
+    def op(options: CompressedAttentionOptions, path: str, channels: int, first: int) -> ops.Compressor:
+        """What a decode step does with what is projected from channel `first` on."""
+        table, size = Compressor.table(options, path, channels), size_of(options, channels)
+        biases = weight_of_op(table, f"{path}.positions", small=True)
+        norm = ops.Norm(weight_of_op(table, f"{path}.norm"), options.norm_eps)
+        return ops.Compressor(first, *size, biases, norm, rotary_op(options))
+
 
 def size_of(options: CompressedAttentionOptions, channels: int) -> Size:
     return Size(channels, options.ratio, options.overlaps)
+
+
+def rotary_op(options: CompressedAttentionOptions) -> ops.Rotary:
+    """The layer's angles as ops name them."""
+    frequencies, factor = stretched_frequencies(options.qk_rope_head_dim, options.rope_theta, options.rope_scaling)
+    return ops.Rotary(tuple(frequencies.tolist()), factor)
 
 
 def rotations(options: CompressedAttentionOptions, positions: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -246,7 +246,7 @@ class Experts(Block):
         router = matrix("router", of_experts=False), options.used, options.normalized, norm
         if options.table_rows or options.scores == "sqrtsoftplus":
             correction = weight_of_op(table, f"{path}.correction") if options.correction else None
-            by_token = weight_of_op(table, f"{path}.by_token") if options.table_rows else None
+            by_token = weight_of_op(table, f"{path}.by_token", small=True) if options.table_rows else None
             route = RootRoute(*router, correction, options.factor, by_token)
         elif options.scores == "sigmoid":
             correction = weight_of_op(table, f"{path}.correction") if options.correction else None

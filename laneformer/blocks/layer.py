@@ -98,6 +98,8 @@ class Layer(nnx.Module):
                 for norm, names in ((norms.before, BEFORE), (norms.after, AFTER))
             )
             found = BLOCKS[type(own)].ops(own, f"{path}.{name}", before, rotary)
+            if norms.streams:
+                found = (Streams.op(norms.streams, f"{path}.{STREAMS[name]}"), *found)
             if norms.after_sum:
                 return ops.Module(found, after)
             return ops.Module((*found, ops.OutputNorm(after)) if after else found)

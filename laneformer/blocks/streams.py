@@ -15,8 +15,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Weight
+from laneformer.blocks.block import Weight, weight_of_op
 from laneformer.config import StreamsOptions
+from laneformer.ops import GatherStreams, Matrix
 
 
 class Mixture(NamedTuple):
@@ -92,3 +93,11 @@ class Streams(nnx.Module):
             )
             for name, (shape, initial) in shapes.items()
         }
+
+    @staticmethod
+    def op(options: StreamsOptions, path: str, of_head: bool = False) -> GatherStreams:
+        """How a module, or the head, reads and writes the streams in a decode step."""
+        table = Streams.table(options, path, of_head)
+        mix, factors, offsets = (weight_of_op(table, f"{path}.{name}") for name in ("mix", "factors", "offsets"))
+        sizes = options.eps, options.norm_eps, options.iterations
+        return GatherStreams(options.count, Matrix(mix), factors, offsets, *sizes)

@@ -10,11 +10,15 @@ from custom_calls.plan import make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import (
     Attend,
+    CompressedAttend,
+    CompressedKeep,
     DeltaNet,
+    GatherStreams,
     LatentAttend,
     LatentKeep,
     OutputNorm,
     Product,
+    RootRoute,
     Route,
     SharedExpert,
     SigmoidRoute,
@@ -81,7 +85,21 @@ def test_values_are_written_before_they_are_read(name):
                     assert sizes[Value.QUERIES] == op.heads * (op.still + op.rotating)
                     assert sizes[Value.ABSORBED] == op.heads * op.rank
                     sizes[Value.ATTENDED] = op.heads * op.rank
-                elif isinstance(op, Route | SigmoidRoute):
+                elif isinstance(op, GatherStreams):
+                    sizes[Value.STREAMS] = op.count * config.hidden_size
+                    rows = 2 * op.count + op.count**2
+                    assert op is module.ops[0] and op.mix.weight.shape == (rows, sizes[Value.STREAMS])
+                elif isinstance(op, CompressedKeep):
+                    ends = [op.channels, *(own.first + 2 * own.width for own in (op.entries, op.index_keys) if own)]
+                    assert ends[0] == (op.entries.first if op.entries else sizes[Value.PROJECTED])
+                    assert ends[-1] <= sizes[Value.PROJECTED]
+                elif isinstance(op, CompressedAttend):
+                    assert sizes[Value.QUERIES] == op.heads * op.head_dim
+                    if op.index:
+                        assert sizes[Value.INDEX] == op.index.heads * op.index.channels
+                        assert sizes[Value.PROJECTED] == op.index.first + op.index.heads
+                    sizes[Value.ATTENDED] = op.heads * op.head_dim
+                elif isinstance(op, Route | SigmoidRoute | RootRoute):
                     sizes[Value.ROUTES] = op.used
                 elif isinstance(op, SharedExpert):
                     hidden, down = op.products

@@ -1,7 +1,7 @@
 """Layouts, configs and samplings that every decode kernel is tested with."""
 
 from infer.sampling import Sampling
-from laneformer.config import LatentAttention, RopeScaling
+from laneformer.config import CompressedAttention, LatentAttention, ResidualStreams, RopeScaling
 
 LAYOUTS = [
     ("tp", 2),
@@ -237,8 +237,58 @@ DELTA_NET = {
 """Models whose layers have gated DeltaNet, but for one at least."""
 
 
-ON_CPU = SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET
-"""Models that the shared tests of the kernel on GPUs leave out: it has such in tests of its own."""
+COMPRESSED = {
+    "compressed attention, several streams": {
+        "heads": 4,
+        "num_key_value_heads": 1,
+        "compressed_attention": CompressedAttention(
+            ratios=(4, 3, 0),
+            window=5,
+            q_lora_rank=7,
+            qk_rope_head_dim=4,
+            o_groups=4,
+            o_lora_rank=3,
+            index_heads=3,
+            index_head_dim=5,
+            index_topk=2,
+            rope_scaling=RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=8, attention_factor=1.0),
+        ),
+        "residual_streams": ResidualStreams(count=3, iterations=4),
+        "num_experts": 5,
+        "scoring_func": "sqrtsoftplus",
+        "router_correction": True,
+        "routed_scaling_factor": 1.5,
+        "hash_layers": 1,
+        **CLAMPED,
+        "shared_expert_intermediate_size": 2 * 7,
+        "layout": "tp",
+    },
+    "compressed attention of many heads": {
+        "lanes": 1,
+        "heads": 40,
+        "num_key_value_heads": 1,
+        "compressed_attention": CompressedAttention(
+            ratios=(2, 0, 7),
+            window=3,
+            q_lora_rank=6,
+            qk_rope_head_dim=2,
+            o_groups=5,
+            o_lora_rank=16,
+            overlap_ratio=2,
+            index_heads=33,
+            index_head_dim=6,
+            index_topk=4,
+        ),
+        "layout": "tp",
+    },
+}
+"""Models with entries that are made of several positions each."""
+
+
+ON_CPU = SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET | COMPRESSED
+"""Models that the shared tests of the kernel on GPUs leave out: it has no compressed attention, and tests of its own of
+the others.
+"""
 
 
 NORMED_SUMS = ("caat(0.5)", "kraken", "dtp(1)", "desync(2)")

@@ -12,7 +12,11 @@ from custom_calls.plan import Dtype, Plan, Table, decode_plan
 from laneformer.ops import (
     Activation,
     Attend,
+    CompressedAttend,
+    CompressedKeep,
+    Compressor,
     DeltaNet,
+    GatherStreams,
     HeadKind,
     LatentAttend,
     LatentKeep,
@@ -20,6 +24,7 @@ from laneformer.ops import (
     Norm,
     Op,
     Product,
+    RootRoute,
     Rotary,
     Route,
     SharedExpert,
@@ -52,8 +57,10 @@ class Interpreter:
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """[s, vocab]."""
-        ops = self.plan.ops
-        embedded = self.matrix(ops.embedding, 0)[list(ids)]
+        ops, self.ids = self.plan.ops, list(ids)
+        embedded = self.matrix(ops.embedding, 0)[self.ids]
+        if ops.head.gather:
+            embedded = np.stack([embedded] * ops.head.gather.count, 1)
         modules = [module for layer in ops.layers for module in layer.modules]
 
         def module(m: int, streams: np.ndarray) -> np.ndarray:
@@ -62,13 +69,25 @@ class Interpreter:
         def norm_sum(m: int, total: np.ndarray) -> np.ndarray:
             return self.norm(modules[m].sum_norm, 0, total) if modules[m].sum_norm else total
 
-        return self.head(run_schedule(self.plan.schedule, np.stack([embedded] * ops.lanes), module, norm_sum))
+        def join(m: int, streams: np.ndarray, total: np.ndarray) -> np.ndarray:
+            """[lanes, s, streams, d]."""
+            gather, joined = modules[m].ops[0], []
+            for lane, x in enumerate(streams):
+                _, post, between = self.mixture(gather, lane, x)
+                joined.append(post[..., None] * total[:, None] + np.einsum("smn,smd->snd", between, x))
+            return np.stack(joined)
+
+        streams = np.stack([embedded] * ops.lanes)
+        joins = join if ops.head.gather else None
+        return self.head(run_schedule(self.plan.schedule, streams, module, norm_sum, joins))
 
     def module(self, ops: Sequence[Op], lane: int, x: np.ndarray) -> np.ndarray:
-        """A lane's output [s, d] from its stream [s, d]."""
+        """A lane's output [s, d] from its stream [s, d], or from several [s, streams, d]."""
         values = {Value.STREAM: x}
         for op in ops:
-            if isinstance(op, Product) and op.chosen is not None:
+            if isinstance(op, GatherStreams):
+                values[Value.STREAM] = self.gathered(op, lane, x)
+            elif isinstance(op, Product) and op.chosen is not None:
                 values[op.writes] = self.experts(op, lane, values[op.reads], *values[Value.ROUTES])
             elif isinstance(op, Product) and op.blocks is not None:
                 values[op.writes] = self.blocks(op, lane, values[op.reads])
@@ -79,13 +98,19 @@ class Interpreter:
                 self.routes.append(values[Value.ROUTES][0])
             elif isinstance(op, SigmoidRoute):
                 values[Value.ROUTES] = self.route_by_sigmoids(op, lane, values[Value.STREAM])
+            elif isinstance(op, RootRoute):
+                values[Value.ROUTES] = self.route_by_roots(op, lane, values[Value.STREAM])
             elif isinstance(op, LatentKeep):
                 values[Value.PROJECTED] = self.latents(op, lane, values[Value.PROJECTED])
             elif isinstance(op, LatentAttend):
                 read = (values[value] for value in (Value.ABSORBED, Value.QUERIES, Value.PROJECTED))
                 values[Value.ATTENDED] = self.attend_to_latents(op, *read)
             elif isinstance(op, SharedExpert):
-                values[Value.OUTPUT] = values[Value.OUTPUT] + self.shared_expert(op, lane, x)
+                values[Value.OUTPUT] = values[Value.OUTPUT] + self.shared_expert(op, lane, values[Value.STREAM])
+            elif isinstance(op, CompressedKeep):
+                kept = self.compressed(op, lane, values[Value.PROJECTED])
+            elif isinstance(op, CompressedAttend):
+                values[Value.ATTENDED] = self.attend_to_entries(op, lane, values, *kept)
             elif isinstance(op, Attend):
                 values[Value.ATTENDED] = self.attend(op, lane, values[Value.PROJECTED])
             elif isinstance(op, DeltaNet):
@@ -130,6 +155,39 @@ class Interpreter:
         numbers = np.argsort(-choice, -1, kind="stable")[:, : op.used]
         shares = np.take_along_axis(scores, numbers, -1)
         return numbers, op.factor * shares / (shares.sum(-1, keepdims=True) if op.normalized else 1)
+
+    def route_by_roots(self, op: RootRoute, lane: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        logits = self.rows(op.matrix, lane, x if op.norm is None else self.norm(op.norm, lane, x))
+        scores = np.sqrt(np.logaddexp(0, logits))
+        choice = scores if op.correction is None else scores + self.vector(op.correction, lane)
+        numbers = np.argsort(-choice, -1, kind="stable")[:, : op.used]
+        if op.by_token is not None:
+            numbers = self.vector(op.by_token, lane).reshape(op.by_token.shape)[self.ids].astype(int)
+        shares = np.take_along_axis(scores, numbers, -1)
+        return numbers, op.factor * shares / (shares.sum(-1, keepdims=True) if op.normalized else 1)
+
+    def gathered(self, op: GatherStreams, lane: int, x: np.ndarray) -> np.ndarray:
+        return np.einsum("sm,smd->sd", self.mixture(op, lane, x)[0], x)
+
+    def mixture(self, op: GatherStreams, lane: int, x: np.ndarray) -> list[np.ndarray]:
+        """What is read of each stream [s, m] and, in a module, written to each [s, m] and between them [s, m, m]."""
+        flat, m = x.reshape(len(x), -1), op.count
+        rows = self.rows(op.mix, lane, flat / np.sqrt((flat**2).mean(-1, keepdims=True) + op.norm_eps))
+        factors, offsets = self.vector(op.factors, lane), self.vector(op.offsets, lane)
+        sizes = np.repeat(factors, [m, m, m * m][: len(factors)])
+        read, *written = np.split(rows * sizes + offsets, [m, 2 * m][: len(factors) - 1], -1)
+        read = 1 / (1 + np.exp(-read)) + op.eps
+        if not written:
+            return [read]
+        post, between = written
+        between = between.reshape(-1, m, m)
+        between = np.exp(between - between.max(-1, keepdims=True))
+        between = between / between.sum(-1, keepdims=True) + op.eps
+        for again in range(op.iterations):
+            if again:
+                between = between / (between.sum(-1, keepdims=True) + op.eps)
+            between = between / (between.sum(-2, keepdims=True) + op.eps)
+        return [read, 2 / (1 + np.exp(-post)), between]
 
     def blocks(self, op: Product, lane: int, x: np.ndarray) -> np.ndarray:
         """Head by head."""
@@ -186,6 +244,50 @@ class Interpreter:
         weights /= weights.sum(-1, keepdims=True)
         return np.einsum("hst,tc->shc", weights, latents[:, : op.rank]).reshape(s, -1)
 
+    def compressed(self, op: CompressedKeep, lane: int, projected: np.ndarray) -> tuple[np.ndarray | None, ...]:
+        """The vectors of all positions, the entries that are complete, and the keys of these in the index."""
+        vectors = self.norm(op.norm, lane, projected[:, : op.channels])
+        made = [own and self.entries(own, lane, projected) for own in (op.entries, op.index_keys)]
+        return self.cached(rotate_last(op.rotary, vectors, np.arange(len(vectors)))), *made
+
+    def entries(self, op: Compressor, lane: int, projected: np.ndarray) -> np.ndarray:
+        """[entries, channels]."""
+        own = projected[:, op.first : op.first + 2 * op.width]
+        biases = self.vector(op.biases, lane).reshape(op.ratio, op.width)
+        x, gates = own[:, : op.width], own[:, op.width :] + np.resize(biases, (len(own), op.width))
+        found = []
+        for last in range(op.ratio, len(own) + 1, op.ratio):
+            parts = [(slice(last - op.ratio, last), slice(-op.channels, None))]
+            if op.overlaps and last > op.ratio:
+                parts.insert(0, (slice(last - 2 * op.ratio, last - op.ratio), slice(op.channels)))
+            part, gate = (np.concatenate([y[place] for place in parts]) for y in (x, gates))
+            shares = np.exp(gate - gate.max(0))
+            found.append((shares / shares.sum(0) * part).sum(0))
+        entries = self.norm(op.norm, lane, np.reshape(found, (-1, op.channels)))
+        return self.cached(rotate_last(op.rotary, entries, op.ratio * np.arange(len(entries))))
+
+    def attend_to_entries(self, op: CompressedAttend, lane: int, values, vectors, entries, index_keys) -> np.ndarray:
+        """Position by position."""
+        heads, at, out = values[Value.QUERIES].reshape(len(vectors), op.heads, -1), np.arange(len(vectors)), []
+        q = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + op.norm_eps)
+        q, sinks = rotate_last(op.rotary, q, at), self.vector(op.sinks, lane)
+        for t in at:
+            keys = vectors[max(0, t - op.window + 1) : t + 1]
+            if op.ratio is not None:
+                seen = np.arange((t + 1) // op.ratio)
+                if op.index is not None and len(seen) > op.index.most:
+                    first = op.index.first
+                    weights = values[Value.PROJECTED][t, first : first + op.index.heads]
+                    queries = values[Value.INDEX][t].reshape(op.index.heads, -1)
+                    scores = np.maximum(rotate_last(op.rotary, queries, t) @ index_keys[: len(seen)].T, 0)
+                    seen = np.argsort(-(weights @ scores), kind="stable")[: op.index.most]
+                keys = np.concatenate([keys, entries[seen]])
+            scores = np.concatenate([op.scale * q[t] @ keys.T, sinks[:, None]], -1)
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            mixed = (weights / weights.sum(-1, keepdims=True))[:, :-1] @ keys
+            out.append(rotate_last(op.rotary, mixed, -t))
+        return np.reshape(out, (len(vectors), -1))
+
     def delta_net(self, op: DeltaNet, lane: int, projected: np.ndarray) -> np.ndarray:
         s, n, r = len(projected), op.key_heads, op.ratio
         width = 2 * op.key_dim + 2 * r * op.value_dim
@@ -230,6 +332,8 @@ class Interpreter:
     def head(self, streams: np.ndarray) -> np.ndarray:
         """Logits [s, vocab] from the streams [lanes, s, d]."""
         head, lanes = self.plan.ops.head, range(self.plan.ops.lanes)
+        if head.gather is not None:
+            streams = np.stack([self.gathered(head.gather, lane, x) for lane, x in enumerate(streams)])
         if head.norm_of_sum:
             return self.norm(head.norm, 0, streams.sum(0)) @ self.matrix(head.weight, 0).T
         normed = np.stack([self.norm(head.norm, lane, streams[lane]) for lane in lanes])
@@ -259,14 +363,25 @@ def rotate(rotary: Rotary, x: np.ndarray) -> np.ndarray:
     return np.stack([even * cos - odd * sin, even * sin + odd * cos], -1).reshape(x.shape)
 
 
+def rotate_last(rotary: Rotary, x: np.ndarray, at: np.ndarray | int) -> np.ndarray:
+    """The last channels of x [s, ..., e] at these positions [s], or of x [..., e] at one."""
+    first, at = x.shape[-1] - 2 * len(rotary.frequencies), np.asarray(at)
+    turns = np.exp(1j * at.reshape(*at.shape, *[1] * (x.ndim - at.ndim)) * np.array(rotary.frequencies)) * rotary.factor
+    turned = (x[..., first::2] + 1j * x[..., first + 1 :: 2]) * turns
+    last = np.stack([turned.real, turned.imag], -1).reshape(*x.shape[:-1], -1)
+    return np.concatenate([x[..., :first], last], -1)
+
+
 def run_schedule(
     table: Table,
     x: np.ndarray,
     module: Callable[[int, np.ndarray], np.ndarray],
     norm_sum: Callable[[int, np.ndarray], np.ndarray] = lambda m, total: total,
+    join: Callable[[int, np.ndarray, np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
     """Streams [lanes, ..., d] before the final norm; module(m, x) is the output of module m on every lane, and
-    norm_sum(m, total) the norm of the sum over the lanes that it completes, where it has one.
+    norm_sum(m, total) the norm of the sum over the lanes that it completes, where it has one. join(m, x, total): x with
+    that sum, where it is not added.
     """
     modules, outputs, kept = len(table.events) - 1, {}, {}
     for time, events in enumerate(table.events):
@@ -285,6 +400,9 @@ def run_schedule(
             if total.stream_mean:
                 mean = norm_sum(total.complete_at, (share + kept[event.payload] / len(x)).sum(0))
                 x = np.broadcast_to(mean, x.shape)
+                continue
+            if join is not None:
+                x = join(total.complete_at, x, share.sum(0))
                 continue
             apart = sum(weight * outputs[m][..., : total.width] for m, weight in event.apart)
             x = x.copy()

@@ -42,6 +42,9 @@ def make_weights(config: ModelConfig, dtype="float32", seed: int = 0) -> dict[st
     rng = np.random.default_rng(seed)
 
     def draw(path, parameter):
+        if parameter.below is not None:  # experts of each token
+            rows, used = parameter.shape
+            return rng.permuted(np.tile(np.arange(parameter.below), (rows, 1)), axis=1)[:, :used]
         normal = rng.standard_normal(parameter.shape)
         if parameter.initial in ("ones", "zeros"):  # norms, biases
             return 0.3 * normal + (parameter.initial == "ones")
@@ -50,7 +53,7 @@ def make_weights(config: ModelConfig, dtype="float32", seed: int = 0) -> dict[st
         return normal * (2 if path == "lm_head" else 1) / math.sqrt(parameter.shape[-1])
 
     return {
-        path: draw(path, parameter).astype(np.float32).astype(jnp.dtype(dtype))
+        path: draw(path, parameter).astype(np.float32).astype(jnp.dtype("int32" if parameter.below else dtype))
         for path, parameter in parameter_table(config).items()
     }
 

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "bf12.h"
+#include "compress.h"
 #include "latents.h"
 #include "prepare.h"
 #include "product.h"
@@ -267,8 +268,8 @@ Best draw(const float* z, float least, bool noise, const uint32_t key[2], uint32
 
 extern "C" const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA);
 const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA) = {
-    LF_TEXT(LF_ISA),    LF_ISA::product,       LF_ISA::product_bf12,   LF_ISA::prepare,  LF_ISA::rms_norm,
-    LF_ISA::add_scaled, LF_ISA::add_parts,     LF_ISA::advance,        LF_ISA::activate, LF_ISA::limit_gated,
-    LF_ISA::gate,       LF_ISA::attend,        LF_ISA::attend_latents, LF_ISA::widen,    LF_ISA::narrow,
-    LF_ISA::read,       LF_ISA::multiply_adds, LF_ISA::largest_of,     LF_ISA::temper,   LF_ISA::sum_exp,
-    LF_ISA::exp_from,   LF_ISA::draw};
+    LF_TEXT(LF_ISA),    LF_ISA::product,   LF_ISA::product_bf12,   LF_ISA::prepare,       LF_ISA::rms_norm,
+    LF_ISA::add_scaled, LF_ISA::add_parts, LF_ISA::advance,        LF_ISA::activate,      LF_ISA::limit_gated,
+    LF_ISA::gate,       LF_ISA::attend,    LF_ISA::attend_latents, LF_ISA::compress,      LF_ISA::index_scores,
+    LF_ISA::widen,      LF_ISA::narrow,    LF_ISA::read,           LF_ISA::multiply_adds, LF_ISA::largest_of,
+    LF_ISA::temper,     LF_ISA::sum_exp,   LF_ISA::exp_from,       LF_ISA::draw};

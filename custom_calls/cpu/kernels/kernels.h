@@ -70,14 +70,33 @@ struct AttendLatents {
   int64_t first, last;  // entries of this part: first <= t < last
   int64_t start;        // position of query 0
   int positions;
-  const char* next;    // what will be wanted after these
-  int64_t next_bytes;  // 0 where that is not known
-  float* space;        // latent_floats()
+  const char* next;                // what will be wanted after these
+  int64_t next_bytes;              // 0 where that is not known
+  float* space;                    // latent_floats()
+  int64_t window = INT64_MAX / 2;  // entries seen, that of the own position included
+  int64_t every = 1;               // positions of an entry, which is seen from the last of them on
+  const int32_t* list = nullptr;   // where it is given, entry t is that of number list[t] in the cache
+};
+
+// Of entries first <= t < last: scores[t] = the sum over heads of weights[head] * max(q[head] . keys[t], 0).
+struct IndexScores {
+  const float* q;        // [heads][e]
+  const float* weights;  // [heads]
+  const void* keys;      // this lane's cache [t][e]
+  Dtype dtype;           // of the cache
+  int heads, e;
+  int64_t first, last;
+  float* scores;
+  float* space;  // index_floats()
 };
 
 // Floats of memory for attention to latents.
 inline int64_t latent_floats(int64_t e, int64_t values) {
   return kLatentQueries * (e + values) + kLatentEntries * e + 16;
+}
+
+inline int64_t index_floats(int64_t heads, int64_t e) {
+  return (heads + 31) / 32 * 32 * (e + 1) + kLatentEntries * e + 16;
 }
 
 struct Best {
@@ -113,6 +132,10 @@ struct Kernels {
   void (*gate)(const float* gates, int64_t n, float* x);  // x *= sigmoid(gates)
   void (*attend)(const Attend&);
   void (*attend_latents)(const AttendLatents&);
+  // out[c] = the sum over i of vectors[i][c] times the softmax over i of gates[i][c] + biases[i][c].
+  void (*compress)(const float* const* vectors, const float* const* gates, const float* const* biases, int count,
+                   int64_t channels, float* out);
+  void (*index_scores)(const IndexScores&);
   void (*widen)(Dtype, const void* from, int64_t n, float* to);
   void (*narrow)(Dtype, const float* from, int64_t n, void* to);
 

@@ -21,7 +21,7 @@ constexpr int kSums = kWidth == 16 ? 8 : kWidth == 8 ? 6 : 4;  // entries, or ch
 constexpr int kStretch = 96;                                   // channels that all entries of a block multiply in turn
 static_assert(kLatentQueries % kAcross == 0 && kEntries % kSums == 0, "whole panels and tiles");
 
-// Some queries and their results so far.
+// Some queries and their results so far. A query's position is that of the newest entry that it sees.
 struct LatentPanel {
   float *q, *mixed;  // [e][kAcross], [values][kAcross]
   vf largest[2], total[2];
@@ -130,7 +130,7 @@ LF_INLINE void begin_panel(const AttendLatents& a, int64_t begin, int64_t querie
   for (int c = 0; c < kAcross; c++) {
     const int64_t query = begin + (c < panel.used ? c : panel.used - 1);
     panel.row[c] = query / a.heads * a.of + query % a.heads;
-    panel.position[c] = a.start + query / a.heads;
+    panel.position[c] = (a.start + query / a.heads + 1) / a.every - 1;
     const float* const q = a.q + panel.row[c] * a.e;
     for (int i = 0; i < a.e; i++) panel.q[i * kAcross + c] = q[i];
   }
@@ -155,14 +155,15 @@ void attend_panel(const AttendLatents& a, LatentPanel& panel, const float* rows,
   if (count <= 0) return;
   alignas(64) float scores[kEntries][kAcross];
   vi masks[kEntries][2];
-  const bool all = low + count <= oldest + 1;
+  const bool all = low + count <= oldest + 1 && low >= newest - a.window + 1;
   for (int v = 0; v < 2 && !all; v++) {
-    vi last;  // entry of this block that each query attends to
+    vi first, last;  // entries of this block that each query attends to
     for (int c = 0; c < kWidth; c++) {
-      const int64_t own = panel.position[v * kWidth + c] - low;
+      const int64_t own = panel.position[v * kWidth + c] - low, least = own - a.window + 1;
+      first[c] = least < 0 ? 0 : least > kEntries ? kEntries : (int)least;
       last[c] = own < 0 ? -1 : own > kEntries ? kEntries : (int)own;
     }
-    for (int j = 0; j < count; j++) masks[j][v] = last >= j;
+    for (int j = 0; j < count; j++) masks[j][v] = (last >= j) & (first <= j);
   }
   const auto* const seen = all ? nullptr : masks;
   score_latents(panel, rows, stride, count, a.e, scores, ahead, steps);
@@ -173,6 +174,20 @@ void attend_panel(const AttendLatents& a, LatentPanel& panel, const float* rows,
   } else {
     mix_latents<false>(panel, rows, stride, count, a.values, scores, seen, shrink);
   }
+}
+
+// The entries of a block as float32 rows: in place, or in `space`.
+template <Dtype dtype>
+const float* latent_rows(const AttendLatents& a, int64_t low, int64_t end, float* space, int64_t* stride) {
+  if (!a.list) return widened<dtype>({a.entries, low * a.e, a.e}, (int)(end - low), a.e, space, stride);
+  int64_t own;
+  for (int64_t t = low; t < end; t++) {
+    float* const to = space + (t - low) * a.e;
+    const float* const row = widened<dtype>({a.entries, (int64_t)a.list[t] * a.e, a.e}, 1, a.e, to, &own);
+    if (row != to) std::memcpy(to, row, a.e * sizeof(float));
+  }
+  *stride = a.e;
+  return space;
 }
 
 template <Dtype dtype>
@@ -190,9 +205,8 @@ void attend_latents_as(const AttendLatents& a) {
     for (int64_t low = a.first; low < a.last && low <= newest; low += kEntries) {
       const int64_t end = low + kEntries < a.last ? low + kEntries : a.last;
       int64_t stride;
-      const float* const rows =
-          widened<dtype>({a.entries, low * a.e, a.e}, (int)(end - low), a.e, widened_rows, &stride);
-      const int64_t left = end < a.last ? (a.last - end) * bytes : a.next_bytes;
+      const float* const rows = latent_rows<dtype>(a, low, end, widened_rows, &stride);
+      const int64_t left = a.list ? 0 : end < a.last ? (a.last - end) * bytes : a.next_bytes;
       LatentAhead ahead{end < a.last ? (const char*)a.entries + end * bytes : a.next,
                         ((left < kEntries * bytes ? left : kEntries * bytes) + 63) / 64};
       const int steps = count * ((kEntries + kSums - 1) / kSums) * ((a.e + kStretch - 1) / kStretch);

@@ -3,23 +3,16 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <numeric>
 
 #include "../worker.h"
 
 namespace laneformer {
 
-// This worker's units of attention, where positions see that many keys. Heads are cut too where workers share lanes,
-// into as many groups of at least `least` heads as there are workers.
-const std::vector<Worker::Unit>& Worker::cut_keys(int64_t window, int heads, int least) {
-  // Chunks depend on the session alone, so a position's sums do not depend on those that are computed with it.
-  const int64_t size = 256 * ((m_.context + 256 * 16 - 1) / (256 * 16));
-  const auto low = [&](const Run& run) { return std::max<int64_t>(0, run.start - window + 1); };
-  int64_t chunks = 0;  // of all runs
-  for (int r = 0; r < pass_->runs; r++) {
-    const Run& run = pass_->run[r];
-    chunks_[r] = (int)((run.start + run.count - 1) / size + 1 - low(run) / size);
-    chunks += chunks_[r];
-  }
+// This worker's units of attention, where each run has some chunks, without their keys. Heads are cut too where workers
+// share lanes, into as many groups of at least `least` heads as there are workers.
+std::vector<Worker::Unit>& Worker::share_units(int heads, int least) {
+  const int64_t chunks = std::accumulate(chunks_, chunks_ + pass_->runs, int64_t{0});
   // Units are in the order of runs, then lanes, then groups of heads, then chunks.
   const int groups = d_.lanes_shared ? std::max(1, std::min(count_, heads / least)) : 1;
   const int64_t first_lane = d_.lanes_shared ? 0 : first_lane_,
@@ -34,15 +27,27 @@ const std::vector<Worker::Unit>& Worker::cut_keys(int64_t window, int heads, int
     int64_t number = unit;
     int r = 0;
     for (; number >= of_chunk * chunks_[r]; r++) number -= of_chunk * chunks_[r];
-    const Run& run = pass_->run[r];
     const int chunk = (int)(number % chunks_[r]), group = (int)(number / chunks_[r] % groups);
-    const int64_t begin = (low(run) / size + chunk) * size;
-    units_.push_back({&run,
-                      chunk,
-                      {(int)(first_lane + number / chunks_[r] / groups), std::max(begin, low(run)),
-                       std::min(begin + size, run.start + run.count)},
-                      heads * group / groups,
-                      heads * (group + 1) / groups});
+    const int lane = (int)(first_lane + number / chunks_[r] / groups);
+    units_.push_back({&pass_->run[r], chunk, {lane, 0, 0}, heads * group / groups, heads * (group + 1) / groups});
+  }
+  return units_;
+}
+
+// This worker's units of attention, where positions see that many keys.
+const std::vector<Worker::Unit>& Worker::cut_keys(int64_t window, int heads, int least) {
+  // Chunks depend on the session alone, so a position's sums do not depend on those that are computed with it.
+  const int64_t size = 256 * ((m_.context + 256 * 16 - 1) / (256 * 16));
+  const auto low = [&](const Run& run) { return std::max<int64_t>(0, run.start - window + 1); };
+  for (int r = 0; r < pass_->runs; r++) {
+    const Run& run = pass_->run[r];
+    chunks_[r] = (int)((run.start + run.count - 1) / size + 1 - low(run) / size);
+  }
+  for (Unit& unit : share_units(heads, least)) {
+    const Run& run = *unit.run;
+    const int64_t begin = (low(run) / size + unit.chunk) * size;
+    unit.keys.first = std::max(begin, low(run));
+    unit.keys.last = std::min(begin + size, run.start + run.count);
   }
   return units_;
 }
@@ -54,7 +59,7 @@ void Worker::run(const plan::Attend& op, int module) {
     if (i == 0 || units[i].chunk == 0) queries(op, *units[i].run, units[i].keys.lane);
     attend(op, module / 2, units[i], i + 1 < units.size() ? &units[i + 1] : nullptr, window);
   }
-  attend_ = &op, latent_ = nullptr;
+  attended(&op, nullptr, nullptr);
 }
 
 // Rotates the pairs of x, at block position p.
@@ -189,7 +194,7 @@ void Worker::run(const plan::LatentAttend& op, int module) {
     if (i == 0 || units[i].chunk == 0) queries(op, units[i]);
     attend(op, module / 2, units[i], i + 1 < units.size() ? &units[i + 1] : nullptr);
   }
-  attend_ = nullptr, latent_ = &op;
+  attended(nullptr, &op, nullptr);
 }
 
 // Those of a unit's heads and positions, into q[p][heads][rank + rotating].

@@ -15,6 +15,7 @@ void Worker::run(const Router& op, int module) {
 }
 
 void Worker::run(const SigmoidRouter& op, int module) { run((const Router&)op, module); }
+void Worker::run(const RootRouter& op, int module) { run((const Router&)op, module); }
 
 // Which of count things in a lane are this worker's: its lanes are first .. last of all workers' shares of them.
 Worker::Part Worker::part_of(int lane, int64_t count) const {
@@ -38,6 +39,14 @@ void largest_of(const float* logits, int experts, int used, int32_t* numbers) {
     for (; at > 0 && larger(logits[e], logits[numbers[at - 1]]); at--) numbers[at] = numbers[at - 1];
     numbers[at] = e;
   }
+}
+
+// Shares of these experts by their scores.
+template <class Op, class Score>
+void share_by(const Op& op, const Score& score, int used, const int32_t* numbers, float* shares) {
+  float sum = 1e-20f;
+  for (int j = 0; j < used; j++) sum += shares[j] = score(numbers[j]);
+  for (int j = 0; j < used; j++) shares[j] *= op.factor / (op.normalized ? sum : 1);
 }
 
 }  // namespace
@@ -76,9 +85,24 @@ void Worker::weigh_sigmoids(const float* logits, int experts, int used, int lane
         std::fill_n(choice_.begin() + g * each, each, -INFINITY);
   }
   largest_of(choice_.data(), experts, used, numbers);
-  float sum = 1e-20f;
-  for (int j = 0; j < used; j++) sum += shares[j] = score(numbers[j]);
-  for (int j = 0; j < used; j++) shares[j] *= op.factor / (op.normalized ? sum : 1);
+  share_by(op, score, used, numbers, shares);
+}
+
+// The same of roots of the softplus, or of the experts that a table has of the position's token (DeepSeek-V4).
+void Worker::weigh_roots(const float* logits, int experts, int used, int lane, int p, int32_t* numbers, float* shares) {
+  const plan::RootRoute& op = *router_->roots;
+  const auto score = [&](int e) {
+    return std::sqrt(std::max(logits[e], 0.0f) + std::log1p(std::exp(-std::fabs(logits[e]))));
+  };
+  if (op.by_token) {
+    const float* const row = d_.small(*op.by_token, lane) + (int64_t)pass_->tokens[p] * used;
+    for (int j = 0; j < used; j++) numbers[j] = (int32_t)row[j];
+  } else {
+    const float* const correction = op.correction ? d_.small(*op.correction, lane) : nullptr;
+    for (int e = 0; e < experts; e++) choice_[e] = score(e) + (correction ? correction[e] : 0);
+    largest_of(choice_.data(), experts, used, numbers);
+  }
+  share_by(op, score, used, numbers, shares);
 }
 
 // From the logits of all positions their experts and shares, and the positions of each expert.
@@ -93,8 +117,13 @@ void Worker::choose(const Product& product, int lane) {
   for (int p = 0; p < positions_; p++, logits += stride) {
     int32_t* const numbers = routes.experts.data() + p * used;
     float* const shares = routes.shares.data() + p * used;
-    router_->sigmoids ? weigh_sigmoids(logits, experts, used, lane, numbers, shares)
-                      : weigh(logits, experts, used, numbers, shares);
+    if (router_->roots) {
+      weigh_roots(logits, experts, used, lane, p, numbers, shares);
+    } else if (router_->sigmoids) {
+      weigh_sigmoids(logits, experts, used, lane, numbers, shares);
+    } else {
+      weigh(logits, experts, used, numbers, shares);
+    }
   }
   for (int64_t i = 0; i < uses; i++) routes.members[i] = (int32_t)i;
   std::sort(routes.members.begin(), routes.members.end(),

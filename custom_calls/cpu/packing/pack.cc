@@ -160,7 +160,7 @@ int64_t Decoder::pack(int number, const void* data, int64_t count, Dtype dtype) 
       state_.kernels->widen(dtype, (const char*)data + lane * each * bytes_of(dtype), each, to);
       const int64_t finite = not_finite(Dtype::f32, to, each);
       if (finite < each) first.found(lane * each + finite);
-      if (weight.shape.size() > 1) transpose(to, weight.shape[0], each / weight.shape[0]);
+      if (state_.transposed[number]) transpose(to, weight.shape[0], each / weight.shape[0]);
     }
   if (options().bf12) stage(number);
   for (const Rows& rows : places_[number]) first.found(pack_rows(rows, weight, data, dtype));

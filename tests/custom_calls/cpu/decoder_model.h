@@ -27,7 +27,7 @@ struct Model {
   Model(int lanes, Layout layout, int head_type, int capacity = kCapacity, Dtype weight = Dtype::bf16,
         Dtype cache = Dtype::f16, bool rounded = false, bool experts = false)
       : lanes(lanes), head_type(head_type), vocab(head_type == 2 ? kVocab / lanes * lanes : kVocab), experts(experts) {
-    add({5, 0, 0, (2 * kLayers + 1) * kHidden});  // the counts of words and floats are written at the end
+    add({6, 0, 0, (2 * kLayers + 1) * kHidden});  // the counts of words and floats are written at the end
     weights();
     add({1, kHeadDim / 2, (int)floats.size(), kHeadDim / 2});  // one rotation; its factor follows the frequencies
     for (int i = 0; i < kHeadDim / 2; i++) floats.push_back(std::pow(100.0f, -2.0f * (float)i / kHeadDim));
@@ -35,7 +35,7 @@ struct Model {
     add({lanes, kHidden, vocab, capacity, 0, kLayers});
     for (int layer = 0; layer < kLayers; layer++) ops(layer);
     add({head_type, kOfLayer * kLayers + 1, number(1e-5f), layout == Layout::early && head_type == 0,
-         kOfLayer * kLayers + 2});
+         kOfLayer * kLayers + 2, 0});
     schedule(layout);
     add({(int32_t)weight, (int32_t)cache, rounded});
     words[1] = (int32_t)words.size(), words[2] = (int32_t)floats.size();

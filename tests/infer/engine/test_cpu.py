@@ -451,6 +451,8 @@ def test_unsupported_options_are_refused():
         ("qwen3_next_1", 2, {"threads": 3}),
         ("qwen3_next_2", 1, {"threads": 3}),
         ("qwen3_next_2", 4, {}),
+        ("deepseek_v4_1", 1, {}),
+        ("deepseek_v4_1", 2, {"threads": 3}),
     ],
 )
 def test_mixtures_of_experts(case, lanes, options):
@@ -463,14 +465,14 @@ def test_mixtures_of_experts(case, lanes, options):
     assert formats.get(case, "None") in str(engine.conditions.get("quantized_formats"))
     ids, config = io["input_ids"][0], engine.config
     call = small.jitted(engine.session, room=len(ids), logits=True)
-    found, state = [], small.make_state(config, 128)
+    found, state = [], small.make_state(config, 160)
     for position, token in enumerate(ids):
         inputs = small.make_inputs([token], 1, start=position, room=len(ids))
         outputs, state = call(inputs, state._replace(seen=np.zeros(config.vocab_size, np.uint8)))
         found.append(np.asarray(outputs.logits[0]))
     # torch's float32 is within 2.5e-4 of float64 where layers are recurrent.
     assert np.abs(found - io["logits"][0]).max() < (5e-4 if "next" in case else 1e-4)
-    whole, after = call(small.make_inputs(ids, 1), small.make_state(config, 128))
+    whole, after = call(small.make_inputs(ids, 1), small.make_state(config, 160))
     assert small.same([found[-1], state[1:]], [whole.logits[0], after[1:]])
 
 
@@ -518,9 +520,10 @@ def test_gated_delta_net_has_the_logits_and_routes_of_float64(case, lanes):
             assert np.abs(outputs.logits[0] - expected[last]).max() < 2.5e-4
 
 
-def test_recurrent_states_are_kept_whole_and_drafted_over():
+@pytest.mark.parametrize("case", ["qwen3_next_1", "deepseek_v4_1"])
+def test_recurrent_states_are_kept_whole_and_drafted_over(case):
     """Turns of a conversation, with cancelled answers, have the bits of prompts computed from their first token."""
-    folder, text = MOE / "qwen3_next_1", np.load(MOE / "qwen3_next_1" / "io.npz")["input_ids"].reshape(-1)
+    folder, text = MOE / case, np.load(MOE / case / "io.npz")["input_ids"].reshape(-1)
     options = {"dtype": "float32", "num_lanes": 2}
     ours = Engine.load(folder, "cpu", prefix_cache=2, speculation=15, **options)
     alone = Engine.load(folder, "cpu", prefix_cache=0, **options)

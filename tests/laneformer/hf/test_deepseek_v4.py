@@ -17,10 +17,10 @@ from laneformer.decoder import decoder_ops
 from laneformer.hf import config_from_hf, dimensions_from_hf
 from laneformer.hf.deepseek_v4 import sources
 from laneformer.hf.safetensors import find_tensors
-from laneformer.ops import without_kernel
+from laneformer.ops import GpuOp, without_kernel
 from laneformer.quantized import Quantized, e8m0_values
 from laneformer.weights import kv_bytes_per_token, matmul_parameters, parameter_table
-from tests.support import tiny
+from tests.support import small, tiny
 from tests.support.hf import deepseek_v4, packers
 from tests.support.hf.configs import V4
 from tests.support.paths import MOE
@@ -322,6 +322,29 @@ def test_packed_model_generates(packed):
     assert found[0] == int(logits[139].argmax())
 
 
+@small.needs_library
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_packed_model_on_backend_cpu(packed, lanes):
+    """The packed weights stay so; a prompt in two calls."""
+    folder, logits = packed
+    engine, ids = Engine.load(folder, "cpu", num_lanes=lanes, threads=2), io()["input_ids"][0]
+    assert engine.conditions["quantized_formats"] == ["fp8", "mxfp4"]
+    call, state = small.jitted(engine.session, room=150, logits=True), small.make_state(engine.config, 160)
+    for start, end in ((0, 101), (101, 150)):
+        outputs, state = call(small.make_inputs(ids[start:end], 1, start=start, room=150), state)
+        assert np.abs(outputs.logits[0] - logits[end - 1]).max() < 1e-3
+
+
+@small.needs_library
+def test_experts_beyond_those_of_the_model_are_refused(tmp_path):
+    tensors = load_file(CASE / "model.safetensors")
+    tensors["layers.0.ffn.gate.tid2eid"][7, 2] = 8
+    save_file(tensors, tmp_path / "model.safetensors")
+    shutil.copy(CASE / "config.json", tmp_path)
+    with pytest.raises(CheckpointError, match=r"by_token has expert 8 at \[7, 2\], the model has 0 to 7: copy"):
+        Engine.load(tmp_path, "cpu")
+
+
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_packed_weights_are_written_and_read_again(packed, tmp_path, lanes):
     first = laneformer.load(packed[0], num_lanes=lanes)
@@ -429,6 +452,7 @@ def test_packed_files_that_do_not_fit_are_refused(tmp_path, change, fields, word
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_kernels_refuse_by_name():
-    reason = without_kernel(decoder_ops(config_from_hf(values())))
-    assert reason == "it has no compressed_attend, the block of layer 0: use backend xla"
+def test_the_kernel_on_gpus_refuses_by_name():
+    ops = decoder_ops(config_from_hf(values()))
+    assert without_kernel(ops, GpuOp) == "it has no gather_streams, the block of layer 0: use backend xla"
+    assert without_kernel(ops) is None

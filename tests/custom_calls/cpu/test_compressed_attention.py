@@ -1,0 +1,83 @@
+"""Compressed attention and several residual streams in a session: entries and their choice in float64, prompts in any
+company, and plans that do not fit.
+"""
+
+import numpy as np
+import pytest
+
+import custom_calls
+from custom_calls import NativeError, build
+from custom_calls.plan import make_plan
+from laneformer.decoder import decoder_ops
+from laneformer.ops import Value, Weight
+from tests.support import small
+from tests.support.decode_cases import COMPRESSED
+
+pytestmark = small.needs_library
+
+CONFIG = small.make_config(**COMPRESSED["compressed attention, several streams"])
+WEIGHTS = small.make_weights(CONFIG)
+IDS = small.prompt_of(CONFIG, 131)
+
+
+def absorbed(session, sizes, compute="float32"):
+    """Logits of the prompt's last token and of drawn ones, after a prompt in calls of these sizes, and tokens."""
+    call, state, start = small.jitted(session, room=140, logits=True), small.make_state(CONFIG, 160, compute), 0
+    for n, size in enumerate(sizes):
+        limit = 3 if n == len(sizes) - 1 else 1
+        outputs, state = call(small.make_inputs(IDS[start : start + size], limit, start=start, room=140), state)
+        start += size
+    return np.asarray(outputs.logits[:3]), np.asarray(outputs.tokens[:3])
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_any_split_of_a_prompt_has_the_same_bits(compute):
+    """From any number of threads; with float32 the logits of float64."""
+    weights = small.make_weights(CONFIG, compute)
+    session = small.make_session(CONFIG, weights, compute=compute, threads=2)
+    whole = absorbed(session, [131], compute)
+    for sizes in ([1] * 30 + [101], [48, 48, 35], [3, 4, 47, 2, 75], [130, 1]):
+        assert small.same(absorbed(session, sizes, compute), whole), sizes
+    for ways in ({"threads": 1}, {"threads": 7}, {"one_thread_per_lane": True}):
+        other = small.make_session(CONFIG, weights, compute=compute, **ways)
+        assert small.same(absorbed(other, [59, 72], compute), whole), ways
+    if compute == "float32":
+        expected = small.interpreted_logits(CONFIG, weights, [*IDS, *whole[1][:2].tolist()])[130:]
+        assert np.abs(whole[0] - expected).max() < 1e-4 * np.abs(expected).max() > 1e-4
+
+
+@pytest.mark.parametrize("instructions", build.instruction_sets())
+def test_instruction_sets(instructions):
+    if instructions not in custom_calls.instruction_sets():
+        pytest.skip(f"this machine does not run {instructions}")
+    session = small.make_session(CONFIG, WEIGHTS, threads=2, instructions=instructions)
+    logits, tokens = absorbed(session, [90, 41])
+    expected = small.interpreted_logits(CONFIG, WEIGHTS, [*IDS, *tokens[:2].tolist()])[130:]
+    assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+# Ops of the first layer: the mixture, four products, what is kept, attention, two products; a mixture, a router.
+@pytest.mark.parametrize(("number", "fields", "message"), [
+    (0, {"count": 2}, "a mixture is of another number of streams"),
+    (0, {"offsets": Weight("offsets", (14,), False)}, "offsets has another size"),
+    (3, {"writes": Value.STREAMS}, "a product writes what it must not"),
+    (5, {"channels": 5}, "a norm has another size"),
+    (5, {"entries": None, "index_keys": None}, "compressed attention has other entries than are kept"),
+    (5, {"index_keys": None}, "an index has no keys"),
+    (6, {"ratio": 3}, "compressed attention has other entries than are kept"),
+    (6, {"heads": 3}, "compressed attention reads another number of queries"),
+    (6, {"head_dim": 3}, "heads have other channels than what is kept"),
+    (10, {"by_token": Weight("table", (40, 1), False, small=True)}, "a table of experts has another size"),
+])  # fmt: skip
+def test_plans_that_do_not_fit_are_refused(number, fields, message):
+    plan = small.with_op(make_plan(decoder_ops(CONFIG), CONFIG.schedule), 0, number, **fields)
+    with pytest.raises(NativeError, match=f"damaged plan: {message}"):
+        custom_calls.Session(plan, instructions="none")
+
+
+def test_modules_without_a_mixture_are_refused():
+    plan = make_plan(decoder_ops(CONFIG), CONFIG.schedule)
+    first = plan.ops.layers[0]
+    plan = small.with_ops(plan, 0, first.attention.ops[1:], first.feed_forward.ops)
+    with pytest.raises(NativeError, match="damaged plan: modules begin with a mixture of streams if the head does"):
+        custom_calls.Session(plan, instructions="none")
