@@ -44,7 +44,9 @@ class State(NamedTuple):
     latents: list[jax.Array] | tuple[()] = ()
     """[lanes, 1, positions, channels]."""
     base: list[jax.Array] | tuple[()] = ()
-    """int32 [lanes, 1, 1, key heads]. This and the following are of DeltaNet: kept_of in custom_calls/plan.py."""
+    """int32 [lanes, 1, 1, key heads], or 1 of compressed attention. This and the following are of DeltaNet: kept_of in
+    custom_calls/plan.py.
+    """
     entries: list[jax.Array] | tuple[()] = ()
     """float32 [lanes, 1, 1, key heads, floats]."""
     inputs: list[jax.Array] | tuple[()] = ()

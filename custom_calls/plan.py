@@ -302,15 +302,17 @@ def kept_of(op: Op, cache_dtype: str) -> tuple[Kept, ...]:
     there on keys, deltas and decays (custom_calls/cpu/ops/delta_net.cc); `inputs`, at position % their number, what the
     convolution reads.
 
-    Compressed attention keeps the vector of every position, entries and, for those that wait for the rest of theirs, at
-    position % their number the newest positions' vectors and gates.
+    Compressed attention keeps the vector of every position, entries and, at position % their number, the newest
+    positions' vectors and gates, which wait for the rest of their entries; `base` is the first position after those
+    that are certain.
     """
     if isinstance(op, Attend):
         return tuple(Kept(name, (op.kv_heads, op.head_dim), cache_dtype) for name in ("keys", "values"))
     if isinstance(op, LatentKeep):
         return (Kept("latents", (op.rank + 2 * len(op.rotary.frequencies),), cache_dtype),)
     if isinstance(op, CompressedKeep):
-        found = [Kept("positions", (op.channels,), cache_dtype)]
+        found = [Kept("base", (1,), "int32", True)] if op.entries else []
+        found.append(Kept("positions", (op.channels,), cache_dtype))
         for name, own in (("compressed", op.entries), ("index_keys", op.index_keys)):
             if own:
                 tail = own.earlier + ENTRIES, 2 * own.width

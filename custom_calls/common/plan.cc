@@ -520,6 +520,7 @@ std::vector<KeptArray> kept_arrays(const Plan& plan) {
           add(layer, Kept::latents, {keep->rank + rotating_channels(keep->rotary, plan)});
         if (const auto* delta = std::get_if<DeltaNet>(&op)) add_delta(layer, *delta);
         if (const auto* keep = std::get_if<CompressedKeep>(&op)) {
+          if (keep->entries) found.push_back({layer, Kept::base, {1}, KeptType::integers, true});
           add(layer, Kept::positions, {keep->channels});
           add_compressor(layer, keep->entries, Kept::compressed, Kept::compressed_tail);
           add_compressor(layer, keep->index_keys, Kept::index_keys, Kept::index_keys_tail);

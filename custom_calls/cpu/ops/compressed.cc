@@ -56,6 +56,9 @@ void Worker::run(const plan::CompressedKeep& op, int module) {
   each([&](const Run& run, int lane) {
     keep_tail(*op.entries, run, lane, layer, plan::Kept::compressed_tail);
     if (op.index_keys) keep_tail(*op.index_keys, run, lane, layer, plan::Kept::index_keys_tail);
+    if (owns(lane))
+      *(int32_t*)d_.kept_of(*run.slot->call, plan::Kept::base, layer, lane) =
+          (int32_t)(run.start + run.count - run.rows);
   });
 }
 

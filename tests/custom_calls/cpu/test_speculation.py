@@ -62,7 +62,7 @@ class Model:
         drawn, _, position = outputs.status.tolist()
         of_tokens = [np.asarray(rows)[:drawn] for rows in outputs[:-1]]
         found = jax.tree.map(np.asarray, (of_tokens, outputs.status, state.seen, self.filled(state, position - 1)))
-        if state.base or state.compressed_tail:  # the same state in other arrays: compare what follows
+        if state.base:  # the same state in other arrays, as passes moved it on: compare what follows
             self.session.speculate(0, EQUAL)
             inputs = small.make_inputs(of_tokens[0][-1:], 20, start=position - 1, room=ROOM)
             found += (np.asarray(self.call(inputs, state)[0].logits[:20]),)

@@ -328,7 +328,7 @@ def test_packed_model_on_backend_cpu(packed, lanes):
     """The packed weights stay so; a prompt in two calls."""
     folder, logits = packed
     engine, ids = Engine.load(folder, "cpu", num_lanes=lanes, threads=2), io()["input_ids"][0]
-    assert engine.conditions["quantized_formats"] == ["fp8", "mxfp4"]
+    assert {name.split()[0] for name in engine.conditions["quantized_formats"]} == {"fp8", "mxfp4"}
     call, state = small.jitted(engine.session, room=150, logits=True), small.make_state(engine.config, 160)
     for start, end in ((0, 101), (101, 150)):
         outputs, state = call(small.make_inputs(ids[start:end], 1, start=start, room=150), state)

@@ -2,6 +2,7 @@
 company, and plans that do not fit.
 """
 
+import jax
 import numpy as np
 import pytest
 
@@ -38,7 +39,7 @@ def test_any_split_of_a_prompt_has_the_same_bits(compute):
     whole = absorbed(session, [131], compute)
     for sizes in ([1] * 30 + [101], [48, 48, 35], [3, 4, 47, 2, 75], [130, 1]):
         assert small.same(absorbed(session, sizes, compute), whole), sizes
-    for ways in ({"threads": 1}, {"threads": 7}, {"one_thread_per_lane": True}):
+    for ways in ({"threads": 1}, {"threads": 7, "chaos_us": 20}, {"one_thread_per_lane": True}):
         other = small.make_session(CONFIG, weights, compute=compute, **ways)
         assert small.same(absorbed(other, [59, 72], compute), whole), ways
     if compute == "float32":
@@ -54,6 +55,14 @@ def test_instruction_sets(instructions):
     logits, tokens = absorbed(session, [90, 41])
     expected = small.interpreted_logits(CONFIG, WEIGHTS, [*IDS, *tokens[:2].tolist()])[130:]
     assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_a_state_of_another_position_is_refused():
+    session, state = small.make_session(CONFIG, WEIGHTS, threads=2), small.make_state(CONFIG, 160)
+    call = small.jitted(session, room=140, logits=True)
+    _, state = call(small.make_inputs(IDS[:100], 1, room=140), state)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="recurrent state of layer 0 is not that before position 60"):
+        jax.block_until_ready(call(small.make_inputs([1], 1, start=60, room=140), state))
 
 
 # Ops of the first layer: the mixture, four products, what is kept, attention, two products; a mixture, a router.
