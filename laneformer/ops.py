@@ -456,22 +456,14 @@ class GatherStreams:
 
 
 @dataclass(frozen=True)
-class Compressor:
-    """Entries of a cache that are made of `ratio` positions each. Of PROJECTED the channels from `first` on are a
-    position's vectors, then as many gates; where windows overlap, the first half of either is for the next window's
-    entry. laneformer/blocks/compressor.py has the equations.
-    """
+class EntrySize:
+    """Of entries that are made of several positions each."""
 
-    first: int
     channels: int
-    """Of an entry."""
     ratio: int
+    """Positions of a window."""
     overlaps: bool
-    biases: Weight
-    """[ratio, channels of a position's vectors], on the gates; small."""
-    norm: Norm
-    rotary: Rotary
-    """Of an entry's last channels, at the first position of its window."""
+    """An entry also contains the window before."""
 
     @property
     def width(self) -> int:
@@ -482,6 +474,21 @@ class Compressor:
     def earlier(self) -> int:
         """Positions before a new one that may be in its window's entry, at most."""
         return self.ratio * (1 + self.overlaps) - 1
+
+
+@dataclass(frozen=True)
+class Compressor(EntrySize):
+    """Entries of a cache. Of PROJECTED the channels from `first` on are a position's vectors, then as many gates; where
+    windows overlap, the first half of either is for the next window's entry. laneformer/blocks/compressor.py has the
+    equations.
+    """
+
+    first: int
+    biases: Weight
+    """[ratio, channels of a position's vectors], on the gates; small."""
+    norm: Norm
+    rotary: Rotary
+    """Of an entry's last channels, at the first position of its window."""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ and a rotation at the window's first position. Where windows overlap, a token ha
 the next window's entry, the second in its own window's entry, so that an entry is made of two windows.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -20,25 +18,8 @@ from laneformer.blocks.block import KeptArray, Memory, Weight, attention_weight,
 from laneformer.blocks.norm import rms_norm
 from laneformer.blocks.rotary import rotate_last, stretched_frequencies, tables_of
 from laneformer.config import CompressedAttentionOptions
+from laneformer.ops import EntrySize
 from laneformer.precision import Precision
-
-
-class Size(NamedTuple):
-    """What is particular to a compressor."""
-
-    channels: int
-    ratio: int
-    overlaps: bool
-
-    @property
-    def width(self) -> int:
-        """Channels of a token's vectors."""
-        return self.channels * (1 + self.overlaps)
-
-    @property
-    def earlier(self) -> int:
-        """Tokens before a new one that may be in its window's entry, at most."""
-        return self.ratio * (1 + self.overlaps) - 1
 
 
 class Compressor(nnx.Module):
@@ -50,7 +31,7 @@ class Compressor(nnx.Module):
         self.options, self.channels, self.precision = options, channels, precision
 
     @property
-    def size(self) -> Size:
+    def size(self) -> EntrySize:
         return size_of(self.options, self.channels)
 
     def __call__(self, h_lbsd: jax.Array, memory: Memory | None, name: str) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -131,11 +112,11 @@ class Compressor(nnx.Module):
         table, size = Compressor.table(options, path, channels), size_of(options, channels)
         biases = weight_of_op(table, f"{path}.positions", small=True)
         norm = ops.Norm(weight_of_op(table, f"{path}.norm"), options.norm_eps)
-        return ops.Compressor(first, *size, biases, norm, rotary_op(options))
+        return ops.Compressor(**vars(size), first=first, biases=biases, norm=norm, rotary=rotary_op(options))
 
 
-def size_of(options: CompressedAttentionOptions, channels: int) -> Size:
-    return Size(channels, options.ratio, options.overlaps)
+def size_of(options: CompressedAttentionOptions, channels: int) -> EntrySize:
+    return EntrySize(channels, options.ratio, options.overlaps)
 
 
 def rotary_op(options: CompressedAttentionOptions) -> ops.Rotary:
