@@ -11,7 +11,7 @@ import custom_calls
 import laneformer
 from infer import Engine, Sampling
 from infer.engine import cpu
-from laneformer.config import DeltaNetSizes
+from laneformer.config import CompressedAttention, DeltaNetSizes, ResidualStreams
 from laneformer.errors import ConfigError, InputError
 from tests.support.engine_cases import ADJUSTED, CONFIG, RANDOM, model
 
@@ -88,12 +88,20 @@ def test_answers_have_the_bits_of_generations_alone(engines, prices, clients):
 
 
 DELTA = {"delta_layers": (0,), "delta_net": DeltaNetSizes(key_heads=8, value_heads=16, key_dim=4, value_dim=4)}
+COMPRESSED = {
+    **{"layout": "tp", "num_key_value_heads": 1, "sliding_window": None, "sliding_window_n_layers": 0},
+    "residual_streams": ResidualStreams(count=2, iterations=3),
+    "compressed_attention": CompressedAttention(
+        **{"ratios": (4, 3), "window": 7, "q_lora_rank": 8, "qk_rope_head_dim": 2, "o_groups": 8, "o_lora_rank": 4},
+        **{"index_heads": 4, "index_head_dim": 4, "index_topk": 6},
+    ),
+}
 
 
-@pytest.fixture(scope="module")
-def recurrent():
-    """As `engines`, with gated DeltaNet in the first layer."""
-    made = model(**DELTA)
+@pytest.fixture(scope="module", params=[DELTA, COMPRESSED], ids=["delta net", "compressed attention"])
+def recurrent(request):
+    """As `engines`, with gated DeltaNet in the first layer, or with entries of several positions."""
+    made = model(**request.param)
     ours = Engine(made, "cpu", parallel=PARALLEL, prefix_cache=2, speculation=15)
     return ours, Engine(made, "cpu", prefix_cache=0)
 
