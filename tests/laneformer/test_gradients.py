@@ -112,7 +112,7 @@ ROWS = [
     pytest.param("dtp(1.5)", "lane", marks=pytest.mark.slow),
     pytest.param("desync(2)", None, marks=pytest.mark.slow),
     pytest.param("caat(0.5)", None, marks=pytest.mark.slow),
-    ("tp", "sum"),
+    pytest.param("tp", "sum", marks=pytest.mark.slow),
 ]
 
 

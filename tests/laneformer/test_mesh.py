@@ -122,6 +122,7 @@ def test_all_lanes_on_each_of_two_devices(head):
         np.testing.assert_allclose(split, alone, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_many_queued_passes_do_not_deadlock():
     """Eight devices by XLA_FLAGS and hundreds of passes in flight: XLA's own pool of eight threads hangs on these."""
     program = """

@@ -47,7 +47,8 @@ def test_oracle_greedy_tokens_with_a_cache(folder):
     assert tiny.continue_greedily(model, io["greedy_prompt"], len(io["greedy_ids"])) == io["greedy_ids"].tolist()
 
 
-@pytest.mark.parametrize("case", ["case_03", pytest.param("case_12", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["case_03", pytest.param("case_12", marks=pytest.mark.exhaustive)])
 def test_oracle_greedy_tokens_on_eight_devices(case):
     folder = tiny.TESTS / "oracle" / case
     io, model = np.load(folder / "io.npz"), load(folder, mesh=make_mesh(8, lane=8))
@@ -80,6 +81,7 @@ def test_prefill_of_any_lengths_and_steps_equal_the_uncached_model(splits):
     assert tiny.difference(logits, io["logits"]) < TOLERANCE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", ["case_06", *(pytest.param(case, marks=pytest.mark.slow) for case in ("case_09", "case_11"))]
 )

@@ -140,9 +140,9 @@ def test_attention_stays_within_a_document():
 
 STATISTICS = [
     ("laneformer", 2, {}),
-    ("tp", 4, {}),
-    ("desync(2)", None, {}),
-    ("none", 4, {}),
+    pytest.param("tp", 4, {}, marks=pytest.mark.exhaustive),
+    pytest.param("desync(2)", None, {}, marks=pytest.mark.slow),
+    pytest.param("none", 4, {}, marks=pytest.mark.slow),
     ("tp", 2, {"norm_after": "sum"}),
 ]
 

@@ -25,6 +25,7 @@ def small():
 MACHINE = Machine(warp_size=32, ctas=4, warps=2, shared_bytes=232_448, bulk_copies=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["replicate", pytest.param("vocab_parallel", marks=pytest.mark.slow)])
 def test_delays_are_hidden_or_waited_for(head, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_rank, "PEER_CTAS", 2)

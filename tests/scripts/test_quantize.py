@@ -97,6 +97,7 @@ def test_int4_is_what_other_engines_read(tmp_path):
     assert np.linalg.norm(weights - before) < 0.1 * np.linalg.norm(before)
 
 
+@pytest.mark.slow
 def test_generation_on_backend_xla(laneformer, tmp_path):
     """The tokens of the same model with float32 weights; packed in memory, one matrix at a time in float32."""
     assert run(laneformer, tmp_path, "--weights", "int4") == 0

@@ -25,13 +25,13 @@ ROOM = 160
 AMD = Machine(warp_size=64, ctas=8, warps=2, shared_bytes=65_536, bulk_copies=False)
 
 
-def some(cases, fast):
-    """Cases as parameters; all but the fast ones are exhaustive, since each compiles a kernel."""
+def some(cases, fast, slow=()):
+    """Cases as parameters; all but the fast and the slow ones are exhaustive, since each compiles a kernel."""
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
             id=str(case),
-            marks=() if case in fast else pytest.mark.exhaustive,
+            marks=() if case in fast else pytest.mark.slow if case in slow else pytest.mark.exhaustive,
         )
         for case in cases
     ]

@@ -95,6 +95,7 @@ def test_newest_checkpoints_are_kept(finished):
     assert saved_steps(finished) == [40, 50, 60]
 
 
+@pytest.mark.slow
 def test_phase_ends_and_multiples_of_keep_every_are_kept(tmp_path, initial, opened):
     """Phases end after 2 and 5 steps, and every fourth step is kept."""
     later = {name: LaterPhase(steps=steps, data=tiny().data) for name, steps in (("mid", 3), ("end", 40))}

@@ -58,6 +58,7 @@ def our_losses(checkpoint: Path, recipe: Recipe, lanes: int, data: int, lane: in
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "lanes", "data", "lane", "accumulate"),
     [

@@ -67,6 +67,7 @@ def test_logits_equal_those_of_one_lane():
     np.testing.assert_allclose(as_laneformer(dense)(IDS), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_step_learns():
     step = dense_step(CONFIG, "float32", learning_rate=1e-2, clip_norm=1.0)
     losses = [float(step(IDS)) for _ in range(30)]

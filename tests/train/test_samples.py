@@ -83,6 +83,7 @@ def test_samples_follow_the_weights_and_compile_once(mesh, tokenizer):
     assert drawn[1] == by_fresh_engine(weights(2), samples.prompts.values(), SAMPLING)
 
 
+@pytest.mark.slow
 def test_records_have_prompt_text_and_ids(mesh, tokenizer):
     prompts = PROMPTS[:2]  # which one program reads
     samples = Samples(LiveEngine(CONFIG, mesh, Precision(), tokenizer), prompts, max_new_tokens=12)

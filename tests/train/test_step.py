@@ -88,6 +88,7 @@ def test_loss_equals_cross_entropy_of_the_logits():
     assert expected == pytest.approx(np.log(64), abs=0.2), "fresh weights know nothing"
 
 
+@pytest.mark.slow
 def test_an_mlp_without_a_gate_learns():
     t = trainer(1, 1, model__hidden_act="relu2", model__gated_mlp=False)
     state, losses = t.init(), []
@@ -127,6 +128,7 @@ def test_loss_chunk_leaves_losses_unchanged(reference):
     close(run(trainer(loss_chunk=24)), reference)  # 3 of 16 positions at a time
 
 
+@pytest.mark.slow
 def test_unit_weights_and_one_segment_leave_losses_unchanged(reference):
     ones, one = np.ones((8, 16), np.float32), np.zeros((8, 17), np.int32)
     close(run(trainer(2, 4, accumulate=2), weights=ones, segments=one), reference)

@@ -59,11 +59,20 @@ def encoded(matrix: np.ndarray, table: np.ndarray, tiling):
     return np.asarray(lines), np.asarray(gathered(words, most + 1))
 
 
-@pytest.mark.parametrize("machine", [H200, MI300X], ids=["H200", "MI300X"])
-@pytest.mark.parametrize(("rows", "columns", "kind"), [
+PACKED = [
     (48, 384, "normal"), (33, 300, "random bits"), (512, 1, "normal"), (16, 1024, "in one unit"),
     (300, 37, "random bits"),
-])  # fmt: skip
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("machine", "rows", "columns", "kind"),
+    [
+        pytest.param(machine, *case, id=f"{name}-{case}", marks=() if m == n % 2 else pytest.mark.slow)
+        for m, (name, machine) in enumerate({"H200": H200, "MI300X": MI300X}.items())
+        for n, case in enumerate(PACKED)
+    ],
+)
 def test_packing_gives_every_bit_back(machine, rows, columns, kind):
     machine = dataclasses.replace(machine, warps=2)
     rng = np.random.default_rng(rows)
@@ -142,8 +151,8 @@ def same_in_both(config, plan, weights, **options) -> None:
     ("changes", "options"),
     [
         ({}, {}),
-        ({"lanes": 1, "layout": "tp"}, {"launch": "graph"}),
-        pytest.param({}, {"machine": AMD}, marks=emulated.only_emulated),
+        pytest.param({"lanes": 1, "layout": "tp"}, {"launch": "graph"}, marks=pytest.mark.slow),
+        pytest.param({}, {"machine": AMD}, marks=[emulated.only_emulated, pytest.mark.slow]),
         pytest.param({"layout": "ladder", "lm_head_type": "lane"}, {}, marks=pytest.mark.exhaustive),
         pytest.param({"layout": "desync(2)", "tie_word_embeddings": True}, {}, marks=pytest.mark.exhaustive),
         pytest.param({}, {"launch": "graph", "machine": AMD}, marks=[emulated.only_emulated, pytest.mark.exhaustive]),

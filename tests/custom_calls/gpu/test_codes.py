@@ -83,8 +83,15 @@ def unpacked(stream: np.ndarray, tiling) -> np.ndarray:
     return found
 
 
-@pytest.mark.parametrize("machine", [H200, MI300X], ids=["H200", "MI300X"])
-@pytest.mark.parametrize("way", WAYS)
+def on_machines(ways):
+    """Each way on one of the machines in turn; on the other one is slow."""
+    for n, way in enumerate(ways):
+        for m, (name, machine) in enumerate({"H200": H200, "MI300X": MI300X}.items()):
+            marks = () if m == n % 2 else pytest.mark.slow
+            yield pytest.param(machine, way, id=f"{way}-{name}", marks=marks)
+
+
+@pytest.mark.parametrize(("machine", "way"), on_machines(WAYS))
 def test_packing_gives_every_weight_back(machine, way):
     for rows, columns, warps in ((33, 300, 2), (70, 1024, 8)):
         weights = np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32)
@@ -201,6 +208,7 @@ def test_other_models(changes):
     check(answer(opened(records, config, weights), config), config, weights, records)
 
 
+@pytest.mark.slow
 @emulated.only_emulated
 def test_the_bits_of_one_device_on_two():
     axes = (jax.sharding.AxisType.Auto,) * 2

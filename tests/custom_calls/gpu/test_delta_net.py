@@ -143,6 +143,7 @@ def test_a_launch_for_each_op_has_the_same_bits(call):
     assert small.same(answer(stepwise, ids, [11, 7], 20), answer(call, ids, [11, 7], 20))
 
 
+@pytest.mark.slow
 @emulated.only_emulated
 def test_several_devices_and_delays_change_no_bit(call):
     ids, axes = small.prompt_of(CONFIG, 18), (jax.sharding.AxisType.Auto,) * 2
@@ -166,6 +167,7 @@ def several():
     return emulated.make_session(CONFIG, WEIGHTS, rows=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", [14, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 31))])
 def test_drafts_change_no_bit_and_leave_no_trace(call, several, prompt):
     """Right ones, wrong ones and those of every third place, in passes across the ends of 16 positions; the text then
@@ -185,6 +187,7 @@ def test_drafts_change_no_bit_and_leave_no_trace(call, several, prompt):
     assert sum(several.drafting.rows[1:]) > 0
 
 
+@pytest.mark.slow
 @emulated.only_emulated
 def test_a_text_of_the_cpu_continues(call):
     """And the other way round: both kernels keep the same arrays."""

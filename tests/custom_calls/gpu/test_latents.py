@@ -65,6 +65,7 @@ def test_logits_are_those_of_the_interpreter(name):
     check(plan, weights_of(plan), machine=machine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache_dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)])
 def test_latents_are_split_over_ctas(cache_dtype):
     """Three splits of 150 latents, the newest one in the last; also in a launch for each op, with the same bits."""

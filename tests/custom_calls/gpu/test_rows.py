@@ -43,12 +43,15 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "all tokens" else ()) for name in SETTINGS]
+)
 def test_samplings(name, model):
     tokens = model.check([*range(9), *range(9)], 20, **SETTINGS[name])
     assert len(tokens) == 20
 
 
+@pytest.mark.slow
 def test_prompts_go_several_tokens_at_a_time(model):
     for length in range(1, 11):
         prompt = [(7 * i + length) % 40 for i in range(length)]
@@ -56,6 +59,7 @@ def test_prompts_go_several_tokens_at_a_time(model):
     model.check([3, 1, 4], 6, cache=float("nan"))  # what lies beyond the text is never read
 
 
+@pytest.mark.slow
 def test_the_end_of_an_answer_may_lie_inside_a_run(model):
     prompt, options = [5, 8, 13], {"temperature": 1.0}
     tokens = model.answer(prompt, 20, rows=0, **options)[0][0].tolist()
@@ -129,6 +133,7 @@ def test_what_does_not_fit_is_refused(model):
             emulated.open_session(model.plan, {}, **options)
 
 
+@pytest.mark.slow
 def test_layers_of_several_kinds():
     plan = mixed_plan(weight_dtype="float16", cache_dtype="bfloat16")
     Model(plan, weights_of(plan, "float16"), rows=3, chaos_us=20).check([3, 1, 4, 1, 5, 9, 2], 12, temperature=0.8)

@@ -180,6 +180,7 @@ def test_long_vectors_in_several_segments():
     check(small.interpreted_logits, config, small.make_weights(config), machine=machine, prompt=3, limit=2)
 
 
+@pytest.mark.slow
 @emulated.only_emulated
 def test_a_head_of_many_rows_takes_turns():
     """Where its sums would take the room of the ring; the sampler's second copy of the logits is where layers merge."""
@@ -439,6 +440,7 @@ def test_ten_thousand_tokens_under_delays():
         assert same(*(call(inputs, small.make_state(config, 512))[0] for call in (plain, delayed)))
 
 
+@pytest.mark.slow
 def test_many_calls_with_cancellations_leave_nothing_behind(model, session, call):
     config, _ = model
     inputs = small.make_inputs([3], 3)

@@ -143,6 +143,7 @@ def test_device_refuses_an_impossible_call(model, session, call):
     assert session.failure is None and outputs.status[0] == 4
 
 
+@pytest.mark.slow
 @emulated.only_emulated
 def test_timeout_ends_the_call_before_a_wrong_token(model, monkeypatch):
     config, weights = model

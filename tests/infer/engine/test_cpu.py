@@ -546,6 +546,7 @@ def test_recurrent_states_are_kept_whole_and_drafted_over(case):
         prompt = np.concatenate([prompt, result.tokens, np.resize(text[turn:], 3 + 7 * turn)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
 def test_rounded_experts_have_the_answer_of_backend_xla(weights):
     folder = MOE / "qwen3_moe_1"

@@ -28,7 +28,7 @@ def engine():
 
 
 # Every kind of head, windows, one device and several; the model's own tests have the other cases too.
-FAST = (("case_03", 8), ("case_11", 1), ("case_12", 1))
+FAST = (("case_03", 8), ("case_11", 1))
 
 
 @pytest.mark.parametrize(

@@ -179,11 +179,9 @@ BFLOAT16 = {"dtype": "bfloat16"}
 ROUNDED = BFLOAT16 | {"precision": Precision(param="bfloat16", compute="bfloat16")}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "layout": "tp"}
 VARIANTS = [  # changes of the model, options of the backend
-    ({}, {}),
     (ROUNDED, {"threads": 3}),
-    (EXPERTS, {}),
-    ({}, {"weights": "int8"}),
     ({}, {"speculation": 6}),
+    *(pytest.param(case, marks=pytest.mark.slow) for case in (({}, {}), (EXPERTS, {}), ({}, {"weights": "int8"}))),
     *(
         pytest.param((changes, {"instructions": name, **options}), marks=pytest.mark.exhaustive)
         for name in (() if custom_calls.unavailable() else custom_calls.instruction_sets())

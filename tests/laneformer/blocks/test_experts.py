@@ -225,8 +225,8 @@ def test_the_vectors_of_all_uses_are_never_in_memory_together():
 @pytest.mark.parametrize(
     ("case", "lanes", "devices"),
     [
-        ("qwen3_moe_1", 4, 2),
-        pytest.param("qwen3_moe_2", 1, 0, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe_1", 4, 2, marks=pytest.mark.slow),
+        pytest.param("qwen3_moe_2", 1, 0, marks=pytest.mark.exhaustive),
         pytest.param("mixtral", 2, 0, marks=pytest.mark.slow),
         ("qwen3_moe_mixed", 1, 0),
         ("gpt_oss_2", 1, 0),
@@ -248,6 +248,7 @@ def test_reference_models(case, lanes, devices):
     assert greedy == io["greedy_ids"].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [

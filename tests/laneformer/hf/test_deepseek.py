@@ -48,7 +48,7 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("case", ["deepseek_v3_1", "kimi_2", slow("deepseek_v3_2"), slow("kimi_1")])
+@pytest.mark.parametrize("case", ["deepseek_v3_1", *map(slow, ("deepseek_v3_2", "kimi_1", "kimi_2"))])
 def test_reference_models(case):
     """Logits, and greedy tokens from a cache; FP8 and INT4 stay packed, draft layers and vision towers are left out."""
     assert tiny.difference(model(case)(io(case)["input_ids"]), io(case)["logits"]) < 1e-4
@@ -56,6 +56,7 @@ def test_reference_models(case):
     assert greedy == io(case)["greedy_ids"].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "lanes", "devices"),
     [

@@ -65,17 +65,19 @@ def routes(own, ids):
     return run(own, ids)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_reference_model(lanes):
     """150 positions: longer than the window of 16 and one entry of 128, with 37 entries of which 8 are chosen."""
     assert tiny.difference(model(lanes)(io()["input_ids"]), io()["logits"]) < 1e-4
 
 
+@pytest.mark.slow
 def test_greedy_tokens():
     found = tiny.continue_greedily(model(), io()["greedy_prompt"], len(io()["greedy_ids"]))
     assert found == io()["greedy_ids"].tolist()
 
 
+@pytest.mark.slow
 def test_routes_and_logits_are_those_of_float64():
     ids = io()["input_ids"][:1]
     logits, chosen = deepseek_v4.Model(values(), load_file(CASE / "model.safetensors"))(ids[0])
@@ -91,6 +93,7 @@ def test_any_split_of_a_prompt(parts):
     assert tiny.difference(extend(model(), ids, parts), io()["logits"]) < 1e-4
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing_that_is_kept():
     ids, kept, found, start = io()["input_ids"], model().make_cache(2, 160), [], 0
     step = jax.jit(lambda own, ids, kept, count: own.extend(ids, kept, count=count))
@@ -295,7 +298,8 @@ def packed(tmp_path_factory):
     return folder, logits
 
 
-@pytest.mark.parametrize("lanes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lanes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_published_packing_has_exactly_its_weights(packed, lanes):
     folder, logits = packed
     own = laneformer.load(folder, num_lanes=lanes)

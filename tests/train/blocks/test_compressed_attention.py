@@ -115,6 +115,7 @@ def untrained(path: str) -> bool:
     return any(part in path for part in UNTRAINED) or path.endswith("feed_forward.correction")
 
 
+@pytest.mark.slow
 def test_gradient_is_that_of_finite_differences(case):
     """Of all weights together. Those of what chooses are 0, and no others."""
     for path, gradient in case.gradients.items():

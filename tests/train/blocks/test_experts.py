@@ -71,6 +71,7 @@ def test_meshes_parts_and_recomputation_change_no_loss(data, lane, changes):
     np.testing.assert_allclose(run(trainer(data, lane, **changes)), usual(), rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_validation_is_the_cross_entropy_alone():
     t = trainer(2, 4)
     state = jax.tree.map(jax.device_put, initial_state(), t.state_shardings)
@@ -104,6 +105,7 @@ def test_without_weight_the_router_losses_have_no_effect():
     assert not {"load_balance_loss", "router_z_loss"} & values.keys()
 
 
+@pytest.mark.slow
 def test_muon_orthogonalises_each_expert_and_leaves_routers_to_adam():
     """One expert's update depends on its own gradient alone, and has singular values of one size."""
     config = trainer(2, 4).config

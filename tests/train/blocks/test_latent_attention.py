@@ -42,6 +42,7 @@ def steps(data: int, lane: int):
     return np.array(found), jax.device_get(state.params)
 
 
+@pytest.mark.slow
 def test_steps():
     """The correction stays as it is."""
     found, weights = steps(2, 4)

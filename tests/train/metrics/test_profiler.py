@@ -66,6 +66,7 @@ def test_both_ends_wait_for_the_device(tmp_path, calls, monkeypatch):
     assert calls == ["before 2", ("start", tmp_path), "before 4", "stop"]
 
 
+@pytest.mark.slow
 def test_the_trace_names_the_modules(tmp_path):
     model = laneformer.Laneformer.init(CONFIG)
     program = jax.jit(lambda model, ids: model(ids).sum())

@@ -149,6 +149,7 @@ def test_unwritable_json_fails_before_compiling(tmp_path, monkeypatch):
         dry_run([RECIPE, "--dry-run", "--json", str(tmp_path / "nodir" / "x.json")])
 
 
+@pytest.mark.slow
 def test_cpu_plan_has_no_times():
     found = plan(tiny(), ClusterConfig(device="cpu"))
     assert found.compute_dtype == "float32" and found.phases[0].times is None and found.devices == 8

@@ -70,6 +70,7 @@ def test_products_are_at_least_those_of_the_weights():
     assert weights < program(model=config).matmul_flops < 1.5 * weights
 
 
+@pytest.mark.slow
 def test_memory_includes_the_state():
     trainer, *_ = compiled(2, 4)
     shapes = jax.tree.leaves(trainer.abstract_state())
