@@ -83,15 +83,14 @@ def unpacked(stream: np.ndarray, tiling) -> np.ndarray:
     return found
 
 
-def on_machines(ways):
-    """Each way on one of the machines in turn; on the other one is slow."""
-    for n, way in enumerate(ways):
-        for m, (name, machine) in enumerate({"H200": H200, "MI300X": MI300X}.items()):
-            marks = () if m == n % 2 else pytest.mark.slow
-            yield pytest.param(machine, way, id=f"{way}-{name}", marks=marks)
-
-
-@pytest.mark.parametrize(("machine", "way"), on_machines(WAYS))
+@pytest.mark.parametrize(
+    ("machine", "way"),
+    [  # each way on one of the machines in turn; on the other one is slow
+        pytest.param(machine, way, id=f"{way}-{name}", marks=() if m == n % 2 else pytest.mark.slow)
+        for m, (name, machine) in enumerate({"H200": H200, "MI300X": MI300X}.items())
+        for n, way in enumerate(WAYS)
+    ],
+)
 def test_packing_gives_every_weight_back(machine, way):
     for rows, columns, warps in ((33, 300, 2), (70, 1024, 8)):
         weights = np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32)
