@@ -91,11 +91,17 @@ Product logits_of(const plan::Matrix& matrix, const std::optional<plan::Norm>& n
   return apart_of(matrix, plan::Value::stream, plan::Value::routes, norm, lanes);
 }
 
-// Of the streams over their root mean square: a norm without a gain.
+// Of the streams over their root mean square: a norm without a gain. A block for each stream, so that more workers
+// share the few rows; their sum is the mixture.
 Mixer mixer_of(const plan::GatherStreams& op, int lanes) {
   Mixer mixer{apart_of(op.mix, plan::Value::streams, plan::Value::mixture, {}, lanes), op};
-  mixer.rows.normed = true;
-  mixer.rows.norm.eps = op.norm_eps;
+  Product& rows = mixer.rows;
+  rows.blocks = op.count;
+  rows.matrices *= op.count;
+  rows.columns /= op.count;
+  rows.block_step = rows.columns;
+  rows.normed = true;
+  rows.norm.eps = op.norm_eps;
   return mixer;
 }
 

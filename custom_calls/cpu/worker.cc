@@ -39,7 +39,8 @@ Worker::Worker(DecodeState& state, int index)
       first_lane_(m_.lanes * index / count_),
       last_lane_((m_.lanes * (index + 1) + count_ - 1) / count_),
       random_(0x9E3779B97F4A7C15u * (index + 1)) {
-  int64_t bytes = 0, widest = m_.hidden_size, rows_of_y = 0, heads = 0, kv_heads = 0, summed = 0;
+  int64_t bytes = 0, widest = std::max(1, m_.streams()) * (int64_t)m_.hidden_size, rows_of_y = 0, heads = 0,
+          kv_heads = 0, summed = 0;
   for (const Product* product : d_.products) {
     const int64_t units = product->units(), all = units * product->matrices;
     Packed& packed = packed_.emplace_back();
@@ -129,6 +130,7 @@ Worker::Worker(DecodeState& state, int index)
     streams_.resize((last_lane_ - first_lane_) * kBlock * m_.streams() * d);
     joins_.resize((last_lane_ - first_lane_) * kBlock * m_.streams() * (m_.streams() + 1));
     joined_.resize(m_.streams() * d);
+    rows_.resize(m_.streams() * (m_.streams() + 2));
   }
   size_t apart = 0;
   for (const auto& events : m_.events)
@@ -295,11 +297,12 @@ Worker::Vectors Worker::vectors_of(const Product& product, int lane, int block) 
     found.x = target(product.reads, 0, lane, &found.stride) + block * product.block_step;
   }
   if (!product.normed) return found;
-  const float* gain = product.reads == plan::Value::streams ? d_.ones.data() : d_.small(product.norm.gain, lane);
-  const int64_t n = product.columns;
+  const bool of_streams = product.reads == plan::Value::streams;  // a block is one of them, and the norm that of all
+  const float* gain = of_streams ? d_.ones.data() : d_.small(product.norm.gain, lane);
+  const int64_t n = of_streams ? found.stride : product.columns;
   for (int p = 0; p < positions_; p++)
     k_.rms_norm(found.x + p * found.stride, gain, product.norm.eps, n, h_.data() + p * n);
-  return {h_.data(), n, positions_};
+  return {h_.data() + (of_streams ? block * product.block_step : 0), n, positions_};
 }
 
 // The vectors as the tiles of a piece read them.

@@ -151,7 +151,7 @@ class Worker {
   float* joins(int lane, int p) {  // what is written to each stream, then what is between them
     return joins_.data() + ((int64_t)(lane - first_lane_) * kBlock + p) * m_.streams() * (m_.streams() + 1);
   }
-  void gather(const plan::GatherStreams& op, int lane, int p, const float* rows);
+  void gather(const plan::GatherStreams& op, int lane, int p, const float* parts);
   void join(int lane, int p, const float* output);
 
   // Gated DeltaNet.
@@ -262,6 +262,7 @@ class Worker {
   std::vector<float> x_;                      // [own lanes][B][hidden_size]
   std::vector<float> streams_;                // [own lanes][B][streams][hidden_size], where there are several
   std::vector<float> joins_;                  // [own lanes][B][streams (streams + 1)]
+  std::vector<float> rows_;                   // of a mixture
   std::vector<float> joined_;                 // [streams][hidden_size]
   std::vector<const float*> parts_of_entry_;  // vectors, gates and biases
   std::vector<int32_t> order_;                // of entries

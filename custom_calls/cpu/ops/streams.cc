@@ -44,16 +44,21 @@ void Worker::run(const Mixer& op, int module) {
   }
 }
 
-// The position's stream as the module reads it; keeps how the output joins the streams, where rows say that.
-void Worker::gather(const plan::GatherStreams& op, int lane, int p, const float* rows) {
-  const int64_t d = m_.hidden_size;
+// The position's stream as the module reads it; keeps how the output joins the streams, where rows say that. parts: of
+// the rows, those of each stream.
+void Worker::gather(const plan::GatherStreams& op, int lane, int p, const float* parts) {
+  const int64_t d = m_.hidden_size, count = op.mix.weight.size;
   const int m = op.count;
+  std::copy_n(parts, count, rows_.begin());
+  for (int s = 1; s < m; s++)
+    for (int64_t i = 0; i < count; i++) rows_[i] += parts[s * count + i];
+  const float* const rows = rows_.data();
   const float *factors = d_.small(op.factors, lane), *offsets = d_.small(op.offsets, lane);
   float* const to = stream(lane, p);
   std::fill_n(to, d, 0.0f);
   for (int s = 0; s < m; s++)
     k_.add_scaled(to, streams(lane, p) + s * d, sigmoid(rows[s] * factors[0] + offsets[s]) + op.eps, d);
-  if (op.mix.weight.size == m) return;
+  if (count == m) return;
   float *const post = joins(lane, p), *const between = post + m;
   for (int s = 0; s < m; s++) post[s] = 2 * sigmoid(rows[m + s] * factors[1] + offsets[m + s]);
   for (int i = 0; i < m * m; i++) between[i] = rows[2 * m + i] * factors[2] + offsets[2 * m + i];

@@ -109,7 +109,7 @@ void Decoder::find_places() {
 int64_t Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const void* data, Dtype dtype) {
   const Product& product = *rows.product;
   const Dtype packed = product.dtype;
-  const int64_t count = weight.shape[0], stretch = weight.shape[1];
+  const int64_t count = weight.shape[0], columns = weight.shape[1], stretch = std::min(columns, product.columns);
   const int64_t stretches = product.columns / stretch;  // a head over all lanes: their columns one after the other
   First first;
   on_all([&](int w) {
@@ -126,7 +126,8 @@ int64_t Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const v
             const int64_t matrix = stretches > 1         ? s
                                    : weight.lane_sharded ? share.matrix
                                                          : share.matrix % weight.copies();
-            const int64_t begin = (matrix * count + source) * stretch;
+            const int64_t first_column = columns > stretch ? share.matrix % product.blocks * stretch : 0;
+            const int64_t begin = (matrix * count + source) * columns + first_column;
             const char* from = (const char*)data + begin * bytes_of(dtype);
             if (dtype != packed) {
               state_.kernels->widen(dtype, from, stretch, wide.data());
