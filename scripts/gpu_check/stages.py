@@ -49,6 +49,8 @@ class Sizes:
     """Recipe of the dense model that decodes."""
     experts: str
     """Recipe of the mixture of experts that decodes."""
+    hybrids: tuple[str, ...]
+    """Recipes of mixtures with gated DeltaNet and with latent attention."""
     contexts: tuple[str, str, str]
     """Prompt lengths of long answers, of one of them, and of short ones."""
     tokens: tuple[int, int]
@@ -73,6 +75,7 @@ GPU = Sizes(
     dtypes=("float16", "bfloat16"),
     dense="laneformer_2b",
     experts="gpt_oss_20b",
+    hybrids=("qwen3_next_12", "deepseek_v3_4"),
     # XLA reads a prompt in blocks of powers of two and compiles a program per block and cache size: these need few.
     contexts=("1025,3073,64", "1025", "64,3073"),
     tokens=(1023, 128),
@@ -89,6 +92,7 @@ REHEARSAL = Sizes(
     dtypes=("bfloat16", "bfloat16"),
     dense="stdlib",
     experts="moe_tiny",
+    hybrids=("delta_tiny", "latent_tiny"),
     contexts=("17,65", "17", "17"),
     tokens=(8, 4),
     runs=(2, 1),
@@ -106,6 +110,7 @@ REHEARSAL = Sizes(
 def stages(sizes: Sizes = GPU) -> list[Stage]:
     """All stages, those that show most in a second first; the last ones are skipped if time is up."""
     long, sustained = ("--context", sizes.contexts[1]), _answers(sizes, 0)
+    short_answers = (*long, *_answers(sizes, 1))
     short = ("--dtype", sizes.dtypes[0], "--context", sizes.contexts[2], *_answers(sizes, 1))
     dense = ("--backend", sizes.backend, "--dtype", sizes.dtypes[0])
     drawn = (*dense, *long, *sustained, "--temperature", "0.8")
@@ -118,6 +123,7 @@ def stages(sizes: Sizes = GPU) -> list[Stage]:
     compared = ",".join((sizes.backend, *sizes.others))
     overlapped = ("--compare", f"{sizes.backend},cuda-graph-overlap", *short)
     plot = (PYTHON, "-m", "scripts.plot_trace", "{out}/trace.json.gz", "--no-picture")
+    hybrids = (bench(f"decode-{name}", *other, *short_answers, model=name) for name in sizes.hybrids)
     formats = (bench(f"decode-{name}", *other, "--weights", name, *long, *sustained) for name in sizes.formats)
     return [
         *_machine(),
@@ -128,6 +134,7 @@ def stages(sizes: Sizes = GPU) -> list[Stage]:
         Stage("compare", 140, (bench("compare-float16", "--compare", compared, *short),)),
         Stage("sampled", 80, (bench("sampled-float16", *drawn), bench("filtered-float16", *drawn, "--top-p", "0.95"))),
         Stage("experts", 240, (bench("decode-experts", *other, *long, *sustained, model=sizes.experts),)),
+        Stage("hybrids", 240, tuple(hybrids)),
         Stage("rank", 90, (_rank(sizes),)),
         Stage("formats", 420, tuple(formats)),
         rows(sizes),
@@ -139,7 +146,7 @@ def stages(sizes: Sizes = GPU) -> list[Stage]:
 
 def rehearsed() -> list[Stage]:
     """The stages that need no GPU in tiny sizes on a CPU."""
-    names = ("decode", "trace", "train", "experts", "formats", "rows")
+    names = ("decode", "trace", "train", "experts", "hybrids", "formats", "rows")
     busy = 600  # seconds for a stage, whatever else the machine does
     return [replace(stage, seconds=busy) for stage in stages(REHEARSAL) if stage.name in names]
 

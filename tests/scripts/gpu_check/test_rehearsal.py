@@ -31,10 +31,18 @@ def finish(process, status):
 
 
 def test_stages_measure_and_report(tmp_path):
-    finish(start(tmp_path, "--stages", "decode,trace,train,experts,formats,rows", "--seconds", "1500"), 0)
+    finish(start(tmp_path, "--stages", "decode,trace,train,experts,hybrids,formats,rows", "--seconds", "1500"), 0)
     report = json.loads((tmp_path / "report.json").read_text())
     assert {stage["status"] for stage in report["stages"]} == {"passed"}
-    assert {*report["bench"]} == {"decode-float16", "decode-experts", "decode-int8", "rows-drafts", "rows-one"}
+    hybrids = {"decode-delta_tiny", "decode-latent_tiny"}
+    assert {*report["bench"]} == {
+        "decode-float16",
+        "decode-experts",
+        *hybrids,
+        "decode-int8",
+        "rows-drafts",
+        "rows-one",
+    }
     text = (tmp_path / "report.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith("| laneformer | 2 x 64 |"))
     assert row.endswith(" GB |"), "the dry run's memory is beside the measured step"
