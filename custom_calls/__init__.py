@@ -1,7 +1,7 @@
 """Native kernels behind XLA custom calls: a persistent decode kernel and the exchange between lanes."""
 
 from custom_calls.cpu.session import Session, fastest_way
-from custom_calls.decode import ENDS, Inputs, Outputs, State, decode, empty_layers
+from custom_calls.decode import ENDS, YIELDED, Inputs, Outputs, State, decode, empty_layers
 from custom_calls.library import (
     NativeError,
     arithmetic_peak,
@@ -15,6 +15,7 @@ from custom_calls.session import DecodeSession, Drafting, EmittedTokens
 
 __all__ = [
     "ENDS",
+    "YIELDED",
     "DecodeSession",
     "Drafting",
     "EmittedTokens",

@@ -12,16 +12,20 @@ from custom_calls.plan import Kept, Plan
 from custom_calls.session import DecodeSession
 
 ENDS = ("length", "stop", "cancelled")
+YIELDED = len(ENDS) + 1  # in place of an index into ENDS: the request goes on in another call
 
 
 class Inputs(NamedTuple):
-    """What a call is to do. Everything may be traced; sizes are those of the arrays."""
+    """What a call is to do. Everything may be traced; sizes are those of the arrays. Where a call has several slots
+    (`DecodeSession.together`), each array begins with an axis of them.
+    """
 
     prompt: jax.Array
     """int32 [p]: token ids; only the first control[0] are used."""
     control: jax.Array
     """int32 [5]: tokens of the prompt, position of the first of them, tokens to draw at most, top_k, and the session's
-    slot that runs the call.
+    slot that runs the call. Where it has several slots, tokens that the request has drawn in calls before, in place of
+    the slot's number; 0 tokens for a slot without a request.
     """
     settings: jax.Array
     """float32 [4]: temperature, top_p, min_p, repetition penalty (infer/sampling.py says what they do)."""
@@ -33,7 +37,7 @@ class Inputs(NamedTuple):
 
 class State(NamedTuple):
     """What a call changes in place: donate it. Beside `seen`, the arrays of Plan.kept by their names there, of those
-    layers that have one, in order.
+    layers that have one, in order. Where a call has several slots, they are the second axis, and the first of `seen`.
     """
 
     seen: jax.Array
@@ -75,19 +79,21 @@ class State(NamedTuple):
         return [{name: next(arrays[name]) for name in layer} for layer in layers]
 
 
-def empty_layers(plan: Plan, capacity: int, mesh: Mesh | None = None) -> list[dict[str, jax.Array]]:
+def empty_layers(plan: Plan, capacity: int, mesh: Mesh | None = None, slots: int = 1) -> list[dict[str, jax.Array]]:
     """What each layer keeps of an empty text, for `capacity` positions."""
     device = None if mesh is None else NamedSharding(mesh, P("lane"))
 
     def make(kept: Kept) -> jax.Array:
-        shape = (plan.ops.lanes, 1, kept.entries(capacity), *kept.shape)
+        shape = (plan.ops.lanes, slots, kept.entries(capacity), *kept.shape)
         return jnp.zeros(shape, kept.dtype, device=device)
 
     return [{kept.name: make(kept) for kept in layer} for layer in plan.kept]
 
 
 class Outputs(NamedTuple):
-    """What a call has drawn; rows after the last token are 0, those of the last three not defined."""
+    """What a call has drawn; rows after the last token are 0, those of the last three not defined. Where it has several
+    slots, each array begins with an axis of them.
+    """
 
     tokens: jax.Array
     """int32 [room]; a stop token is the last one."""
@@ -100,7 +106,7 @@ class Outputs(NamedTuple):
     logits: jax.Array
     """float32 [room, vocab], or [0, vocab] unless asked for."""
     status: jax.Array
-    """int32 [3]: tokens drawn, index into ENDS, position of the next token."""
+    """int32 [3]: tokens drawn, index into ENDS or YIELDED, position of the next token."""
 
 
 def decode(
@@ -123,20 +129,23 @@ def decode(
     copies it for every call). Raises ValueError outside of jax.jit. A call that fails raises a
     jax.errors.JaxRuntimeError which says why, also when a device is missing after the session's timeout. A failure that
     only a GPU can notice has status[1] = len(ENDS), and `session.failure` says why.
+
+    A call of several slots ends for all once one of them has ended; the others have yielded then. A request goes on
+    with a prompt of what is not in its cache yet: what is left of its own, or the last token that it has drawn.
     """
     if not all(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
         raise ValueError(
             "custom_calls.decode updates its state in place: call it under jax.jit, with the state donated"
             " (donate_argnums)"
         )
-    vocab = session.plan.ops.vocab_size
+    vocab, slots = session.plan.ops.vocab_size, session.together
     outputs = Outputs(
-        jax.ShapeDtypeStruct((room,), jnp.int32),
-        jax.ShapeDtypeStruct((room,), jnp.float32),
-        jax.ShapeDtypeStruct((room, top), jnp.int32),
-        jax.ShapeDtypeStruct((room, top), jnp.float32),
-        jax.ShapeDtypeStruct((room if logits else 0, vocab), jnp.float32),
-        jax.ShapeDtypeStruct((3,), jnp.int32),
+        jax.ShapeDtypeStruct((slots * room,), jnp.int32),
+        jax.ShapeDtypeStruct((slots * room,), jnp.float32),
+        jax.ShapeDtypeStruct((slots * room, top), jnp.int32),
+        jax.ShapeDtypeStruct((slots * room, top), jnp.float32),
+        jax.ShapeDtypeStruct((slots * room if logits else 0, vocab), jnp.float32),
+        jax.ShapeDtypeStruct((slots * 3,), jnp.int32),
     )
     devices, places = (1, _everywhere()) if mesh is None else (len(_ordinals(mesh)), _places(mesh))
 
@@ -162,12 +171,23 @@ def decode(
         )
         return Outputs(*results[: len(outputs)]), jax.tree.unflatten(jax.tree.structure(state), results[len(outputs) :])
 
+    if slots > 1:  # the call has them one after the other
+        inputs = jax.tree.map(jnp.ravel, inputs)
+        state = state._replace(seen=jnp.ravel(state.seen))
     if mesh is None:
-        return local(inputs, operands, state)
+        return _by_slot(slots, *local(inputs, operands, state))
     lanes = jax.tree.map(lambda _: P("lane"), state)._replace(seen=P())
     weights = tuple(P("lane") if split else P() for split in session.of_lanes)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P(), weights, lanes), out_specs=(P(), lanes), check_vma=False)
-    return mapped(inputs, operands, state)
+    return _by_slot(slots, *mapped(inputs, operands, state))
+
+
+def _by_slot(slots: int, outputs: Outputs, state: State) -> tuple[Outputs, State]:
+    """With an axis of the slots in front, if there are several."""
+    if slots == 1:
+        return outputs, state
+    rows = jax.tree.map(lambda x: x.reshape(slots, x.shape[0] // slots, *x.shape[1:]), outputs)
+    return rows, state._replace(seen=state.seen.reshape(slots, -1))
 
 
 def _ordinals(mesh: Mesh) -> list[int]:

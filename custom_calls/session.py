@@ -130,6 +130,8 @@ class DecodeSession(CallStream):
     """For each operand whether its first axis is that of the lanes."""
     failure: str | None = None
     """What went wrong in the last call beyond what XLA could report; None if nothing did."""
+    together: int = 1
+    """Slots that one call has: from 2 on, a leading axis of inputs, outputs and `seen`, and the caches' second one."""
     _prefix: str
 
     def _open(self, plan: Plan, timeout_ms: int, *arguments) -> None:

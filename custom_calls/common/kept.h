@@ -17,10 +17,11 @@ inline xla::ffi::DataType type_of(const KeptArray& array, const Plan& plan) {
   return plan.cache_dtype == 0 ? ffi::F32 : plan.cache_dtype == 1 ? ffi::BF16 : ffi::F16;
 }
 
-// Whether a device's array has lanes of these. positions: -1 if they are not known yet.
-inline bool fits(const KeptArray& array, xla::ffi::Span<const int64_t> shape, int64_t lanes, int64_t positions) {
+// Whether a device's array has lanes of these, each with slots. positions: -1 if they are not known yet.
+inline bool fits(const KeptArray& array, xla::ffi::Span<const int64_t> shape, int64_t lanes, int64_t slots,
+                 int64_t positions) {
   const std::vector<int64_t>& entry = array.shape;
-  return shape.size() == 3 + entry.size() && shape[0] == lanes && shape[1] == 1 &&
+  return shape.size() == 3 + entry.size() && shape[0] == lanes && shape[1] == slots &&
          std::equal(entry.begin(), entry.end(), shape.begin() + 3) &&
          ((!array.fixed && positions < 0) || shape[2] == array.entries(positions));
 }
@@ -28,7 +29,7 @@ inline bool fits(const KeptArray& array, xla::ffi::Span<const int64_t> shape, in
 // Calls take(array number, address) for a device's arrays, which have some lanes each. Returns what is wrong with them,
 // or nothing. positions: those that fit.
 template <class Take>
-std::string take_kept(const std::vector<KeptArray>& kept, const Plan& plan, int64_t lanes,
+std::string take_kept(const std::vector<KeptArray>& kept, const Plan& plan, int64_t lanes, int64_t slots,
                       const xla::ffi::RemainingArgs& before, xla::ffi::RemainingRets& after, int64_t& positions,
                       Take take) {
   if (before.size() != kept.size() || after.size() != kept.size()) return "there must be all that the layers keep";
@@ -39,8 +40,9 @@ std::string take_kept(const std::vector<KeptArray>& kept, const Plan& plan, int6
     const KeptArray& array = kept[i];
     if (!given.has_value() || !changed.has_value()) return "cache " + std::to_string(i) + " cannot be read";
     const auto shape = given->dimensions();
-    if (given->element_type() != type_of(array, plan) || !fits(array, shape, lanes, positions))
-      return "cache " + std::to_string(i) + " does not fit the model: its shape must be [lanes, 1, " +
+    if (given->element_type() != type_of(array, plan) || !fits(array, shape, lanes, slots, positions))
+      return "cache " + std::to_string(i) + " does not fit the model: its shape must be [lanes, " +
+             std::to_string(slots) + ", " +
              (array.fixed                                              ? "1, what a recurrent layer keeps of each lane"
               : array.kind == Kept::latents                            ? "positions, channels of a latent"
               : array.kind == Kept::keys || array.kind == Kept::values ? "positions, kv heads, head size"

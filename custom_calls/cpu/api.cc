@@ -196,7 +196,7 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
     return wrong("the decode call's `seen` was not donated: it is updated in place");
   Operands operands{};
   const std::string problem =
-      plan::take_kept(decoder->kept(), model, model.lanes / devices, caches, caches_after, operands.capacity,
+      plan::take_kept(decoder->kept(), model, model.lanes / devices, 1, caches, caches_after, operands.capacity,
                       [&](size_t, void* array) { operands.caches.push_back((char*)array); });
   if (!problem.empty()) return wrong(problem);
   operands.prompt = prompt.typed_data();

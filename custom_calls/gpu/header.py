@@ -60,6 +60,7 @@ def model_header(layout: Layout) -> str:
         "HeadRows": layout.head_rows,
         "HeadParts": layout.head_parts,
         "PassRows": layout.rows,
+        "Requests": layout.requests,
         "DraftInts": layout.draft_ints,
         "SharedFloats": layout.shared_floats,
         "SplitKeys": SPLIT_KEYS,

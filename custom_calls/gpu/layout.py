@@ -102,12 +102,16 @@ class Layout:
     """Formats of quantized matrices, by path."""
     rows: int = 1
     """Most rows of a pass."""
+    requests: int = 1
+    """Requests that a call serves, each in a slot; at most as many as rows."""
 
     def __post_init__(self):
         if not 1 <= self.rows <= MOST_ROWS:
             raise ValueError(f"a pass has 1 to {MOST_ROWS} rows, got {self.rows}")
         if self.rows > 1 and self.peer_ctas:
             raise ValueError("passes of several rows need devices for all lanes, none emulated: leave --draft-max out")
+        if not 1 <= self.requests <= self.rows:
+            raise ValueError(f"each slot needs a row of a pass: at most {self.rows}, got {self.requests}")
         for number, layer in enumerate(self.plan.ops.layers):
             for problem in unknown(layer, self.plan.ops.hidden_size):
                 raise ValueError(f"the GPU kernel cannot run layer {number}: {problem}; use backend xla")
@@ -272,7 +276,11 @@ class Layout:
 
     @property
     def draft_ints(self) -> int:
-        """Words of a CTA's drafts in shared memory; see custom_calls/gpu/kernel/pass/drafts.h."""
+        """Words in shared memory of a CTA's drafts, or of its slots where there are several; see drafts.h and slots.h
+        in custom_calls/gpu/kernel/pass/.
+        """
+        if self.requests > 1:
+            return 7 * self.requests + 6 * self.rows + 3
         return 3 * self.rows + 9 + 2 * MOST_ROWS + 1 + self.machine.warps if self.rows > 1 else 0
 
     @cached_property

@@ -27,7 +27,7 @@ from custom_calls.gpu.supported import Router
 from custom_calls.gpu.tiling import H200, MI300X, Machine
 from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
-from custom_calls.session import Bf12Weights, DecodeSession, Drafting
+from custom_calls.session import Bf12Weights, CallStream, DecodeSession, Drafting
 from laneformer.formats import BF12_TABLE
 from laneformer.ops import TRACE_NAMES, GpuOp, HeadKind, Rotary, without_kernel
 from laneformer.quantized import Quantized
@@ -79,6 +79,44 @@ class Group(Protocol):
         """Reports an exception to the other processes."""
 
 
+class GpuSlot(CallStream):
+    """A slot of a session whose calls have several: the tokens of its request, from all calls since `begin`."""
+
+    def __init__(self, session: "GpuSession", number: int):
+        self._session, self.number = weakref.proxy(session), number
+        self._others: list[tuple[int, int]] = []
+        self.cancelled = False
+        self.shared_passes = 0
+        """Passes since `begin` that had rows of other slots."""
+
+    def _stream(self, name: str, *arguments: Any) -> Any:
+        return self._session._function(name)(self._session.id, self.number, *arguments)
+
+    def begin(self) -> int:
+        call("gpu_begin", self._session.id, self.number)
+        self._others, self.cancelled, self.shared_passes = [], False, 0
+        return 0
+
+    def cancel(self) -> None:
+        self.cancelled = True
+        super().cancel()
+
+    def join(self, drawn: int, others: int) -> None:
+        """Before a call in which the request draws its tokens from number `drawn` on, beside `others` more."""
+        self._others.append((drawn, others))
+
+    def leave(self) -> None:
+        """After that call."""
+        if self._others[-1][1]:
+            self.shared_passes += self._session.passes
+
+    def _origins(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        others = np.zeros(count, np.uint8)
+        for begin, beside in self._others:
+            others[max(0, begin - first) :] = beside
+        return np.zeros(count, bool), others
+
+
 class GpuSession(DecodeSession):
     """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`, one
     call at a time: enqueue the next one once this one has ended.
@@ -109,6 +147,7 @@ class GpuSession(DecodeSession):
         bf12: Bf12Choice | None = None,
         codes: CodesChoice | None = None,
         rows: int = 1,
+        slots: int = 1,
         compile_with: Callable[[Path, Path, str], None] | None = None,
         driver: Path | None = None,
     ):
@@ -123,8 +162,9 @@ class GpuSession(DecodeSession):
         what the persistent kernel saves. bf12: products whose bfloat16 weights are packed in 12 bits, with the same
         results bit for bit. codes: products whose weights are quantized. Both are made from the weights that will be
         packed. rows: the most of a pass; several for drafts (`speculate`) and for prompts, whose tokens then go through
-        the kernel that many at a time. Raises NativeError, BuildError if the kernel cannot be compiled, and what the
-        group raises when a process is missing.
+        the kernel that many at a time. slots: of a call, at most as many as rows; with several, a pass has a row of
+        each request and makes no drafts: see `yield_`, and `decode` for what a call then takes. Raises NativeError,
+        BuildError if the kernel cannot be compiled, and what the group raises when a process is missing.
         """
         if reason := without_kernel(plan.ops, GpuOp):
             raise NativeError(f"the GPU kernel does not run this model ({reason})")
@@ -132,6 +172,8 @@ class GpuSession(DecodeSession):
             raise NativeError(f"unknown launch {launch!r}; choose {', '.join(LAUNCHES)}")
         if launch != "persistent" and rows > 1:
             raise NativeError(f"passes of {rows} rows need launch 'persistent', got {launch!r}")
+        if slots > 1 and group.several:
+            raise NativeError(f"calls of {slots} slots need one process, got several")
         if launch != "persistent" and peer_ctas:
             raise NativeError(f"peer_ctas needs launch 'persistent', got {launch!r}")
         self._group = group
@@ -153,11 +195,11 @@ class GpuSession(DecodeSession):
             self._bf12, self._codes = bf12 or Bf12Choice(), codes or CodesChoice()
             machine = machine or machine_of(platform, devices[0])
             packed = frozenset(self._bf12.tables), self._codes.formats
-            self.layout = Layout(plan, machine, lanes_here, peer_ctas, *packed, rows)
+            self.layout = Layout(plan, machine, lanes_here, peer_ctas, *packed, rows, slots)
             header = model_header(self.layout)
         except ValueError as error:
             raise NativeError(str(error)) from None
-        self.target = TARGET if driver is None else EMULATED
+        self.target, self.together = TARGET if driver is None else EMULATED, slots
         self._mesh, self._waiting = mesh, {}
         with self._group:
             compiled = image(
@@ -193,6 +235,7 @@ class GpuSession(DecodeSession):
             "shared_bytes": layout.shared_bytes,
             "lane_words": layout.rows * layout.lane_words,
             "rows": layout.rows,
+            "requests": layout.requests,
             "shared_words": layout.shared_words,
             "pass_tags": layout.pass_tags,
             "exchanges": len(layout.table.sums) + 1,
@@ -472,9 +515,38 @@ class GpuSession(DecodeSession):
 
     # ---- the running call
 
+    def _stream(self, name: str, *arguments: Any) -> Any:
+        return super()._stream(name, 0, *arguments)
+
+    @cached_property
+    def slots(self) -> tuple[CallStream, ...]:
+        """Of a call."""
+        if self.together == 1:
+            return (self,)
+        return tuple(GpuSlot(self, slot) for slot in range(self.together))
+
     def begin(self) -> int:
-        call("gpu_begin", self.id)
+        """Where calls have several slots: before each call, beside `begin` of a slot before each request."""
+        if self.together > 1:
+            call("gpu_begin_call", self.id)
+        else:
+            call("gpu_begin", self.id, 0)
         return 0
+
+    def yield_(self) -> None:
+        """Ends the running call of several slots after its pass, or the one that `begin` has announced. Requests that
+        have not ended then go on in another call, without a change of any bit.
+        """
+        self._lib.laneformer_gpu_yield(self.id)
+
+    def yield_after(self, passes: int) -> None:
+        """The same for every later call, after that many passes; 0 for none."""
+        self._lib.laneformer_gpu_yield_after(self.id, passes)
+
+    @property
+    def passes(self) -> int:
+        """Of the last call of several slots."""
+        return self._lib.laneformer_gpu_passes(self.id)
 
     @property
     def failure(self) -> str | None:
@@ -513,7 +585,7 @@ class GpuSession(DecodeSession):
     @property
     def drafting(self) -> Drafting | None:
         """What drafts were worth in the last call, once it has ended; None where a pass has one row."""
-        if self.layout.rows == 1:
+        if self.layout.rows == 1 or self.together > 1:
             return None
         counts = np.zeros(2 * MOST_ROWS + 1, np.int64)
         self._lib.laneformer_gpu_drafting(self.id, counts.ctypes.data)

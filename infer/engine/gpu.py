@@ -13,6 +13,7 @@ from custom_calls.cpu.session import END_OF_TEXT
 from custom_calls.gpu.codes import CodesChoice
 from custom_calls.gpu.compile import compiler
 from custom_calls.gpu.formats import Bf12Choice
+from custom_calls.gpu.layout import MOST_ROWS
 from custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
 from custom_calls.gpu.tiling import Machine
 from infer.engine.backend import Source, device_name, power_of_two
@@ -27,6 +28,7 @@ from infer.engine.native import (
     report_left,
 )
 from infer.engine.prefix import Caches, Lease
+from infer.engine.scheduler import Scheduler
 from infer.engine.states import for_kernel, for_model
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
@@ -39,7 +41,8 @@ from laneformer.state import Cache
 # Prompt tokens per XLA block. A rest shorter than the smallest block goes through the kernel, token by token.
 BLOCK, SMALLEST_BLOCK = 512, 64
 
-ROWS = 4  # of a pass, at most
+ROWS = 4  # of a pass with drafts, at most
+MOST_PARALLEL = MOST_ROWS
 JOIN_SECONDS = 300  # for the other processes of the job to open their sessions
 
 
@@ -95,6 +98,7 @@ class GpuBackend(NativeBackend):
         absorb: bool = True,
         weights: str | None = None,
         speculation: int | None = 0,
+        parallel: int = 1,
         machine: Machine | None = None,
         chaos_us: int = 0,
         compile_with: Callable | None = None,
@@ -105,13 +109,21 @@ class GpuBackend(NativeBackend):
         laneformer/quantized/rounding.py to round all products' matrices, the head's unless it is the embedding's table.
         Quantized matrices are held as they are. speculation: most drafts of a pass, copied from the text, which change
         no answer: 1 compiles the kernel for passes of two rows, more for ROWS; prompts that the kernel reads go
-        through it as many tokens at a time. 0 and None compile it for one row, as nothing has been measured yet. The
-        other options are for tests and measurements; see
+        through it as many tokens at a time. 0 and None compile it for one row, as nothing has been measured yet.
+        parallel: requests that may run together, each with a row of a pass, at most MOST_PARALLEL; their answers stay
+        those that they have alone. 0 is 1, for the same reason. The other options are for tests and measurements; see
         custom_calls.gpu.session. Raises ConfigError if the library or the device cannot be used, or for bf12 with
         weights of another dtype.
         """
         self.source, plan = source, plan_of(source)
-        self.speculation = min(speculation or 0, ROWS - 1)
+        self.speculation, parallel = min(speculation or 0, ROWS - 1), parallel or 1
+        if not 1 <= parallel <= MOST_PARALLEL:
+            raise ConfigError(f"parallel must be 1 to {MOST_PARALLEL} on backend {self.name}, got {parallel}")
+        if parallel > 1 and self.speculation:
+            raise ConfigError(
+                f"backend {self.name} makes no drafts where several requests run together: leave parallel ="
+                f" {parallel} or speculation = {speculation} out"
+            )
         check_weights(weights, plan, tuple(USUAL))
         check_rounding(weights, source)
         source = RoundedSource(source, plan, weights) if weights in USUAL else source
@@ -127,7 +139,8 @@ class GpuBackend(NativeBackend):
                 plan,
                 bf12=Bf12Choice.of(plan, all_weights()) if weights == "bf12" else None,
                 codes=CodesChoice.of(plan, all_weights()) if source.quantized else None,
-                rows=1 + self.speculation if self.speculation < 2 else ROWS,
+                rows=max(parallel, 1 + self.speculation if self.speculation < 2 else ROWS),
+                slots=parallel,
                 group=Group(source.mesh, JOIN_SECONDS, "open its part of the decode session"),
                 mesh=source.mesh,
                 platform=self.platform,
@@ -150,6 +163,8 @@ class GpuBackend(NativeBackend):
             raise ConfigError(str(error)) from None
         self._extend = jax.jit(_extend, donate_argnums=1)
         self._use(session)
+        context = self.source.config.max_position_embeddings
+        self._scheduler = Scheduler(session, context, self.source.mesh, self._reading) if parallel > 1 else None
 
     @property
     def forces(self) -> bool:
@@ -173,6 +188,7 @@ class GpuBackend(NativeBackend):
             "compute_dtype": self.source.precision.compute,
             "kv_dtype": plan.cache_dtype.name,
             "speculation": self.speculation,
+            "parallel": self.parallel,
             "prefix_cache": 0,  # XLA sums a prompt's position in an order that depends on its block
             "device": device_name(jax.devices()[0] if mesh is None else mesh.devices.flat[0]),
             "devices": 1 if mesh is None else mesh.size,
@@ -181,17 +197,50 @@ class GpuBackend(NativeBackend):
             "launch": LAUNCHES[self.launch],
         }
 
+    def _answer(self, lease: Lease, slot: int) -> None:
+        if self._scheduler is None:
+            return super()._answer(lease, slot)
+        try:
+            self._scheduler.run(lease.request, slot)
+        finally:
+            self._prefixes.drop(lease)
+
     def _absorb(self, prompt: np.ndarray, start: int, caches: Caches) -> tuple[int, Caches]:
-        """Reads blocks of the prompt through XLA; their sizes are powers of two, so that few programs are compiled."""
-        if self._model is None or len(prompt) - 1 - start < SMALLEST_BLOCK:
+        reading = self._reading(prompt, lambda: caches, start)
+        if reading is None:
             return start, caches
-        plan, done = self.session.plan, start  # 0 where a state is recurrent: no prefix is kept
-        layers = for_model(plan, self.source.config, caches.layers, self.source.mesh)
-        while (left := len(prompt) - 1 - done) >= SMALLEST_BLOCK:
-            count = min(BLOCK, power_of_two(left + 1) // 2)
-            layers = self._extend(self._model, layers, jnp.int32(done), prompt[None, done : done + count])
-            done += count
-        return done, Caches(for_kernel(plan, layers, caches.layers, done))
+        while reading.block():
+            pass
+        return reading.done, reading.caches
+
+    def _reading(self, prompt: np.ndarray, make_caches: Callable[[], Caches], start: int = 0) -> "PromptReading | None":
+        """None where XLA has no block of the prompt to read."""
+        if self._model is None or len(prompt) - 1 - start < SMALLEST_BLOCK:
+            return None
+        return PromptReading(self, prompt, start, make_caches())
+
+
+class PromptReading:
+    """Reads blocks of a prompt through XLA; their sizes are powers of two, so that few programs are compiled."""
+
+    def __init__(self, backend: GpuBackend, prompt: np.ndarray, start: int, caches: Caches):
+        """start: positions that are filled, 0 where a state is recurrent."""
+        self._backend, self._prompt, self._given, self.done = backend, prompt, caches.layers, start
+        plan, source = backend.session.plan, backend.source
+        self._layers = for_model(plan, source.config, caches.layers, source.mesh)
+
+    def block(self) -> bool:
+        left = len(self._prompt) - 1 - self.done
+        if left < SMALLEST_BLOCK:
+            return False
+        ids = self._prompt[None, self.done : self.done + min(BLOCK, power_of_two(left + 1) // 2)]
+        self._layers = self._backend._extend(self._backend._model, self._layers, jnp.int32(self.done), ids)
+        self.done += ids.shape[1]
+        return True
+
+    @property
+    def caches(self) -> Caches:
+        return Caches(for_kernel(self._backend.session.plan, self._layers, self._given, self.done))
 
 
 def _extend(model, layers: list[dict[str, jax.Array]], length: jax.Array, ids_bs: jax.Array):

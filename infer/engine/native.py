@@ -68,8 +68,7 @@ class NativeBackend:
         return len(self.session.slots)
 
     def start(self, request: Request) -> Iterator[Chunk]:
-        needed = power_of_two(len(request.prompt) + request.limit)
-        capacity = min(max(SMALLEST_CACHE, needed), self.source.config.max_position_embeddings)
+        capacity = capacity_for(request, self.source.config.max_position_embeddings)
         slot = heapq.heappop(self._free)  # the lowest: that of a session with one
         freed = partial(heapq.heappush, self._free, slot)
         stream = self.session.slots[slot]
@@ -105,23 +104,14 @@ class NativeBackend:
     def _call(self, lease: Lease, slot: int) -> tuple[np.ndarray, Caches]:
         """The tokens of the positions that are filled now, int32 [n], and the caches with them."""
         request, kept = lease.request, lease.count
-        config, prompt, sampling = self.source.config, request.prompt, request.sampling.parameters()
+        config, prompt = self.source.config, request.prompt
         seen = np.zeros(config.vocab_size, np.uint8)
         seen[prompt] = 1
         start, caches = self._absorb(prompt, kept, lease.caches)
         # As large as if no position had been kept: the same program serves both.
-        padded = np.zeros(power_of_two(max(SMALLEST_ROOM, len(prompt) - start + kept)), np.int32)
-        padded[: len(prompt) - start] = prompt[start:]
-        stops = np.full(power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
-        stops[: len(request.stop_tokens)] = request.stop_tokens
-        inputs = Inputs(
-            padded,
-            np.array([len(prompt) - start, start, request.limit, sampling.top_k, slot], np.int32),
-            np.array([sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty], np.float32),
-            sampling.key,
-            stops,
-        )
-        room = min(power_of_two(max(SMALLEST_ROOM, request.limit)), config.max_position_embeddings)
+        sizes = len(prompt) - start + kept, len(request.stop_tokens)
+        inputs = inputs_for(request, prompt[start:], start, request.limit, slot, *sizes)
+        room = room_for(request.limit, config.max_position_embeddings)
         layers = caches.layers
         state = State.of(seen, layers)
         self._give_texts(lease, slot, start)
@@ -136,7 +126,41 @@ class NativeBackend:
         return text[:filled], Caches(state.layers_like(layers))
 
     def _new_caches(self, capacity: int) -> Caches:
+        if self.session.together > 1:
+            return Caches([])  # the slots' own are in their calls
         return Caches(custom_calls.empty_layers(self.session.plan, capacity, self.source.mesh))
+
+
+def capacity_for(request: Request, context: int) -> int:
+    """Positions of the caches of a request, of a model with `context` at most."""
+    return min(max(SMALLEST_CACHE, power_of_two(len(request.prompt) + request.limit)), context)
+
+
+def room_for(limit: int, context: int) -> int:
+    """Tokens that fit the result of a call which draws `limit` at most."""
+    return min(power_of_two(max(SMALLEST_ROOM, limit)), context)
+
+
+def inputs_for(
+    request: Request, tokens: np.ndarray, start: int, limit: int, last: int, most_tokens: int, most_stops: int
+) -> Inputs:
+    """What a call, or a slot of one, is to do for a request.
+
+    tokens: int32 [n], that go through the call, the first one at position `start`. limit: tokens to draw at most. last:
+    control[4]. most_tokens, most_stops: that the arrays have room for.
+    """
+    sampling = request.sampling.parameters()
+    prompt = np.zeros(power_of_two(max(SMALLEST_ROOM, most_tokens)), np.int32)
+    prompt[: len(tokens)] = tokens
+    stops = np.full(power_of_two(max(4, most_stops)), -1, np.int32)
+    stops[: len(request.stop_tokens)] = request.stop_tokens
+    return Inputs(
+        prompt,
+        np.array([len(tokens), start, limit, sampling.top_k, last], np.int32),
+        np.array([sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty], np.float32),
+        sampling.key,
+        stops,
+    )
 
 
 class _Answer(Iterator[Chunk]):

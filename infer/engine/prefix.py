@@ -139,11 +139,11 @@ class PrefixCache:
         source = self._kept[at]
         next_to_go = self._full and at == 0
         if count < len(source.tokens) / 2 and not next_to_go:  # another conversation, which may go on
-            return count, _copied(self._unused(capacity), source.caches, count)
+            return count, copied(self._unused(capacity), source.caches, count)
         del self._kept[at]
         if source.caches.capacity >= capacity:
             return count, source.caches
-        return count, _copied(self._make(capacity), source.caches, count)
+        return count, copied(self._make(capacity), source.caches, count)
 
     def keep(self, lease: Lease, caches: Caches, tokens: np.ndarray) -> None:
         """Keeps caches after their request. tokens: int32 [n], of the positions that are filled."""
@@ -176,7 +176,7 @@ class PrefixCache:
         return self._make(capacity)
 
 
-def _copied(into: Caches, source: Caches, count: int) -> Caches:
+def copied(into: Caches, source: Caches, count: int) -> Caches:
     """`into`, which is used up, with at least the first `count` positions of `source`."""
     count = min(power_of_two(count), source.capacity, into.capacity)  # so that few programs are compiled
     return Caches(jax.tree.map(partial(_copy, count=count), into.layers, source.layers))

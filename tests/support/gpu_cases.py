@@ -1,6 +1,7 @@
 """What the tests of GPU kernels share."""
 
 import dataclasses
+import types
 from functools import partial
 
 import jax
@@ -13,6 +14,8 @@ from custom_calls import ENDS, State
 from custom_calls.gpu.codes import CodesChoice, Header, arrays_of
 from custom_calls.gpu.tiling import Machine, Tiling
 from custom_calls.plan import Plan, make_plan
+from infer.engine.native import plan_of
+from laneformer import Precision
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Norm, Weight
 from laneformer.quantized import Quantized
@@ -82,6 +85,12 @@ def weights_of(plan: Plan, dtype="float32", seed: int = 0) -> dict[str, np.ndarr
         return normal * (2 if path == "lm_head" else 1) / (1 if path == "tok_embeddings" else weight.shape[-1] ** 0.5)
 
     return {path: draw(path, weight).astype(np.float32).astype(dtype) for path, weight in plan.weights.items()}
+
+
+def of_config(config, dtype="float32", compute="float32") -> tuple[Plan, dict[str, np.ndarray]]:
+    """A plan and random weights of that dtype."""
+    source = types.SimpleNamespace(config=config, precision=Precision(param=dtype, compute=compute), stored_dtype=dtype)
+    return plan_of(source), small.make_weights(config, dtype)
 
 
 def state_of(plan: Plan, capacity: int) -> State:

@@ -37,10 +37,11 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
   if (position < 0 || position >= devices || devices != num_devices)
     return wrong("device " + std::to_string(device) + " has no place among the " + std::to_string(num_devices) +
                  " devices of the decode session");
-  if (control.element_count() != 5 || settings.element_count() != 4 || key.element_count() != 2 ||
-      state->element_count() != 3)
-    return wrong("control, settings, key and state must have 5, 4, 2 and 3 elements");
-  if ((int64_t)seen.element_count() != model.plan.vocab_size)
+  const size_t slots = (size_t)model.requests;
+  if (control.element_count() != kControls * slots || settings.element_count() != 4 * slots ||
+      key.element_count() != 2 * slots || state->element_count() != 3 * slots)
+    return wrong("control, settings, key and state must have 5, 4, 2 and 3 elements for each slot");
+  if (seen.element_count() != (size_t)model.plan.vocab_size * slots)
     return wrong("seen must have an element for each token of the vocabulary");
   if (seen.untyped_data() != seen_after->untyped_data())
     return wrong("the decode call's `seen` was not donated: it is updated in place");
@@ -49,7 +50,7 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
   Params p{};
   int64_t positions;
   const std::string problem =
-      plan::take_kept(model.kept, model.plan, model.lanes_here, caches, caches_after, positions,
+      plan::take_kept(model.kept, model.plan, model.lanes_here, model.requests, caches, caches_after, positions,
                       [&](size_t i, void* array) { p.caches[model.places_of_kept[i]] = array; });
   if (!problem.empty()) return wrong(problem);
   if (positions > model.plan.context) return wrong("the cache has more positions than the model's context");
@@ -73,9 +74,9 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
   p.top_logprobs = top_logprobs->typed_data();
   p.logits = logits->element_count() ? logits->typed_data() : nullptr;
   p.status = state->typed_data();
-  p.room_of_prompt = (int)prompt.element_count();
-  p.num_stops = (int)stops.element_count();
-  p.room = (int)tokens->element_count();
+  p.room_of_prompt = (int)(prompt.element_count() / slots);
+  p.num_stops = (int)(stops.element_count() / slots);
+  p.room = (int)(tokens->element_count() / slots);
   p.top = (int)top_tokens->dimensions()[1];
   if (p.top > kMaxTop || p.top > model.plan.vocab_size)
     return wrong("at most " + std::to_string(kMaxTop) +
@@ -161,20 +162,30 @@ int64_t laneformer_gpu_leave(int64_t id, char* error, int64_t size) {
   });
 }
 
-int64_t laneformer_gpu_begin(int64_t id, char* error, int64_t size) {
+int64_t laneformer_gpu_begin(int64_t id, int32_t slot, char* error, int64_t size) {
   return guarded(error, size, [&] {
-    sessions.find(id)->begin();
+    sessions.find(id)->begin(slot);
     return 0;
   });
 }
-int32_t laneformer_gpu_wait(int64_t id, int32_t have, int32_t timeout_ms) {
-  return sessions.find(id)->wait(have, timeout_ms);
+// Of several slots: before each call, and what ends it.
+int64_t laneformer_gpu_begin_call(int64_t id, char* error, int64_t size) {
+  return guarded(error, size, [&] {
+    sessions.find(id)->begin_call();
+    return 0;
+  });
 }
-int32_t laneformer_gpu_finished(int64_t id) { return sessions.find(id)->finished(); }
-void laneformer_gpu_cancel(int64_t id) { sessions.find(id)->cancel(); }
-void laneformer_gpu_drawn(int64_t id, int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs,
-                          int64_t* times_ns, int32_t* top_tokens, float* top_logprobs) {
-  sessions.find(id)->drawn(first, count, top, tokens, logprobs, times_ns, top_tokens, top_logprobs);
+void laneformer_gpu_yield(int64_t id) { sessions.find(id)->yield(); }
+void laneformer_gpu_yield_after(int64_t id, int32_t passes) { sessions.find(id)->yield_after(passes); }
+int32_t laneformer_gpu_passes(int64_t id) { return sessions.find(id)->passes(); }
+int32_t laneformer_gpu_wait(int64_t id, int32_t slot, int32_t have, int32_t timeout_ms) {
+  return sessions.find(id)->wait(slot, have, timeout_ms);
+}
+int32_t laneformer_gpu_finished(int64_t id, int32_t slot) { return sessions.find(id)->finished(slot); }
+void laneformer_gpu_cancel(int64_t id, int32_t slot) { sessions.find(id)->cancel(slot); }
+void laneformer_gpu_drawn(int64_t id, int32_t slot, int32_t first, int32_t count, int32_t top, int32_t* tokens,
+                          float* logprobs, int64_t* times_ns, int32_t* top_tokens, float* top_logprobs) {
+  sessions.find(id)->drawn(slot, first, count, top, tokens, logprobs, times_ns, top_tokens, top_logprobs);
 }
 int32_t laneformer_gpu_failure(int64_t id, char* text, int64_t size) {
   const std::string failure = sessions.find(id)->failure();

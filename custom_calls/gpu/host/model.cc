@@ -69,6 +69,7 @@ Model::Model(plan::Plan decoded, const Numbers& numbers)
       pass_tags((int)numbers.one("pass_tags")),
       exchanges((int)numbers.one("exchanges")),
       rows((int)numbers.one("rows")),
+      requests((int)numbers.one("requests")),
       steps(numbers.many("steps")),
       overlapping((int)numbers.one("overlapping")),
       kept_floats((int)numbers.one("kept_floats")),

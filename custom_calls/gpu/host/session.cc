@@ -55,10 +55,11 @@ Session::Session(Model numbers, const char* driver, const char* library, const v
       for (const Device& peer : devices_) device.peers[(size_t)peer.place] = peer.shared;
     }
     host_ = (Host*)driver_.allocate_host(sizeof(Host));
-    emitted_ = (EmittedToken*)driver_.allocate_host(sizeof(EmittedToken) * (size_t)model.plan.context);
-    emitted_tokens_ = (int*)driver_.allocate_host(sizeof(int) * (size_t)model.plan.context * kMaxTop);
-    emitted_logprobs_ = (float*)driver_.allocate_host(sizeof(float) * (size_t)model.plan.context * kMaxTop);
-    host_->done = 1;
+    const size_t emitted = (size_t)model.plan.context * (size_t)model.requests;
+    emitted_ = (EmittedToken*)driver_.allocate_host(sizeof(EmittedToken) * emitted);
+    emitted_tokens_ = (int*)driver_.allocate_host(sizeof(int) * emitted * kMaxTop);
+    emitted_logprobs_ = (float*)driver_.allocate_host(sizeof(float) * emitted * kMaxTop);
+    std::fill(std::begin(host_->done), std::end(host_->done), 1);
   } catch (...) {
     free_all();
     throw;
@@ -120,17 +121,24 @@ void Session::free_all() {
     if (memory) driver_.release_host(memory);
 }
 
-void Session::begin() {
+void Session::begin(int slot) {
+  __atomic_fetch_and(&host_->asked, ~(1 << slot), __ATOMIC_RELAXED);
+  *(volatile int*)&host_->count[slot] = *(volatile int*)&host_->done[slot] = 0;
+  if (model_.requests > 1) return;
+  begin_call();
+  armed_ = true;
+}
+
+void Session::begin_call() {
   const std::lock_guard<std::mutex> lock(launching_);
+  __atomic_fetch_and(&host_->asked, ~kYield, __ATOMIC_RELAXED);
   if (host_->failure) {  // clear its word: no call reads it now, but its tag will recur
     for (const Device& device : devices_) {
       driver_.use(device.ordinal);
       driver_.clear(device.shared, 8);
     }
   }
-  host_->cancel = host_->count = host_->done = 0;
   host_->failure = 0;
-  armed_ = true;
 }
 
 void Session::launch(int index, Params params, int64_t passes, void* stream) {
@@ -147,7 +155,7 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   if (host_->failure && (uint32_t)(host_->failure >> 32) - params.pass_tag >= (uint32_t)model_.pass_tags)
     throw std::runtime_error("the previous call has failed (" + failure() + "): call begin first");
   if (index == 0) {
-    if (!armed_) host_->cancel = host_->count = host_->done = 0;
+    if (!armed_ && model_.requests == 1) host_->asked = host_->count[0] = host_->done[0] = 0;
     host_->drafts = {};
     armed_ = false;
   }
@@ -162,6 +170,8 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   params.chaos_ns = (unsigned long long)model_.chaos_us * 1'000ull;
   params.peer_delay_ns = (unsigned long long)model_.peer_delay_us * 1'000ull;
   params.host = host_;
+  params.passes = passes_;
+  params.emitted_room = (int)model_.plan.context;
   params.emitted = emitted_;
   params.emitted_tokens = emitted_tokens_;
   params.emitted_logprobs = emitted_logprobs_;
@@ -262,33 +272,34 @@ Texts Session::texts_of(const Device& device) {
   return texts;
 }
 
-int32_t Session::wait(int32_t have, int timeout_ms) {
+int32_t Session::wait(int slot, int32_t have, int timeout_ms) {
   const int64_t until = now_ns() + timeout_ms * 1'000'000LL;
-  const auto count = [&] { return *(volatile int*)&host_->count; };
+  const auto count = [&] { return *(volatile int*)&host_->count[slot]; };
   int32_t seen = count();
-  while (seen <= have && !finished() && now_ns() < until) {
+  while (seen <= have && !finished(slot) && now_ns() < until) {
     std::this_thread::sleep_for(std::chrono::microseconds(20));
     seen = count();
   }
   seen = count();  // tokens emitted before the end, if the call has ended meanwhile
   if (seen > 0) {  // the token was emitted before this moment: the smallest offset is the most exact
-    const int64_t offset = now_ns() - (int64_t)emitted_[seen - 1].time_ns;
+    const int64_t offset = now_ns() - (int64_t)emitted_[slot * model_.plan.context + seen - 1].time_ns;
     if (offset < clock_offset_.load()) clock_offset_.store(offset);
   }
   return seen;
 }
 
-void Session::drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
-                    int32_t* top_tokens, float* top_logprobs) const {
-  const int64_t offset = clock_offset_.load();
+void Session::drawn(int slot, int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs,
+                    int64_t* times_ns, int32_t* top_tokens, float* top_logprobs) const {
+  const int64_t offset = clock_offset_.load(), at = (int64_t)slot * model_.plan.context + first;
+  const int stride = model_.requests == 1 ? top : kMaxTop;
   for (int32_t i = 0; i < count; i++) {
-    const EmittedToken& token = emitted_[first + i];
+    const EmittedToken& token = emitted_[at + i];
     tokens[i] = token.token;
     logprobs[i] = token.logprob;
     times_ns[i] = (int64_t)token.time_ns + offset;
+    std::copy_n(emitted_tokens_ + (at + i) * stride, top, top_tokens + (int64_t)i * top);
+    std::copy_n(emitted_logprobs_ + (at + i) * stride, top, top_logprobs + (int64_t)i * top);
   }
-  std::copy_n(emitted_tokens_ + (int64_t)first * top, (int64_t)count * top, top_tokens);
-  std::copy_n(emitted_logprobs_ + (int64_t)first * top, (int64_t)count * top, top_logprobs);
 }
 
 // At the check-in another process may still compile. Waits for lanes time out first, so that the error names the lane.

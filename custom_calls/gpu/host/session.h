@@ -15,8 +15,6 @@
 namespace laneformer {
 namespace gpu {
 
-constexpr int kMaxTop = 20;
-
 class Session {
  public:
   // driver: "cuda" or "hip"; library: its file, null for the usual one; image: the compiled kernel.
@@ -35,13 +33,20 @@ class Session {
   // Enqueues a call of one device on its stream. params: the operands; the rest is filled in here. passes: the most.
   void launch(int device, Params params, int64_t passes, void* stream);
 
-  // Streaming, as for the CPU (cpu/decoder.h).
-  void begin();
-  int32_t wait(int32_t have, int timeout_ms);
-  bool finished() const { return *(volatile int*)&host_->done != 0; }
-  void cancel() { *(volatile int*)&host_->cancel = 1; }
-  void drawn(int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
+  // Streaming, as for the CPU (cpu/decoder.h). Where calls have several slots, `begin` is for a slot's next request and
+  // `begin_call` for each call.
+  void begin(int slot);
+  void begin_call();
+  int32_t wait(int slot, int32_t have, int timeout_ms);
+  bool finished(int slot) const { return *(volatile int*)&host_->done[slot] != 0; }
+  void cancel(int slot) { __atomic_fetch_or(&host_->asked, 1 << slot, __ATOMIC_RELAXED); }
+  void drawn(int slot, int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
              int32_t* top_tokens, float* top_logprobs) const;
+  // Ends the running call of several slots, or the next one, after a pass; passes: every later one after that many, 0
+  // for none.
+  void yield() { __atomic_fetch_or(&host_->asked, kYield, __ATOMIC_RELAXED); }
+  void yield_after(int passes) { passes_ = passes; }
+  int passes() const { return host_->passes; }  // of the last call of several slots
   // Of a kernel for several rows. speculate: from the next call on, drafts of a pass at most, 0 for none, and times of
   // passes of 1, 2, ... rows. give_texts: of the next call alone, see Texts. Throw std::runtime_error for what does not
   // fit.
@@ -90,6 +95,7 @@ class Session {
   int most_drafts_ = 0;
   std::vector<float> prices_;
   int64_t max_spans_ = 0;
+  int passes_ = 0;
   bool armed_ = false;
   std::mutex launching_;
   std::atomic<int64_t> clock_offset_{INT64_MAX};  // from the device's clock to the host's

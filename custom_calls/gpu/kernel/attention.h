@@ -8,7 +8,8 @@
 // Queries and keys arrive as the product made them: norm and rotation are applied here.
 //
 // Each of a pass's rows has its own splits, which follow from its position. Keys of the pass that a row has before its
-// own are not in the cache yet: a task takes them from the boards, and adds them where it would add them from there.
+// own, of rows of its slot, are not in the cache yet: a task takes them from the boards, and adds them where it would
+// add them from there. `from`, `until` and `row` count the rows of a slot from its first one on.
 #pragma once
 
 #include "product.h"
@@ -68,7 +69,7 @@ struct Attention {
   LF_DEVICE u64* parts(int m) const {  // [heads][kMaxSplits][kPartWords]
     return boards_of_first + kPartsBoard + (i64)m * kLaneWords;
   }
-  LF_DEVICE Splits splits(int m) const { return splits_of(pass.position + m, Op::window(layer)); }
+  LF_DEVICE Splits splits(int m) const { return splits_of(pass.position_of(m), Op::window(layer)); }
 
   // The thread's elements of a key or value, as memory holds them.
   struct Pieces {
@@ -131,12 +132,13 @@ struct Attention {
   // Norm and rotation of the heads in shared memory, a head each warp: row m's queries, then keys of the pass's rows
   // from `from` on. squares: of the norms over all heads, [1 + most][kWarps].
   LF_DEVICE void norm_and_rotate(float* heads, int m, int from, int count, int kv_head, const float* squares) const {
-    const float* rotation = p.rotations + Op::kRotations + (i64)pass.position * kHeadDim;
+    const float* rotation = p.rotations + Op::kRotations + (i64)pass.start_of(m) * kHeadDim;
     for (int h = warp(); h < count; h += kWarps) {
       const bool is_key = most == 1 ? h == kGroupHeads : h >= kGroupHeads;
       const int key = most == 1 ? 0 : h - kGroupHeads;
       if constexpr (most > 1)
-        rotation = p.rotations + Op::kRotations + (i64)(pass.position + (is_key ? from + key : m)) * kHeadDim;
+        rotation = p.rotations + Op::kRotations +
+                   (i64)(pass.start_of(m) + (is_key ? from + key : pass.place_of(m))) * kHeadDim;
       const bool normed = is_key ? Op::kKNormed : Op::kQNormed;
       float* x = heads + h * kHeadDim;
       float factor = 1;
@@ -168,8 +170,8 @@ struct Attention {
     const float* gains = p.small + Op::norm(layer) + (i64)(p.first_lane + lane_here) * Op::kNormStride;
     for (int h = warp(); h < count; h += kWarps) {
       const bool is_key = h >= kGroupHeads;
-      const int row = is_key ? from + h - kGroupHeads : m;
-      const float *rotation = p.rotations + Op::kRotations + (i64)(pass.position + row) * Op::kRotating,
+      const int row = is_key ? from + h - kGroupHeads : pass.place_of(m);
+      const float *rotation = p.rotations + Op::kRotations + (i64)(pass.start_of(m) + row) * Op::kRotating,
                   scale = is_key ? 1.0f : Op::kScale;
       float *x = heads + h * kHeadDim, *turning = x + kValueDim, factor = scale;
       if (is_key) {
@@ -228,8 +230,8 @@ struct Attention {
   }
 
   LF_DEVICE void run_task(int m, int kv_head, int split, const Splits& splits) const {
-    const int position = pass.position + m;
-    const i64 lane_offset = (i64)lane_here * p.capacity * kCacheHeads * kHeadDim * kKvBytes;
+    const int position = pass.position_of(m), start = pass.start_of(m), first_row = pass.first_of(m);
+    const i64 lane_offset = (i64)kept_part(lane_here, pass.slot_of(m)) * p.capacity * kCacheHeads * kHeadDim * kKvBytes;
     char* keys = (char*)p.caches[Op::cache(layer)] + lane_offset;
     char* values = kLatent ? keys : (char*)p.caches[Op::cache(layer) + 1] + lane_offset;
     const int first = splits.first + split * splits.size, last = smaller(first + splits.size, position + 1);
@@ -239,7 +241,7 @@ struct Attention {
     int from = 0, until = 1;
     bool any_new = newest;
     if constexpr (most > 1) {
-      from = larger(0, first - pass.position), until = last - pass.position;
+      from = larger(0, first - start), until = last - start;
       any_new = until > from;
     }
     float* heads = scratch;  // queries, new keys, new values
@@ -259,7 +261,7 @@ struct Attention {
     if (any_new) {
       for (int row = from; row < until; row++) {
         const int at = (row - from) * kHeadDim;
-        bring_new(row, kv_head, new_keys + at, new_values + at);
+        bring_new(first_row + row, kv_head, new_keys + at, new_values + at);
       }
     }
     const int count = any_new ? kGroupHeads + until - from : kGroupHeads;
@@ -270,7 +272,8 @@ struct Attention {
       if constexpr (Op::kQNormOfAll) add_squares(qkv, kHeads * kHeadDim, sums);
       if constexpr (Op::kKNormOfAll) {
         for (int row = from; row < until; row++)
-          add_squares(this->qkv(row) + kHeads * kHeadDim, kKvHeads * kHeadDim, sums + (1 + row - from) * kWarps);
+          add_squares(this->qkv(first_row + row) + kHeads * kHeadDim, kKvHeads * kHeadDim,
+                      sums + (1 + row - from) * kWarps);
       }
       sync_cta();
       norm_and_rotate(heads, m, from, count, kv_head, sums);
@@ -279,13 +282,13 @@ struct Attention {
       sync_cta();
       // Into the cache, and read here as it will be read from there.
       for (int row = from; row < until; row++) {
-        const i64 at = ((i64)(pass.position + row) * kCacheHeads + (kLatent ? 0 : kv_head)) * kHeadDim;
+        const i64 at = ((i64)(start + row) * kCacheHeads + (kLatent ? 0 : kv_head)) * kHeadDim;
         float *new_key = new_keys + (row - from) * kHeadDim, *new_value = new_values + (row - from) * kHeadDim;
         for (int i = opaque(thread()); i < kHeadDim; i += kThreads) {
           new_key[i] = rounded_to<kCache>(new_key[i]);
           if constexpr (!kLatent) new_value[i] = rounded_to<kCache>(new_value[i]);
-          if (most > 1 && row != m) continue;     // a task of that row writes it
-          if (kLatent && kv_head != 0) continue;  // the first group's does
+          if (most > 1 && row != pass.place_of(m)) continue;  // a task of that row writes it
+          if (kLatent && kv_head != 0) continue;              // the first group's does
           put_element<kCache>(keys, at + i, new_key[i]);
           if constexpr (!kLatent) put_element<kCache>(values, at + i, new_value[i]);
         }
@@ -310,8 +313,8 @@ struct Attention {
         const int next = key + kKeysAtOnce;
         load(keys, values, smaller(next, last - 1), kv_head, next_k, next_v);
         float own[kOwn], score[kHeadsAtOnce];
-        const bool is_new = most > 1 && key >= pass.position && key < old;
-        const int of_row = (key - pass.position - from) * kHeadDim;
+        const bool is_new = most > 1 && key >= start && key < old;
+        const int of_row = (key - start - from) * kHeadDim;
         unpack_pieces(k, own);
         if (is_new) own_part(new_keys + of_row, own);
         score_key(heads, h0, own, score);
@@ -326,7 +329,7 @@ struct Attention {
       }
       if (newest && warp() == 0) {
         float own[kOwn], score[kHeadsAtOnce];
-        const int of_row = most == 1 ? 0 : (m - from) * kHeadDim;
+        const int of_row = most == 1 ? 0 : (pass.place_of(m) - from) * kHeadDim;
         own_part(new_keys + of_row, own);
         score_key(heads, h0, own, score);
         if constexpr (!kLatent) own_part(new_values + of_row, own);

@@ -10,10 +10,11 @@ namespace gpu {
 
 constexpr int kSeveral = larger_of(2, kPassRows);
 
-template <int most>
-LF_DEVICE void run_pass(Decoder& decoder, const Run<most>& run, const Drafts& drafts, bool draws, int head_rows,
+// rows: the tokens of the pass's rows.
+template <int most, class Rows>
+LF_DEVICE void run_pass(Decoder& decoder, const Run<most>& run, const Rows& rows, bool draws, int head_rows,
                         Stream& stream, u32 tag, u32 sequence) {
-  decoder.embed(run, [&](int m) { return drafts.token(m); }, tag);
+  decoder.embed(run, [&](int m) { return rows.token(m); }, tag);
   for (int layer = 0; layer < kLayers; layer++) decoder.run(run, layer, tag, sequence);
   stream.skip_padding(kLayerPadding);
   if (!draws) return;
@@ -59,6 +60,25 @@ LF_DEVICE void decode_rows(const Params& p, const Control& control, Decoder& dec
   finish(p, control, now);
 }
 
+// Several requests, each in its slot, until one has ended or the host asks for the device. Every pass reads the head:
+// the stream cannot know which do not draw.
+template <int most>
+LF_DEVICE void decode_slots(const Params& p, Decoder& decoder, Sampler& sampler, Stream& stream, Slots& slots) {
+  slots.begin();
+  for (u32 tag = p.pass_tag + 1, sequence = p.exchange_tag;; tag += kPassTags, sequence += kNumSums + 1) {
+    slots.choose();
+    if (slots.rows() == 1) {
+      run_pass(decoder, Run<1>::of(slots.position(0), slots.row(0).slot), slots, true, sampler.count, stream, tag,
+               sequence);
+    } else {
+      const Run<most> run = slots.run<most>();
+      run_pass(decoder, run, slots, true, sampler.count, stream, tag, sequence);
+    }
+    if (slots.end_pass(decoder.draw(sampler, slots, tag))) break;
+  }
+  finish(p, slots);
+}
+
 LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   LF_SHARED(memory);
   u64* barriers = (u64*)(memory + kRingBytes);
@@ -70,15 +90,20 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   if constexpr (kPeerCtas > 0) {
     if (lane_here >= kLanesHere) return Peers{p, cta() - kLanesHere * kCtas}.run(control.prompt + control.limit);
   }
-  Stream stream(weights_of_cta(p), memory, barriers, Course{(control.prompt - 1 + kPassRows - 1) / kPassRows});
+  Stream stream(weights_of_cta(p), memory, barriers,
+                Course{kRequests > 1 ? 0 : (control.prompt - 1 + kPassRows - 1) / kPassRows});
   Drafts drafts(p, shared.drafts);
-  if constexpr (kPassRows > 1) drafts.bring_texts(control.prompt);
+  if constexpr (kPassRows > 1 && kRequests == 1) drafts.bring_texts(control.prompt);
   check_in(p, watch, place, p.pass_tag);
 
   Decoder decoder(p, shared, stream, watch, lane_here, c);
   Sampler sampler = sampler_of(p, shared, watch, lane, c);
   sampler.configure();
-  if constexpr (kPassRows > 1) {
+  if constexpr (kRequests > 1) {
+    Slots slots(p, shared.drafts);
+    decode_slots<kSeveral>(p, decoder, sampler, stream, slots);
+    return stream.drain();
+  } else if constexpr (kPassRows > 1) {
     decode_rows<kSeveral>(p, control, decoder, sampler, stream, drafts);
     return stream.drain();
   }

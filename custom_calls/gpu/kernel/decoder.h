@@ -110,7 +110,10 @@ constexpr bool kHeadOfAll =
 struct Control {
   int prompt, start, limit;
 
-  LF_DEVICE explicit Control(const Params& p) : prompt(p.control[0]), start(p.control[1]), limit(p.control[2]) {}
+  LF_DEVICE explicit Control(const Params& p, int slot = 0)
+      : prompt(p.control[slot * kControls]),
+        start(p.control[slot * kControls + 1]),
+        limit(p.control[slot * kControls + 2]) {}
 };
 
 // Of a vector of n channels.
@@ -263,6 +266,28 @@ class Decoder {
     }
     clock.end();
     return now.drawn - before;
+  }
+
+  // The same where a pass has rows of several slots. Returns what the host has asked, or kFailure.
+  LF_DEVICE int draw(Sampler& sampler, Slots& slots, u32 tag) {
+    const Clock clock(*this, kNameSample, kLayers);
+    const int parity = (int)(tag / kPassTags & 1);
+    int offered = 0, settled = 0, asked = 0;
+    for (int m = 0; m < slots.rows(); m++) {
+      if (!slots.draws(m)) continue;
+      sampler.use(slots.row(m).slot);
+      sampler.offer_row(tag, parity, m, slots.position(m) + 1, offered++ == 0);
+    }
+    if (offered == 0) asked = sampler.end_of_pass(tag, parity);
+    for (int m = 0; m < slots.rows() && asked < kFailure; m++) {
+      if (!slots.draws(m)) continue;
+      const int slot = slots.row(m).slot;
+      sampler.slot = slot;
+      const Sampled sampled = sampler.settle_row(tag, parity, m, settled++ == 0, slots.drawn(slot), asked);
+      if (!sampled.end) slots.draw(m, sampled.token);
+    }
+    clock.end();
+    return asked;
   }
 
   LF_DEVICE bool stops(int token) const {

@@ -7,14 +7,18 @@ namespace gpu {
 constexpr int kMaxLayers = 128, kMaxDevices = 8;
 constexpr int kMaxKept = 2 * kMaxLayers;  // arrays that layers keep between tokens
 
-enum Ends { kLength, kStop, kCancelled, kFailed };
+enum Ends { kLength, kStop, kCancelled, kFailed, kYielded };
 
 // What a thread waited for when it timed out: a device-side error.
 enum Waits { kNothing, kAtCheckIn, kAtVector, kAtAttention, kAtLanding, kAtPacket, kAtLogits, kBadCall };
 
 constexpr int kPacketWords = 6;  // of a CTA, at the end of a pass
 
-constexpr int kMaxRows = 8;  // of a pass
+constexpr int kMaxRows = 8;  // of a pass, and slots of a call
+constexpr int kMaxTop = 20, kControls = 5;
+
+// What the host may ask of a running call: bit s cancels the one of slot s, and this one ends the pass for all.
+constexpr int kYield = 1 << kMaxRows;
 
 struct EmittedToken {  // in memory of the host
   int token;
@@ -30,13 +34,14 @@ struct DraftCounts {
 
 // Memory of the host that the kernel sees; one for all devices of a process.
 struct Host {
-  int cancel;                  // by the host
-  int count;                   // tokens emitted so far in this call
-  int done;                    // the call has ended
+  int asked;                   // by the host: bits of slots to cancel, and kYield
+  int count[kMaxRows];         // of each slot: tokens emitted so far
+  int done[kMaxRows];          //   it has ended, and not yielded
   unsigned long long failure;  // failure_word of edges.h; 0 for none
   unsigned read;
   unsigned ended;  // the first pass tag of the last call that has ended
   DraftCounts drafts;
+  int passes;  // of the last call of several slots
 };
 
 // What a call of a kernel for several rows drafts from.
@@ -77,14 +82,14 @@ struct Params {
   const unsigned* listed;  // [lanes here][CTAs][warps][listed_words]: what is listed beside a warp's stream
   int listed_words;
 
-  // Of the call.
+  // Of the call. What a request has alone is here once for each slot.
   const int* prompt;
-  const int* control;     // tokens of the prompt, position of the first, tokens to draw at most, top_k
+  const int* control;     // tokens of the prompt, position of the first, tokens to draw at most, top_k, drawn before
   const float* settings;  // temperature, top_p, min_p, repetition penalty
   const unsigned int* key;
   const int* stops;
   unsigned char* seen;
-  void* caches[kMaxKept];  // [lanes here][capacity or 1][...]: what layers keep (custom_calls/plan.py), layer by layer
+  void* caches[kMaxKept];  // [lanes here][slots][capacity or 1][...]: what layers keep (custom_calls/plan.py), by layer
   long long capacity;
   int* tokens;
   float* logprobs;
@@ -104,8 +109,10 @@ struct Params {
   unsigned long long timeouts_ns[3];  // of the check-in, of waits for other lanes, and of waits that these may cause
   unsigned long long chaos_ns, peer_delay_ns;
   Host* host;
-  EmittedToken* emitted;  // [context]
-  int* emitted_tokens;    // [context][top]
+  int passes;             // after which a call of several slots yields; 0: none
+  int emitted_room;       // the context
+  EmittedToken* emitted;  // [slots][context]
+  int* emitted_tokens;    // [slots][context][top], of several slots [kMaxTop]
   float* emitted_logprobs;
   Span* spans;     // [CTAs][max_spans], null for no trace
   int* num_spans;  // [CTAs]

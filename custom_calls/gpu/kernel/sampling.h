@@ -5,6 +5,7 @@
 #pragma once
 
 #include "product.h"
+#include "slots.h"
 
 namespace laneformer {
 namespace gpu {
@@ -56,27 +57,37 @@ struct Sampler {
   float* logits;  // shared memory, of each of the pass's rows [rows of the head here]
   float* z;
   float* scratch;
-  int* end;  // shared memory, kept between passes: how the next packet ends the call, kCancelled, kFailed, or 0
+  int* end;  // shared memory, kept between passes: how the next packet ends the call, or 0
   Watch& watch;
   int place, first, count;  // of the CTA among all; its range of tokens
   bool leader;              // writes the results of this device
   float temperature = 0, top_p = 1, min_p = 0, penalty = 1;
   int top_k = 0;
   u32 key[2] = {};
+  int slot = 0;  // whose settings these are
 
   LF_DEVICE void configure() {
-    temperature = p.settings[0], top_p = p.settings[1], min_p = p.settings[2], penalty = p.settings[3];
-    top_k = p.control[3];
-    key[0] = p.key[0], key[1] = p.key[1];
+    use(0);
     if (thread() == 0) *end = 0;
+  }
+
+  // The following rows are of this slot.
+  LF_DEVICE void use(int slot) {
+    const float* settings = p.settings + slot * 4;
+    temperature = settings[0], top_p = settings[1], min_p = settings[2], penalty = settings[3];
+    top_k = p.control[slot * kControls + 3];
+    key[0] = p.key[2 * slot], key[1] = p.key[2 * slot + 1];
+    this->slot = slot;
   }
 
   // Whether this thread reads the host's cancel flag. Reading host memory takes long: a read that is needed soon
   // stalls.
   LF_DEVICE bool polls_host() const { return leader && p.reports && thread() == kThreads - kWarpSize; }
-  LF_DEVICE int cancel_requested() const { return polls_host() ? *(volatile const int*)&p.host->cancel : 0; }
+  LF_DEVICE int asked_by_host() const { return polls_host() ? *(volatile const int*)&p.host->asked : 0; }
+  // As a packet has it.
+  LF_DEVICE static int ending(int asked) { return kRequests > 1 ? asked : asked ? kCancelled : 0; }
 
-  // A pass without a head: how it ends the call, or 0.
+  // A pass in which no row draws: how it ends the call, or 0.
   LF_DEVICE int end_of_pass(u32 tag, int parity) {
     record_timeout();
     sync_cta();  // the scratch is free
@@ -100,6 +111,16 @@ struct Sampler {
     if (m > 0) sync_cta();  // the scratch is free
     offer({tag, parity * kPassRows + m}, m, position, tokens, forced);
   }
+  // The same for rows of several slots, each under the slot's settings. first: of the pass's rows that draw.
+  LF_DEVICE void offer_row(u32 tag, int parity, int m, int position, bool first) {
+    if (!first) sync_cta();  // the scratch is free
+    offer({tag, parity * kPassRows + m}, m, position, nullptr, -1);
+  }
+  LF_DEVICE Sampled settle_row(u32 tag, int parity, int m, bool first, int drawn, int& asked) {
+    const Edge edge = {tag, parity * kPassRows + m};
+    return first ? settle<true>(edge, drawn, &asked) : settle<false>(edge, drawn, &asked);
+  }
+
   // The row's token, once this CTA has offered all rows.
   LF_DEVICE Sampled settle_row(u32 tag, int parity, int m, int drawn) {
     const Edge edge = {tag, parity * kPassRows + m};
@@ -116,7 +137,7 @@ struct Sampler {
   // Whether a token is a draft before row m, and so part of its text.
   LF_DEVICE static bool is_draft(int token, int m, const int* tokens) {
     bool found = false;
-    if constexpr (kPassRows > 1) {
+    if constexpr (kPassRows > 1 && kRequests == 1) {
       for (int i = 1; i <= m; i++) found = found || tokens[i] == token;
     }
     return found;
@@ -133,7 +154,7 @@ struct Sampler {
     for (int r = opaque(thread()); r < count; r += kThreads) {
       const float raw = logits[r];
       float value = raw;
-      if (p.seen[first + r] || is_draft(first + r, m, tokens)) value = value > 0 ? value / penalty : value * penalty;
+      if (seen(first + r) || is_draft(first + r, m, tokens)) value = value > 0 ? value / penalty : value * penalty;
       if (temperature > 0) value /= temperature;
       z[r] = value;
       largest = larger(largest, raw), largest_z = larger(largest_z, value);
@@ -162,18 +183,23 @@ struct Sampler {
     publish(edge, largest, sum, best, best.token < 0 ? 0.0f : logits[best.token - first]);
   }
 
-  // ends_pass: whether this is the pass's first row, with which the host's cancel flag is read.
+  // ends_pass: whether this is the pass's first row, with which the host's word is read. asked: for what the host has
+  // asked of a call of several slots.
   template <bool ends_pass>
-  LF_DEVICE Sampled settle(const Edge& edge, int drawn) {
+  LF_DEVICE Sampled settle(const Edge& edge, int drawn, [[maybe_unused]] int* asked = nullptr) {
     float largest, sum, logit;
     Best best;
-    const int end = collect<ends_pass>(edge, largest, sum, best, logit);
+    int end = collect<ends_pass>(edge, largest, sum, best, logit);
+    if constexpr (kRequests > 1) {
+      if (asked) *asked = end;
+      end = end >= kFailure ? kFailed : end >> slot & 1 ? kCancelled : 0;
+    }
     int token = best.token;
     if (token < 0 || token >= kVocab) token = 0;  // no logit was a number: the log-probability is NaN
     if (end) return {token, end};
     const float lse = largest + log_of(sum);
-    if (thread() == 0 && (leader || (token >= first && token < first + count))) p.seen[token] = 1;
-    if (leader && p.logits != nullptr) copy_logits(edge, p.logits + (i64)drawn * kVocab);
+    if (thread() == 0 && (leader || (token >= first && token < first + count))) seen(token) = 1;
+    if (leader && p.logits != nullptr) copy_logits(edge, p.logits + result(drawn) * kVocab);
     if (leader && p.top > 0) rank(edge, lse, drawn);
     if (leader && host_writer()) emit(token, logit - lse, drawn);
     return {token, 0};
@@ -181,8 +207,15 @@ struct Sampler {
 
   // A thread that has timed out has computed from stale words: this CTA's packet ends the call, without a token.
   LF_DEVICE void record_timeout() const {
-    if (watch.ended()) *end = kFailed;
+    if (watch.ended()) *end = kFailure;
   }
+
+  // Whether a token is in the slot's text.
+  LF_DEVICE unsigned char& seen(int token) const { return p.seen[kRequests == 1 ? token : slot * (i64)kVocab + token]; }
+  // The place of a token that was drawn among the results, and among those for the host, where a request's tokens of
+  // earlier calls are as well.
+  LF_DEVICE i64 result(int drawn) const { return kRequests == 1 ? drawn : (i64)slot * p.room + drawn; }
+  LF_DEVICE int emitted(int drawn) const { return kRequests == 1 ? drawn : p.control[slot * kControls + 4] + drawn; }
 
   // Whether this thread writes to the host and waits for it: one with little else to do.
   LF_DEVICE static bool host_writer() { return thread() == kThreads - 1; }
@@ -243,7 +276,7 @@ struct Sampler {
   template <bool polls>
   LF_DEVICE int collect(const Edge& edge, float& largest, float& sum, Best& best, float& logit) const {
     constexpr int each = (kPackets + kThreads - 1) / kThreads;
-    const int cancelled = kSteps || !polls ? 0 : cancel_requested();  // arrives while the packets do
+    const int asked = kSteps || !polls ? 0 : asked_by_host();  // arrives while the packets do
     float packets[each][kPacketWords];
     const u64* memory = p.shared[p.device] + packet(edge, 0);
     LF_UNROLL for (int i = 0; i < each; i++) {
@@ -258,10 +291,10 @@ struct Sampler {
     float top = kLowest, ending = 0;
     LF_UNROLL for (int i = 0; i < each; i++) top = larger(top, packets[i][0]),
                                              ending = larger(ending, packets[i][kEndWord]);
-    if (watch.ended()) ending = kFailed;
+    if (watch.ended()) ending = kFailure;
     fence_device();
     sync_cta();
-    if (!kSteps && polls && polls_host()) *end = cancelled ? kCancelled : 0;
+    if (!kSteps && polls && polls_host()) *end = this->ending(asked);
     largest = max_over_cta(top, warps());
     ending = max_over_cta(ending, warps());
     float total = 0;
@@ -282,16 +315,20 @@ struct Sampler {
   }
 
   LF_DEVICE void emit(int token, float logprob, int drawn) const {
-    p.tokens[drawn] = token;
-    p.logprobs[drawn] = logprob;
+    const i64 result = this->result(drawn);
+    p.tokens[result] = token;
+    p.logprobs[result] = logprob;
     if (!p.reports) return;
-    p.emitted[drawn] = {token, logprob, clock_ns()};
+    const int number = emitted(drawn);
+    const i64 at = kRequests == 1 ? number : (i64)slot * p.emitted_room + number;
+    const int stride = kRequests == 1 ? p.top : kMaxTop;  // calls of a request may report other numbers of them
+    p.emitted[at] = {token, logprob, clock_ns()};
     for (int i = 0; i < p.top; i++) {
-      p.emitted_tokens[(i64)drawn * p.top + i] = p.top_tokens[(i64)drawn * p.top + i];
-      p.emitted_logprobs[(i64)drawn * p.top + i] = p.top_logprobs[(i64)drawn * p.top + i];
+      p.emitted_tokens[at * stride + i] = p.top_tokens[result * p.top + i];
+      p.emitted_logprobs[at * stride + i] = p.top_logprobs[result * p.top + i];
     }
     fence_system();
-    *(volatile int*)&p.host->count = drawn + 1;
+    *(volatile int*)&p.host->count[slot] = number + 1;
   }
 
   // Calls body(token, value) for all published words as they arrive, divided among the threads. Loads take long:
@@ -331,8 +368,8 @@ struct Sampler {
       });
       last = best_over_cta(best);
       if (host_writer()) {
-        p.top_tokens[(i64)drawn * p.top + i] = last.token < 0 ? i : last.token;
-        p.top_logprobs[(i64)drawn * p.top + i] = last.value - lse;
+        p.top_tokens[result(drawn) * p.top + i] = last.token < 0 ? i : last.token;
+        p.top_logprobs[result(drawn) * p.top + i] = last.value - lse;
       }
     }
   }

@@ -101,7 +101,7 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
       Sampler sampler = sampler_of(p, shared, watch, lane, c);
       sampler.configure();
       sync_cta();
-      if (sampler.polls_host()) *sampler.end = sampler.cancel_requested() ? kCancelled : 0;
+      if (sampler.polls_host()) *sampler.end = Sampler::ending(sampler.asked_by_host());
       sync_cta();
       if (thread() == 0 && has_failed(load_word(p.shared[p.device]), p.pass_tag))
         *sampler.end = kFailed;  // in an earlier launch

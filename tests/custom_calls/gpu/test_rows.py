@@ -4,7 +4,6 @@ and prompts several tokens at a time leave every bit of an answer as it is with 
 
 import dataclasses
 import threading
-import types
 
 import numpy as np
 import pytest
@@ -13,22 +12,19 @@ from custom_calls import ENDS, NativeError
 from custom_calls.gpu.codes import CodesChoice
 from custom_calls.gpu.layout import MOST_ROWS
 from custom_calls.plan import make_plan
-from infer.engine.native import plan_of
-from laneformer import Precision
 from laneformer.decoder import decoder_ops
 from laneformer.mesh import make_mesh
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
 from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS, NORMED_SUMS
-from tests.support.gpu_cases import AMD, mixed_plan, plan_of_normed_sums, some, state_of, weights_of
+from tests.support.gpu_cases import AMD, mixed_plan, of_config, plan_of_normed_sums, some, state_of, weights_of
 from tests.support.several_rows import EQUAL, ROOM, Model
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 
 
-def make(config, dtype="float32", compute="float32", **options):
-    source = types.SimpleNamespace(config=config, precision=Precision(param=dtype, compute=compute), stored_dtype=dtype)
-    return Model(plan_of(source), small.make_weights(config, dtype), **options)
+def make(config, *dtypes, **options):
+    return Model(*of_config(config, *dtypes), **options)
 
 
 @pytest.fixture(scope="module")
@@ -223,9 +219,7 @@ def test_amd(dtype, compute):
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "mxfp4"])
 def test_quantized_weights(kind):
     config = small.make_config(layout="dtp(1)", hidden_size=96, ff=64, vocab_size=64, num_hidden_layers=2)
-    weights = small.make_weights(config, "bfloat16")
-    source = types.SimpleNamespace(config=config, precision=Precision(param="bfloat16"), stored_dtype="bfloat16")
-    plan = plan_of(source)
+    plan, weights = of_config(config, "bfloat16")
     weights = {path: round_to(w, kind, search=False) if path in plan.matrices else w for path, w in weights.items()}
     model = Model(plan, weights, codes=CodesChoice.of(plan, weights.items()))
     model.check(small.prompt_of(config, 9), 12, temperature=0.8)

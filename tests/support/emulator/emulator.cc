@@ -73,7 +73,7 @@ struct Still {
   }
   bool pauses(int c) const {
     const auto* host = parameters->host;
-    return c == cta && !reading && host->count >= tokens && (lost || host->failure == 0);
+    return c == cta && !reading && host->count[0] >= tokens && (lost || host->failure == 0);
   }
 };
 

@@ -46,25 +46,25 @@ struct ScaledFromBoard {
   }
 };
 
-// Whether what an op keeps of a layer can be continued at a position.
+// Whether what an op keeps of a layer for a slot can be continued at a position.
 template <class Op>
-LF_DEVICE bool continues(const Params& p, int layer, int position) {
+LF_DEVICE bool continues(const Params& p, int layer, int position, int slot) {
   if constexpr (Op::kIsDeltaNet) {
-    const int base = load_between_ctas((const int*)p.caches[Op::cache(layer)]);
+    const int base = load_between_ctas((const int*)p.caches[Op::cache(layer)] + slot * Op::kKeyHeads);
     return base <= position && position < base + 2 * kEntries;
   }
   return true;
 }
 template <class... Op>
-LF_DEVICE bool continues(Ops<Op...>, const Params& p, int layer, int position) {
-  return (continues<Op>(p, layer, position) && ...);
+LF_DEVICE bool continues(Ops<Op...>, const Params& p, int layer, int position, int slot) {
+  return (continues<Op>(p, layer, position, slot) && ...);
 }
 template <class... Kind>
-LF_DEVICE bool continues(Kinds<Kind...>, const Params& p, int layer, int position) {
+LF_DEVICE bool continues(Kinds<Kind...>, const Params& p, int layer, int position, int slot) {
   const int kind = kind_of(layer);
   int number = 0;
   bool found = true;
-  ((found = found && (kind != number++ || continues(Kind{}, p, layer, position))), ...);
+  ((found = found && (kind != number++ || continues(Kind{}, p, layer, position, slot))), ...);
   return found;
 }
 
@@ -108,6 +108,7 @@ struct DeltaNet {
   int lane_here, layer;
   Run<most> pass;
   u32 tag;
+  int slot = 0;  // whose rows a task computes
 
   LF_DEVICE const u64* projected(int m) const { return boards_of_first + Op::kFrom + (i64)m * kLaneWords; }
   LF_DEVICE u64* found(int m) const { return boards_of_first + kPartsBoard + (i64)m * kLaneWords; }
@@ -118,7 +119,7 @@ struct DeltaNet {
   // What the layer keeps of a key head: `number` among its arrays, `each` values of a head.
   template <class T>
   LF_DEVICE T* kept(int number, int head, i64 each) const {
-    return (T*)p.caches[Op::cache(layer) + number] + ((i64)lane_here * Op::kKeyHeads + head) * each;
+    return (T*)p.caches[Op::cache(layer) + number] + ((i64)kept_part(lane_here, slot) * Op::kKeyHeads + head) * each;
   }
   LF_DEVICE int* base(int head) const { return kept<int>(0, head, 1); }
   LF_DEVICE float* keys(int head, int position) const {
@@ -136,10 +137,23 @@ struct DeltaNet {
   }
 
   LF_DEVICE void run(int cta) const {
-    for (int task = cta; task < Op::kKeyHeads * kTiles; task += kCtas) run_task(task / kTiles, task % kTiles);
+    for (int task = cta; task < Op::kKeyHeads * kTiles; task += kCtas) {
+      if constexpr (kRequests == 1) {
+        run_task(task / kTiles, task % kTiles, 0, pass.count());
+      } else {
+        for (int m = 0, end; m < pass.count(); m = end) {
+          for (end = m + 1; end < pass.count() && pass.first_of(end) == m;) end++;
+          of(pass.slot_of(m)).run_task(task / kTiles, task % kTiles, m, end);
+        }
+      }
+    }
   }
 
  private:
+  LF_DEVICE DeltaNet of(int slot) const {
+    return {p, boards_of_first, scratch, watch, lane_here, layer, pass, tag, slot};
+  }
+
   // A thread's pieces of a tile [key_dim][16]: of channel `column` of the key, four rows.
   struct Tile {
     float of[kOwnPieces][4];
@@ -247,7 +261,7 @@ struct DeltaNet {
       if (i < kSteps) return head * kHeadRows + kValues + channel_of(i - kTile, tile);  // z is behind v
       return Op::kKeyHeads * kHeadRows + (2 * head + i - kSteps) * kRatio + tile / kHeadTiles;
     });
-    const int position = pass.position + m;
+    const int position = pass.position_of(m);
     LF_UNROLL for (int n = 0; n < kOwnMixed; n++) {
       const int i = n * kThreads + opaque(thread());  // the thread brought it itself
       if (i >= kMixed) continue;
@@ -317,7 +331,7 @@ struct DeltaNet {
 
   // The delta and the result of row m, by the first warp: each of 16 threads has an entry and a channel.
   LF_DEVICE void respond(int head, int tile, int m, const Gates& gates) const {
-    const int position = pass.position + m, at = position % kEntries, own = warp_lane() % kTile;
+    const int position = pass.position_of(m), at = position % kEntries, own = warp_lane() % kTile;
     const float* x = scratch + kReadAt;
     const float beta = sigmoid<Numbers>(x[kSteps]), step = x[kSteps + 1] + gates.step;
     const float softplus = larger(step, 0.0f) + log_of_one_and(exp_of(-larger(step, -step)));
@@ -375,8 +389,9 @@ struct DeltaNet {
     }
   }
 
-  LF_DEVICE void run_task(int head, int tile) const {
-    const int first = pass.position, from = first / kEntries * kEntries;
+  // rows: those of a slot, from `begin` to `end`.
+  LF_DEVICE void run_task(int head, int tile, int begin, int end) const {
+    const int first = pass.start_of(begin), from = first / kEntries * kEntries;
     // All of it is on its way before the queries arrive.
     Tile matrix, keys;
     Channels channels;
@@ -398,9 +413,9 @@ struct DeltaNet {
     keep_rows(keys, first - from);
     bring_entries(head, tile, from, first - from);
 
-    for (int m = 0; m < pass.count(); m++) {
-      const int position = first + m;
-      if (most > 1 && m > 0 && position % kEntries == 0) {  // entries of drafts, perhaps: the matrix is not stored
+    for (int m = begin; m < end; m++) {
+      const int position = first + m - begin;
+      if (most > 1 && m > begin && position % kEntries == 0) {  // entries of drafts, perhaps: the matrix is not stored
         advance(matrix, keys);
         keep_rows(keys, 0);
         bring_entries(head, tile, position, 0);
@@ -423,7 +438,8 @@ struct DeltaNet {
       float squares = 0;
       LF_UNROLL for (int tile = 0; tile < kHeadTiles; tile++) squares += scratch[head * kHeadTiles + tile];
       out[head] = rsqrt_of(squares / (float)kValueDim + Op::kNormEps);
-      if (m == 0 && cta() % kCtas == 0 && head < Op::kKeyHeads) *base(head) = pass.position / kEntries * kEntries;
+      if (m == pass.first_of(m) && cta() % kCtas == 0 && head < Op::kKeyHeads)
+        *of(pass.slot_of(m)).base(head) = pass.start_of(m) / kEntries * kEntries;
     }
   }
 

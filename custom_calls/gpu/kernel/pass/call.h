@@ -25,46 +25,72 @@ LF_DEVICE void check_in(const Params& p, Watch& watch, int place, u32 tag) {
   sync_cta();
 }
 
-// The results of a device, by one of its CTAs. One device of a process reports to its host, also another one's failure.
-LF_DEVICE void write_results(const Params& p, int drawn, int end, int position) {
-  for (int i = drawn + thread(); i < p.room; i += kThreads) p.tokens[i] = 0, p.logprobs[i] = 0;
+// The results of a slot on a device, by one of its CTAs. One device of a process reports to its host, also another
+// one's failure.
+LF_DEVICE void write_results(const Params& p, int drawn, int end, int position, int slot = 0) {
+  const int first = slot * p.room;
+  for (int i = drawn + thread(); i < p.room; i += kThreads) p.tokens[first + i] = 0, p.logprobs[first + i] = 0;
   sync_cta();  // another thread emitted the last token
   if (thread() != 0) return;
   if (kPeerCtas > 0) store_word(p.shared[0] + 1, p.pass_tag);
-  p.status[0] = drawn;
+  int* status = p.status + 3 * slot;
+  status[0] = drawn;
   const u64 failure = load_word(p.shared[p.device]);
   const bool failed = has_failed(failure, p.pass_tag);
-  p.status[1] = failed ? (int)kFailed : end;
-  p.status[2] = position;
+  status[1] = failed ? (int)kFailed : end;
+  status[2] = position;
   if (!p.reports) return;
   if (failed) p.host->failure = failure;
   *(volatile unsigned*)&p.host->ended = p.pass_tag;
   fence_system();
-  *(volatile int*)&p.host->done = 1;
+  if (kRequests == 1 || (Control(p, slot).prompt != 0 && (failed || end != kYielded)))
+    *(volatile int*)&p.host->done[slot] = 1;
 }
 
+LF_DEVICE const int* prompt_of(const Params& p, int slot) { return p.prompt + slot * p.room_of_prompt; }
+
 // The host does not see these numbers: they are on the device.
-LF_DEVICE bool possible(const Params& p, const Control& control) {
+LF_DEVICE bool possible(const Params& p, const Control& control, int slot) {
   const auto [prompt, start, limit] = control;
   if (prompt < 1 || prompt > p.room_of_prompt || start < 0 || limit < 1 || limit > p.room) return false;
   if ((i64)start + prompt + limit - 1 > p.capacity) return false;
   for (int i = 0; i < prompt; i++)
-    if (p.prompt[i] < 0 || p.prompt[i] >= kVocab) return false;
+    if (prompt_of(p, slot)[i] < 0 || prompt_of(p, slot)[i] >= kVocab) return false;
   for (int layer = 0; layer < kLayers && start > 0; layer++)
-    if (!continues(Layers{}, p, layer, start)) return false;
+    if (!continues(Layers{}, p, layer, start, slot)) return false;
   return true;
+}
+LF_DEVICE bool possible(const Params& p) {
+  bool any = false;
+  for (int slot = 0; slot < kRequests; slot++) {
+    const Control control(p, slot);
+    if (control.prompt == 0) continue;
+    if (!possible(p, control, slot)) return false;
+    any = true;
+  }
+  return any;
 }
 
 // Whether there is a call to run; if not, that is its result.
 LF_DEVICE bool accept(const Params& p, const Control& control) {
-  if (possible(p, control)) return true;
+  if (kRequests == 1 ? possible(p, control, 0) : possible(p)) return true;
   if (cta() == 0 && thread() == 0) p.host->failure = failure_word(p.pass_tag, kBadCall, 0, -1, 0);
   if (cta() == 0) write_results(p, 0, kFailed, control.start);
+  for (int slot = 1; slot < kRequests && cta() == 0; slot++) write_results(p, 0, kFailed, Control(p, slot).start, slot);
   return false;
 }
 
 LF_DEVICE void finish(const Params& p, const Control& control, const Progress& now) {
   if (cta() == 0) write_results(p, now.drawn, now.end, control.start + smaller(now.pass, control.prompt) + now.drawn);
+}
+
+LF_DEVICE void finish(const Params& p, const Slots& slots) {
+  if (cta() != 0) return;
+  if (thread() == 0 && p.reports) p.host->passes = slots.passes();
+  for (int slot = 0; slot < kRequests; slot++) {
+    const SlotState& own = slots.of(slot);
+    write_results(p, own.drawn, own.end, own.start + own.passed + own.drawn, slot);
+  }
 }
 
 LF_DEVICE const char* weights_of_cta(const Params& p) {

@@ -5,6 +5,9 @@
 //
 // Code is compiled for one row and, in a kernel for several, also for kPassRows of them; a pass that has fewer reads
 // the last one again in place of the others, and leaves their results.
+//
+// In a kernel for several requests (kRequests), which have a slot each, a pass has rows of several sequences: those of
+// one follow each other, and see nothing of the others.
 #pragma once
 
 #include "edges.h"
@@ -14,19 +17,64 @@ namespace gpu {
 
 constexpr int kThreads = kWarps * kWarpSize;
 
-template <int most>
+// A row of several sequences'.
+struct Row {
+  int slot;
+  int first, start;  // the pass's first row of the slot, and its position
+};
+
+// Of row m: its position and slot; the first row of its slot, that row's position, and how far from it row m is.
+template <int most, bool of_slots = (kRequests > 1)>
 struct Run {
   int position;  // of the first row
   int rows;      // at most `most`
 
   LF_DEVICE int count() const { return rows; }
+  LF_DEVICE int position_of(int m) const { return position + m; }
+  LF_DEVICE int slot_of(int) const { return 0; }
+  LF_DEVICE int first_of(int) const { return 0; }
+  LF_DEVICE int start_of(int) const { return position; }
+  LF_DEVICE int place_of(int m) const { return m; }
 };
 template <>
-struct Run<1> {
+struct Run<1, false> {
   int position;
 
+  LF_DEVICE static Run of(int position, int) { return {position}; }
   LF_DEVICE constexpr int count() const { return 1; }
+  LF_DEVICE int position_of(int) const { return position; }
+  LF_DEVICE int slot_of(int) const { return 0; }
+  LF_DEVICE int first_of(int) const { return 0; }
+  LF_DEVICE int start_of(int) const { return position; }
+  LF_DEVICE int place_of(int) const { return 0; }
 };
+template <int most>
+struct Run<most, true> {
+  const Row* row;  // in shared memory
+  int rows;
+
+  LF_DEVICE int count() const { return rows; }
+  LF_DEVICE int position_of(int m) const { return row[m].start + place_of(m); }
+  LF_DEVICE int slot_of(int m) const { return row[m].slot; }
+  LF_DEVICE int first_of(int m) const { return row[m].first; }
+  LF_DEVICE int start_of(int m) const { return row[m].start; }
+  LF_DEVICE int place_of(int m) const { return m - row[m].first; }
+};
+template <>
+struct Run<1, true> {
+  int position, slot;
+
+  LF_DEVICE static Run of(int position, int slot) { return {position, slot}; }
+  LF_DEVICE constexpr int count() const { return 1; }
+  LF_DEVICE int position_of(int) const { return position; }
+  LF_DEVICE int slot_of(int) const { return slot; }
+  LF_DEVICE int first_of(int) const { return 0; }
+  LF_DEVICE int start_of(int) const { return position; }
+  LF_DEVICE int place_of(int) const { return 0; }
+};
+
+// Where a slot's part of what a lane keeps is, in parts.
+LF_DEVICE int kept_part(int lane_here, int slot) { return kRequests == 1 ? lane_here : lane_here * kRequests + slot; }
 
 // A board of each row. first: the first row's.
 template <int most>

@@ -1,0 +1,201 @@
+"""Requests of a session whose calls have several slots: one call after another, each with every request that runs.
+
+A thread makes the calls while there are requests. A newcomer asks the running call to yield, which ends it after its
+pass; the next one has the newcomer too. A call also ends once one of its requests does. The others lose nothing: noise
+is a function of position, what they keep is in the caches of their slots, and their next call begins with the tokens
+that are not in these yet.
+
+Blocks of a long prompt go through XLA one at a time, and the calls between them yield after BETWEEN passes.
+"""
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol
+
+import jax
+import numpy as np
+
+import custom_calls
+from custom_calls import YIELDED, Inputs, NativeError, State
+from custom_calls.gpu.session import GpuSession
+from infer.engine.backend import Request
+from infer.engine.native import capacity_for, inputs_for, room_for
+from infer.engine.prefix import Caches, copied
+
+BETWEEN = 8  # passes between two blocks of a newcomer's prompt
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request in flight."""
+
+    request: Request
+    slot: int
+    text: np.ndarray
+    """int32 [n]: the prompt and what was drawn."""
+    filled: int = 0
+    """Positions that its caches have."""
+    reading: "Reading | None" = None
+    """Its prompt while XLA reads blocks of it, into caches that are not the slot's yet."""
+    joined: bool = False
+    """Whether it takes part in calls."""
+    ended: threading.Event = field(default_factory=threading.Event)
+    error: BaseException | None = None
+
+    @property
+    def drawn(self) -> int:
+        return len(self.text) - len(self.request.prompt)
+
+    @property
+    def rest(self) -> np.ndarray:
+        """The tokens that go through the next call."""
+        return self.text[self.filled :]
+
+
+class Reading(Protocol):
+    """A prompt of which XLA reads blocks."""
+
+    done: int
+    """Positions that are filled."""
+
+    def block(self) -> bool:
+        """Reads one; False if none is left."""
+
+    @property
+    def caches(self) -> Caches:
+        """As the kernel has them, once no block is left."""
+
+
+class Scheduler:
+    """Runs requests, each in its slot, from any threads."""
+
+    def __init__(
+        self,
+        session: GpuSession,
+        context: int,
+        mesh: jax.sharding.Mesh | None,
+        read: Callable[[np.ndarray, Callable[[], Caches]], "Reading | None"],
+    ):
+        """context: most positions. read(prompt, make_caches): a prompt that XLA is to read into caches of one slot, or
+        None where the kernel reads all of it.
+        """
+        self._session, self._context, self._mesh, self._read_prompt = session, context, mesh, read
+        self._layers: list[dict[str, jax.Array]] | None = None  # of all slots
+        self._lock = threading.Lock()
+        self._waiting: list[Sequence] = []
+        self._sequences: list[Sequence] = []
+        self._serving = False
+        self._call = jax.jit(
+            partial(custom_calls.decode, session, mesh=mesh), static_argnames=("room", "top"), donate_argnums=1
+        )
+
+    def run(self, request: Request, slot: int) -> None:
+        """The whole request, whose tokens the slot's stream has as they are drawn. Raises what its call raised."""
+        sequence = Sequence(request, slot, request.prompt)
+        with self._lock:
+            self._waiting.append(sequence)
+            self._session.yield_()
+            if not self._serving:
+                self._serving = True
+                threading.Thread(target=self._serve, name="laneformer-scheduler", daemon=True).start()
+        sequence.ended.wait()
+        if sequence.error is not None:
+            raise sequence.error
+
+    def _serve(self) -> None:
+        while True:
+            with self._lock:
+                self._session.begin()  # a request that comes from now on asks again
+                self._sequences += self._waiting
+                self._waiting = []
+                self._serving = bool(self._sequences)
+                if not self._serving:
+                    return
+            try:
+                self._step()
+            except BaseException as error:  # for the threads of the requests
+                self._layers = None  # given away
+                for sequence in [*self._sequences]:
+                    self._end(sequence, error)
+
+    def _end(self, sequence: Sequence, error: BaseException | None = None) -> None:
+        self._sequences.remove(sequence)
+        sequence.error, sequence.reading = error, None
+        sequence.ended.set()
+
+    def _step(self) -> None:
+        """A block of each prompt that XLA has to read, and a call."""
+        for sequence in [*self._sequences]:
+            if self._session.slots[sequence.slot].cancelled and not sequence.joined:
+                self._end(sequence)
+        self._make_room()
+        reading = [sequence for sequence in self._sequences if not sequence.joined and not self._read(sequence)]
+        together = [sequence for sequence in self._sequences if sequence.joined]
+        if together:
+            self._session.yield_after(BETWEEN if reading else 0)
+            self._run(together)
+
+    def _empty(self, capacity: int, slots: int = 1) -> Caches:
+        return Caches(custom_calls.empty_layers(self._session.plan, capacity, self._mesh, slots))
+
+    def _make_room(self) -> None:
+        """Caches that fit every request."""
+        capacity = max((capacity_for(one.request, self._context) for one in self._sequences), default=0)
+        now = None if self._layers is None else Caches(self._layers)
+        if capacity > (0 if now is None else now.capacity):
+            larger = self._empty(capacity, self._session.together)
+            self._layers = (larger if now is None else copied(larger, now, now.capacity)).layers
+
+    def _read(self, sequence: Sequence) -> bool:
+        """Reads a block of a prompt; whether none was left, so that the request has joined."""
+        request = sequence.request
+        if sequence.filled == 0 and sequence.reading is None:
+            sequence.reading = self._read_prompt(
+                request.prompt, lambda: self._empty(capacity_for(request, self._context))
+            )
+        if (reading := sequence.reading) is not None:
+            if reading.block():
+                return False
+            sequence.filled, sequence.reading = reading.done, None
+            self._layers = _put(self._layers, reading.caches.layers, np.int32(sequence.slot))
+        sequence.joined = True
+        return True
+
+    def _run(self, together: list[Sequence]) -> None:
+        """A call of these."""
+        slots = self._session.slots
+        sizes = max(len(one.rest) for one in together), max(len(one.request.stop_tokens) for one in together)
+        seen = np.zeros((len(slots), self._session.plan.ops.vocab_size), np.uint8)
+        of_slots: list[Inputs | None] = [None] * len(slots)
+        for one in together:
+            request, slot = one.request, one.slot
+            of_slots[slot] = inputs_for(request, one.rest, one.filled, request.limit - one.drawn, one.drawn, *sizes)
+            seen[slot, one.text] = 1
+            slots[slot].join(one.drawn, len(together) - 1)
+        empty = jax.tree.map(np.zeros_like, of_slots[together[0].slot])
+        inputs = jax.tree.map(lambda *parts: np.stack(parts), *(own or empty for own in of_slots))
+        room = room_for(max(one.request.limit for one in together), self._context)
+        top = max(one.request.top_logprobs for one in together)
+        layers, self._layers = self._layers, None
+        outputs, state = jax.block_until_ready(
+            self._call(inputs, State.of(seen, layers), self._session.operands, room=room, top=top)
+        )
+        self._layers = state.layers_like(layers)
+        if self._session.failure is not None:
+            raise NativeError(self._session.failure)
+        tokens, status = np.asarray(outputs.tokens), np.asarray(outputs.status)
+        for one in together:
+            drawn, end, position = status[one.slot].tolist()
+            slots[one.slot].leave()
+            one.text = np.concatenate([one.text, tokens[one.slot, :drawn]])
+            one.filled = position - (one.drawn > 0)  # the last token that was drawn has no keys and values yet
+            if end != YIELDED:
+                self._end(one)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put(into: list[dict[str, jax.Array]], own: list[dict[str, jax.Array]], slot: jax.Array):
+    """The layers of all slots with those of one, which may have fewer positions, in its place."""
+    return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, slot, axis=1), into, own)

@@ -1,0 +1,179 @@
+"""Several generations at once on emulated GPUs (tests/support/emulated.py): each has the bits that it has alone."""
+
+import threading
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import infer
+from custom_calls import NativeError
+from infer import Sampling
+from infer.engine.gpu import CudaBackend
+from laneformer import ConfigError, Laneformer
+from laneformer.errors import InputError
+from tests.support import emulated, small
+from tests.support.decode_cases import DELTA_NET
+
+pytestmark = [small.needs_library, emulated.needs_gpu]
+DEVICES = {} if emulated.REAL else {"machine": emulated.SMALL, "compile_with": emulated.compile_with(emulated.SMALL)}
+ALL = Sampling(temperature=2.0, top_k=8, top_p=0.5, min_p=0.02, repetition_penalty=1.3, seed=3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def available():
+    """Emulated devices are unknown to JAX."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not emulated.REAL:
+            patch.setattr(CudaBackend, "unavailable", classmethod(lambda cls, source: None))
+        yield
+
+
+def make_engines(config, parallel=2, **options):
+    """One for several generations, and one for each alone."""
+    model = model_of(config)
+    return make_engine(model, parallel=parallel, **options), make_engine(model, **options)
+
+
+def model_of(config) -> Laneformer:
+    return Laneformer(config, {path: jnp.asarray(weight) for path, weight in small.make_weights(config).items()})
+
+
+def make_engine(model, backend="cuda", **options) -> infer.Engine:
+    return infer.Engine(
+        model, backend, **options, **DEVICES, **({} if emulated.REAL else {"driver": emulated.driver()})
+    )
+
+
+@pytest.fixture(scope="module")
+def engines():
+    return make_engines(small.windowed_model()[0])
+
+
+def ask_together(engine, clients: list[list[dict]]) -> list[tuple[dict, infer.Result]]:
+    """What clients get that ask for one answer after the other, as many at once as the engine can."""
+    errors, answers, room = [], [], threading.Semaphore(engine.parallel)
+
+    def run(steps):
+        try:
+            for step in steps:
+                cancel = step.get("cancel")
+                ask = {name: value for name, value in step.items() if name != "cancel"}
+                with room, engine.generate(**ask) as generation:
+                    if cancel is not None:
+                        for _ in zip(range(cancel), generation, strict=False):
+                            pass
+                        generation.cancel()
+                    answers.append((ask, generation.result))
+        except BaseException as error:  # for the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(steps,)) for steps in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    return answers
+
+
+def check(engine, answers) -> None:
+    """Each answer has the bits of this engine's, as far as it got."""
+    for ask, result in answers:
+        expected, count = engine.generate(**ask).result, len(result.tokens)
+        assert count == len(expected.tokens) or result.finish_reason == "cancelled"
+        for name in ("tokens", "logprobs", "top_logprobs"):
+            assert getattr(result, name) == getattr(expected, name)[:count]
+
+
+def client(seed: int, vocab: int, requests: int) -> list[dict]:
+    """Prompts that the kernel reads or that XLA has blocks of; other settings, stops and lengths; some leave."""
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "prompt": rng.integers(0, vocab, int(rng.choice([1, 9, 70, 200]))).tolist(),
+            "max_new_tokens": int(rng.choice([1, 6, 30])),
+            "sampling": [Sampling(), Sampling(temperature=1.0, seed=seed), ALL][rng.integers(3)],
+            "stop_tokens": [int(rng.integers(vocab))],
+            "top_logprobs": int(rng.choice([0, 2])),
+            "cancel": [None, None, None, 0, 3][rng.integers(5)],
+        }
+        for _ in range(requests)
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 9))])
+def test_three_clients_get_the_bits_of_generations_alone(seed, engines):
+    ours, alone = engines
+    vocab = ours.config.vocab_size
+    check(alone, ask_together(ours, [client(10 * seed + n, vocab, 3) for n in range(3)]))
+
+
+def test_generations_share_passes_and_say_so(engines):
+    ours, alone = engines
+    assert ours.parallel == ours.conditions["parallel"] == 2 and alone.conditions["parallel"] == 1
+    first = ours.generate([3], max_new_tokens=300, stop_tokens=())
+    next(first)
+    second = ours.generate([4], max_new_tokens=8, stop_tokens=())
+    with pytest.raises(InputError, match="still generating"):
+        ours.generate([5])
+    tokens = [*second]
+    assert [token.others for token in tokens] == [1] * 8 and second.result.shared_passes == 8
+    first.cancel()
+    count = len(first.result.tokens)
+    assert first.result.finish_reason == "cancelled" and first.result.shared_passes >= 8
+    check(alone, [({"prompt": [3], "max_new_tokens": 300, "stop_tokens": ()}, first.result)])
+    assert count < 300 and [token.others for token in ours.generate([3], max_new_tokens=4)] == [0] * 4
+
+
+def test_a_long_prompt_is_read_between_calls(engines, monkeypatch):
+    """A block at a time; the other generation has some passes between two blocks."""
+    ours, alone = engines
+    monkeypatch.setattr("infer.engine.gpu.BLOCK", 64)
+    ask = {"prompt": small.prompt_of(ours.config, 330), "max_new_tokens": 5, "stop_tokens": ()}
+    with ours.generate([3], max_new_tokens=150, stop_tokens=()) as first:
+        next(first)
+        result = ours.generate(**ask).result
+        assert ours.session.slots[0].wait(0, 0) >= 8 * 4
+    check(alone, [(ask, result)])
+    with ours.generate([3], max_new_tokens=400, stop_tokens=()) as first:
+        next(first)
+        leaving = ours.generate(**ask)
+        leaving.cancel()
+        assert leaving.result.tokens == ()
+        assert ours.generate([4], max_new_tokens=3, stop_tokens=()).result.finish_reason == "length"
+
+
+@pytest.mark.slow
+def test_recurrent_states_and_kernel_prompts():
+    ours, alone = make_engines(small.make_config(**DELTA_NET["delta net"]), parallel=3)
+    vocab = ours.config.vocab_size
+    check(alone, ask_together(ours, [client(n, vocab, 4) for n in range(4)]))
+    ours, alone = make_engines(small.windowed_model()[0], absorb=False)
+    check(alone, ask_together(ours, [client(n, vocab, 4) for n in range(3)]))
+
+
+def test_a_device_error_ends_the_generations_that_run(engines, monkeypatch):
+    ours, alone = engines
+    before = alone.generate([1], max_new_tokens=5).result.tokens
+    with monkeypatch.context() as patch:
+        patch.setattr("infer.engine.native.power_of_two", lambda n: 1)  # caches that are too small for the call
+        patch.setattr("infer.engine.native.SMALLEST_CACHE", 1)
+        ours._backend._scheduler._layers = None
+        with pytest.raises(NativeError, match="do not fit the cache"):
+            list(ours.generate([1], max_new_tokens=5))
+    assert ours.generate([1], max_new_tokens=5).result.tokens == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parallel": 9}, "parallel must be 1 to 8 on backend cuda, got 9"),
+        ({"parallel": 2, "speculation": 1}, "leave parallel = 2 or speculation = 1 out"),
+        ({"parallel": 2, "backend": "cuda-graph"}, "need launch 'persistent'"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    model = model_of(small.windowed_model()[0])
+    with pytest.raises(ConfigError, match=message):
+        make_engine(model, **options)
