@@ -276,7 +276,7 @@ class Layout:
 
     @property
     def draft_ints(self) -> int:
-        """Words in shared memory of a CTA's drafts, or of its slots where there are several; see drafts.h and slots.h
+        """Words in shared memory of a CTA's drafts, or of its slots if there are several; see drafts.h and requests.h
         in custom_calls/gpu/kernel/pass/.
         """
         if self.requests > 1:

@@ -57,8 +57,8 @@ class Options:
     prefix_slots: Integer = None
     """How many conversations to keep, each with its own caches; by default as many as --parallel."""
     parallel: Annotated[Integer, tyro.conf.arg(aliases=["-np"])] = None
-    """Requests that may run together on backend cpu, by default as many as fit a quarter of the free memory, at most 4;
-    the answers are those of requests alone.
+    """Requests that may run together; the answers are those of requests alone. By default on backend cpu as many as fit
+    a quarter of the free memory, at most 4, and on others 1.
     """
     most_slowdown: float = 1.5
     """Let requests run together while none takes longer than this many times its time alone."""

@@ -72,7 +72,7 @@ class Engine:
     ):
         """backend: one of NAMES, or "auto" for the first of ORDER that can run this model here; `engine.backend` has
         its name. name: of the model, for reports. options: of the backend, such as threads, prefix_cache,
-        speculation and parallel for cpu (see infer/engine/cpu.py).
+        speculation and parallel for cpu (see infer/engine/cpu.py, and gpu.py).
 
         Raises ConfigError for a backend that is unknown, not built or not able to run the model, and for an option
         that the backend does not have.

@@ -19,6 +19,7 @@ from custom_calls.gpu import compile as gpu_build
 from custom_calls.gpu.session import GpuSession
 from custom_calls.gpu.tiling import Machine
 from custom_calls.plan import Plan
+from infer.engine.gpu import CudaBackend
 from infer.engine.native import plan_of
 from laneformer import ModelConfig, Precision
 from laneformer.processes import Group
@@ -126,6 +127,17 @@ def open_session(plan: Plan, weights, *, machine: Machine = SMALL, mesh=None, **
         for part, own in plan.parts(path, weight).items():
             session.pack(part, own)
     return session
+
+
+def make_available(patch: pytest.MonkeyPatch) -> None:
+    """Lets engines use backend cuda: emulated devices are unknown to JAX."""
+    if not REAL:
+        patch.setattr(CudaBackend, "unavailable", classmethod(lambda cls, source: None))
+
+
+def engine_options() -> dict:
+    """Of an engine on backend cuda."""
+    return {} if REAL else {"machine": SMALL, "compile_with": compile_with(SMALL), "driver": driver()}
 
 
 def allocations() -> int:

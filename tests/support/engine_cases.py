@@ -1,6 +1,8 @@
 """A small model of eight lanes with random weights, and what the engine's tests ask of it."""
 
 import functools
+import threading
+from collections.abc import Callable, Sequence
 
 import jax
 
@@ -42,3 +44,21 @@ def model(mesh=None, precision=None, dtype="float32", **changes):
         table = parameter_table(made.config)
         weights = {path: jax.device_put(w, sharding(table[path].spec, w.shape, mesh)) for path, w in weights.items()}
     return laneformer.Laneformer(made.config, weights, precision, mesh)
+
+
+def run_clients(run: Callable[..., None], clients: Sequence[tuple]) -> None:
+    """Calls run(*client) for all clients at once, each in a thread."""
+    errors = []
+
+    def run_one(client):
+        try:
+            run(*client)
+        except BaseException as error:  # for the main thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run_one, args=(client,)) for client in clients]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors

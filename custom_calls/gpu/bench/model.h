@@ -18,7 +18,7 @@ namespace laneformer {
 namespace gpu {
 
 constexpr int kWarps = LF_WARPS, kSlotLines = LF_SLOT_LINES, kSlots = LF_SLOTS;
-constexpr int kPassTags = 64, kPassRows = 1, kLaneWords = 0;
+constexpr int kPassTags = 64, kPassRows = 1, kRequests = 1, kLaneWords = 0;
 constexpr bool kListed = true;
 constexpr int kLayerLines = 16384 / LF_WARPS, kHeadLines = 0;  // 8 MiB for a CTA, whatever its warps
 

@@ -63,20 +63,21 @@ LF_DEVICE void decode_rows(const Params& p, const Control& control, Decoder& dec
 // Several requests, each in its slot, until one has ended or the host asks for the device. Every pass reads the head:
 // the stream cannot know which do not draw.
 template <int most>
-LF_DEVICE void decode_slots(const Params& p, Decoder& decoder, Sampler& sampler, Stream& stream, Slots& slots) {
-  slots.begin();
+LF_DEVICE void decode_requests(const Params& p, Decoder& decoder, Sampler& sampler, Stream& stream,
+                               Requests& requests) {
+  requests.begin();
   for (u32 tag = p.pass_tag + 1, sequence = p.exchange_tag;; tag += kPassTags, sequence += kNumSums + 1) {
-    slots.choose();
-    if (slots.rows() == 1) {
-      run_pass(decoder, Run<1>::of(slots.position(0), slots.row(0).slot), slots, true, sampler.count, stream, tag,
-               sequence);
+    requests.choose();
+    if (requests.rows() == 1) {
+      run_pass(decoder, Run<1>::of(requests.position(0), requests.row(0).slot), requests, true, sampler.count, stream,
+               tag, sequence);
     } else {
-      const Run<most> run = slots.run<most>();
-      run_pass(decoder, run, slots, true, sampler.count, stream, tag, sequence);
+      const Run<most> run = requests.run<most>();
+      run_pass(decoder, run, requests, true, sampler.count, stream, tag, sequence);
     }
-    if (slots.end_pass(decoder.draw(sampler, slots, tag))) break;
+    if (requests.end_pass(decoder.draw(sampler, requests, tag))) break;
   }
-  finish(p, slots);
+  finish(p, requests);
 }
 
 LF_KERNEL void laneformer_decode(LF_PARAMS p) {
@@ -100,8 +101,8 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   Sampler sampler = sampler_of(p, shared, watch, lane, c);
   sampler.configure();
   if constexpr (kRequests > 1) {
-    Slots slots(p, shared.drafts);
-    decode_slots<kSeveral>(p, decoder, sampler, stream, slots);
+    Requests requests(p, shared.drafts);
+    decode_requests<kSeveral>(p, decoder, sampler, stream, requests);
     return stream.drain();
   } else if constexpr (kPassRows > 1) {
     decode_rows<kSeveral>(p, control, decoder, sampler, stream, drafts);

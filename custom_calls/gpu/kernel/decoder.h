@@ -268,23 +268,23 @@ class Decoder {
     return now.drawn - before;
   }
 
-  // The same where a pass has rows of several slots. Returns what the host has asked, or kFailure.
-  LF_DEVICE int draw(Sampler& sampler, Slots& slots, u32 tag) {
+  // The same where a pass has rows of several requests. Returns what the host has asked, or kFailure.
+  LF_DEVICE int draw(Sampler& sampler, Requests& requests, u32 tag) {
     const Clock clock(*this, kNameSample, kLayers);
     const int parity = (int)(tag / kPassTags & 1);
     int offered = 0, settled = 0, asked = 0;
-    for (int m = 0; m < slots.rows(); m++) {
-      if (!slots.draws(m)) continue;
-      sampler.use(slots.row(m).slot);
-      sampler.offer_row(tag, parity, m, slots.position(m) + 1, offered++ == 0);
+    for (int m = 0; m < requests.rows(); m++) {
+      if (!requests.draws(m)) continue;
+      sampler.use(requests.row(m).slot);
+      sampler.offer_row(tag, parity, m, requests.position(m) + 1, offered++ == 0);
     }
     if (offered == 0) asked = sampler.end_of_pass(tag, parity);
-    for (int m = 0; m < slots.rows() && asked < kFailure; m++) {
-      if (!slots.draws(m)) continue;
-      const int slot = slots.row(m).slot;
+    for (int m = 0; m < requests.rows() && asked < kFailure; m++) {
+      if (!requests.draws(m)) continue;
+      const int slot = requests.row(m).slot;
       sampler.slot = slot;
-      const Sampled sampled = sampler.settle_row(tag, parity, m, settled++ == 0, slots.drawn(slot), asked);
-      if (!sampled.end) slots.draw(m, sampled.token);
+      const Sampled sampled = sampler.settle_row(tag, parity, m, settled++ == 0, requests.drawn(slot), asked);
+      if (!sampled.end) requests.draw(m, sampled.token);
     }
     clock.end();
     return asked;

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "product.h"
-#include "slots.h"
+#include "requests.h"
 
 namespace laneformer {
 namespace gpu {
@@ -198,10 +198,11 @@ struct Sampler {
     if (token < 0 || token >= kVocab) token = 0;  // no logit was a number: the log-probability is NaN
     if (end) return {token, end};
     const float lse = largest + log_of(sum);
+    const int row = kRequests == 1 ? drawn : slot * p.room + drawn;  // of the results
     if (thread() == 0 && (leader || (token >= first && token < first + count))) seen(token) = 1;
-    if (leader && p.logits != nullptr) copy_logits(edge, p.logits + result(drawn) * kVocab);
-    if (leader && p.top > 0) rank(edge, lse, drawn);
-    if (leader && host_writer()) emit(token, logit - lse, drawn);
+    if (leader && p.logits != nullptr) copy_logits(edge, p.logits + (i64)row * kVocab);
+    if (leader && p.top > 0) rank(edge, lse, row);
+    if (leader && host_writer()) emit(token, logit - lse, row);
     return {token, 0};
   }
 
@@ -212,10 +213,6 @@ struct Sampler {
 
   // Whether a token is in the slot's text.
   LF_DEVICE unsigned char& seen(int token) const { return p.seen[kRequests == 1 ? token : slot * (i64)kVocab + token]; }
-  // The place of a token that was drawn among the results, and among those for the host, where a request's tokens of
-  // earlier calls are as well.
-  LF_DEVICE i64 result(int drawn) const { return kRequests == 1 ? drawn : (i64)slot * p.room + drawn; }
-  LF_DEVICE int emitted(int drawn) const { return kRequests == 1 ? drawn : p.control[slot * kControls + 4] + drawn; }
 
   // Whether this thread writes to the host and waits for it: one with little else to do.
   LF_DEVICE static bool host_writer() { return thread() == kThreads - 1; }
@@ -314,18 +311,29 @@ struct Sampler {
     return (int)ending;
   }
 
-  LF_DEVICE void emit(int token, float logprob, int drawn) const {
-    const i64 result = this->result(drawn);
-    p.tokens[result] = token;
-    p.logprobs[result] = logprob;
+  // row: of the results.
+  LF_DEVICE void emit(int token, float logprob, int row) const {
+    p.tokens[row] = token;
+    p.logprobs[row] = logprob;
     if (!p.reports) return;
-    const int number = emitted(drawn);
-    const i64 at = kRequests == 1 ? number : (i64)slot * p.emitted_room + number;
-    const int stride = kRequests == 1 ? p.top : kMaxTop;  // calls of a request may report other numbers of them
+    if constexpr (kRequests > 1) return emit_of_slot(token, logprob, row);
+    p.emitted[row] = {token, logprob, clock_ns()};
+    for (int i = 0; i < p.top; i++) {
+      p.emitted_tokens[(i64)row * p.top + i] = p.top_tokens[(i64)row * p.top + i];
+      p.emitted_logprobs[(i64)row * p.top + i] = p.top_logprobs[(i64)row * p.top + i];
+    }
+    fence_system();
+    *(volatile int*)&p.host->count[0] = row + 1;
+  }
+
+  // Behind the tokens of the request's earlier calls, which may have reported other numbers of most likely ones.
+  LF_DEVICE void emit_of_slot(int token, float logprob, int row) const {
+    const int number = p.control[slot * kControls + 4] + row - slot * p.room;
+    const i64 at = (i64)slot * p.emitted_room + number, from = (i64)row * p.top;
     p.emitted[at] = {token, logprob, clock_ns()};
     for (int i = 0; i < p.top; i++) {
-      p.emitted_tokens[at * stride + i] = p.top_tokens[result * p.top + i];
-      p.emitted_logprobs[at * stride + i] = p.top_logprobs[result * p.top + i];
+      p.emitted_tokens[at * kMaxTop + i] = p.top_tokens[from + i];
+      p.emitted_logprobs[at * kMaxTop + i] = p.top_logprobs[from + i];
     }
     fence_system();
     *(volatile int*)&p.host->count[slot] = number + 1;
@@ -357,7 +365,7 @@ struct Sampler {
   }
 
   // Writes the p.top most likely tokens, lowest id first among equals.
-  LF_DEVICE void rank(const Edge& edge, float lse, int drawn) const {
+  LF_DEVICE void rank(const Edge& edge, float lse, int row) const {
     Best last = {0, -1};
     for (int i = 0; i < p.top; i++) {
       Best best = {kLowest, -1};
@@ -368,8 +376,8 @@ struct Sampler {
       });
       last = best_over_cta(best);
       if (host_writer()) {
-        p.top_tokens[result(drawn) * p.top + i] = last.token < 0 ? i : last.token;
-        p.top_logprobs[result(drawn) * p.top + i] = last.value - lse;
+        p.top_tokens[(i64)row * p.top + i] = last.token < 0 ? i : last.token;
+        p.top_logprobs[(i64)row * p.top + i] = last.value - lse;
       }
     }
   }

@@ -61,8 +61,8 @@ CODES = {
 pytestmark = pytest.mark.slow
 
 
-def header(machine, lanes_here: int, dtype: str, rows: int = 1, **changes) -> str:
-    """rows: of a pass. dtype: of the weights; for bfloat16 with all products in 12 bits or quantized bf12 or a name in
+def header(machine, lanes_here: int, dtype: str, rows: int = 1, requests: int = 1, **changes) -> str:
+    """rows: of a pass, and requests of a call. dtype: of the weights; for bfloat16 with all products in 12 bits or quantized bf12 or a name in
     CODES.
     """
     config, in_12_bits, format = LANEFORMER_2B.replace(**changes), dtype == "bf12", CODES.get(dtype)
@@ -72,7 +72,9 @@ def header(machine, lanes_here: int, dtype: str, rows: int = 1, **changes) -> st
     paths = [path for paths in product_weights(plan) for path in paths]
     quantized = dict.fromkeys(paths, format) if format else {}
     in_12_bits = paths if in_12_bits else ()
-    return model_header(Layout(plan, machine, lanes_here, bf12=in_12_bits, codes=quantized, rows=rows))
+    return model_header(
+        Layout(plan, machine, lanes_here, bf12=in_12_bits, codes=quantized, rows=rows, requests=requests)
+    )
 
 
 ON_EIGHT = ("deepseek_v3", "deepseek_v3_4", "kimi_k2")  # devices; the others are on one
@@ -196,6 +198,14 @@ def test_nvidia_instructions_of_weights_in_12_bits(folder):
         assert counts["PRMT"] * 8 == counts["FFMA"] * 6 and counts["LDS.128"] * 16 == counts["FFMA"] * 3
         assert counts.total() < 8.5 * counts["FFMA"], "with the code for exceptions and for the ring's end"
     assert len(loops["bf12"]) == 5 and not any(counts["PRMT"] for counts in loops["bfloat16"])
+
+
+@needs_nvcc
+@pytest.mark.parametrize("requests", [1, 2])
+def test_nvidia_registers_of_requests(requests):
+    """Two requests in a call cost hardly more than two rows of one."""
+    decode = figures(header(H200, 8, "float16", rows=2, requests=requests), gpu_build.PERSISTENT)["laneformer_decode"]
+    assert decode["registers"] <= 255 and decode["loads"] <= 500
 
 
 class Code:

@@ -66,7 +66,7 @@ class Products:
         self.listed = np.concatenate([*listed, np.zeros((CTAS, emulated.SMALL.warps, 64), np.uint32)], -1)
         floats = max(tiling.partial_floats() + 1 + tiling.brought_floats for tiling in tilings)
         numbers = {"Warps": emulated.SMALL.warps, "SlotLines": SLOT_LINES, "Slots": SLOTS, "PassTags": 64}
-        numbers |= {"PassRows": 1, "LaneWords": 0}
+        numbers |= {"PassRows": 1, "Requests": 1, "LaneWords": 0}
         numbers |= {"LayerLines": self.stream.shape[2], "HeadLines": 0, "Padding": padding, "Floats": floats}
         shapes = ", ".join(f"Shape{number}" for number in range(len(CASES)))
         header = [

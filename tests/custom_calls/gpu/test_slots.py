@@ -12,7 +12,7 @@ from custom_calls.gpu.codes import CodesChoice
 from laneformer.mesh import make_mesh
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
-from tests.support.decode_cases import CONFIGS, DELTA_NET, LAYOUTS, MODELS
+from tests.support.decode_cases import CONFIGS, DELTA_NET, LATENTS, LAYOUTS, MODELS
 from tests.support.gpu_cases import AMD, mixed_plan, of_config, weights_of
 from tests.support.several_slots import Request, Slots, random_requests
 
@@ -107,10 +107,14 @@ def test_several_devices(head):
     serve(Slots(*of_config(config), mesh=make_mesh(4, lane=2), chaos_us=20), 2, 4)
 
 
+CASES = CONFIGS | MODELS | LATENTS | DELTA_NET
+WITHOUT_EXPERTS = [name for name, changes in CASES.items() if "num_experts" not in changes]
+
+
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", CONFIGS | MODELS | DELTA_NET)
+@pytest.mark.parametrize("name", WITHOUT_EXPERTS)
 def test_configs(name):
-    config = small.make_config(**(CONFIGS | MODELS | DELTA_NET)[name])
+    config = small.make_config(**CASES[name])
     model = Slots(*of_config(config), rows=3, slots=2)
     for seed in range(3):
         serve(model, seed)

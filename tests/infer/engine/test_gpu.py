@@ -43,17 +43,13 @@ def model():
 
 @pytest.fixture(scope="module", autouse=True)
 def available():
-    """Emulated devices are unknown to JAX."""
     with pytest.MonkeyPatch.context() as patch:
-        if not emulated.REAL:
-            patch.setattr(CudaBackend, "unavailable", classmethod(lambda cls, source: None))
+        emulated.make_available(patch)
         yield
 
 
 def make_engine(model, backend="cuda", **options):
-    return infer.Engine(
-        model, backend, **DEVICES, **options, **({} if emulated.REAL else {"driver": emulated.driver()})
-    )
+    return infer.Engine(model, backend, **options, **emulated.engine_options())
 
 
 @pytest.fixture(scope="module")

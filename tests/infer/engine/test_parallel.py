@@ -1,7 +1,5 @@
 """Several generations at once: each has the bits that it has alone, whatever comes and goes beside it."""
 
-import threading
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +11,7 @@ from infer import Engine, Sampling
 from infer.engine import cpu
 from laneformer.config import CompressedAttention, DeltaNetSizes, ResidualStreams
 from laneformer.errors import ConfigError, InputError
-from tests.support.engine_cases import ADJUSTED, CONFIG, RANDOM, model
+from tests.support.engine_cases import ADJUSTED, CONFIG, RANDOM, model, run_clients
 
 pytestmark = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
 TEXT = np.random.default_rng(0).integers(0, 96, 400, np.int32)
@@ -57,27 +55,18 @@ def requests(draw):
 def test_answers_have_the_bits_of_generations_alone(engines, prices, clients):
     ours, alone = engines
     ours._backend.session.speculate(5, prices)
-    errors = []
 
-    def run(steps):
-        try:
-            for step in steps:
-                ask = {"max_new_tokens": step["limit"], "sampling": step["sampling"], "stop_tokens": (7,)}
-                with ours.generate(step["prompt"], **ask, top_logprobs=2) as generation:
-                    if step["cancel"] is not None:
-                        for _ in zip(range(step["cancel"]), generation, strict=False):
-                            pass
-                        generation.cancel()
-                    step["result"] = generation.result
-        except BaseException as error:  # for the main thread
-            errors.append(error)
+    def run(*steps):
+        for step in steps:
+            ask = {"max_new_tokens": step["limit"], "sampling": step["sampling"], "stop_tokens": (7,)}
+            with ours.generate(step["prompt"], **ask, top_logprobs=2) as generation:
+                if step["cancel"] is not None:
+                    for _ in zip(range(step["cancel"]), generation, strict=False):
+                        pass
+                    generation.cancel()
+                step["result"] = generation.result
 
-    threads = [threading.Thread(target=run, args=(steps,)) for steps in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    run_clients(run, clients)
     for step in (step for steps in clients for step in steps):
         ask = {"max_new_tokens": step["limit"], "sampling": step["sampling"], "stop_tokens": (7,)}
         expected, result = alone.generate(step["prompt"], **ask, top_logprobs=2).result, step["result"]
@@ -120,29 +109,21 @@ def test_conversations_with_a_recurrent_state_have_the_bits_of_generations_alone
     """
     ours, alone = recurrent
     ours._backend.session.speculate(15, prices)
-    errors, asked = [], []
+    asked = []
 
     def run(client, turns):
-        try:
-            text = TEXT[40 * client :][:40]
-            for added, limit, cancel in turns:
-                text = np.concatenate([text, np.resize(TEXT[added:], added)])
-                with ours.generate(text, max_new_tokens=limit, stop_tokens=(), top_logprobs=2) as generation:
-                    if cancel is not None:
-                        for _ in zip(range(cancel), generation, strict=False):
-                            pass
-                        generation.cancel()
-                    asked.append((text, limit, generation.result))
-                text = np.concatenate([text, np.array(generation.result.tokens, np.int32)])
-        except BaseException as error:  # for the main thread
-            errors.append(error)
+        text = TEXT[40 * client :][:40]
+        for added, limit, cancel in turns:
+            text = np.concatenate([text, np.resize(TEXT[added:], added)])
+            with ours.generate(text, max_new_tokens=limit, stop_tokens=(), top_logprobs=2) as generation:
+                if cancel is not None:
+                    for _ in zip(range(cancel), generation, strict=False):
+                        pass
+                    generation.cancel()
+                asked.append((text, limit, generation.result))
+            text = np.concatenate([text, np.array(generation.result.tokens, np.int32)])
 
-    threads = [threading.Thread(target=run, args=of) for of in enumerate(clients)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    run_clients(run, list(enumerate(clients)))
     for text, limit, result in asked:
         expected = alone.generate(text, max_new_tokens=limit, stop_tokens=(), top_logprobs=2).result
         for name in ("tokens", "logprobs", "top_logprobs"):

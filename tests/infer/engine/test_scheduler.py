@@ -1,5 +1,6 @@
 """Several generations at once on emulated GPUs (tests/support/emulated.py): each has the bits that it has alone."""
 
+import itertools
 import threading
 
 import jax.numpy as jnp
@@ -9,23 +10,20 @@ import pytest
 import infer
 from custom_calls import NativeError
 from infer import Sampling
-from infer.engine.gpu import CudaBackend
 from laneformer import ConfigError, Laneformer
 from laneformer.errors import InputError
 from tests.support import emulated, small
 from tests.support.decode_cases import DELTA_NET
+from tests.support.engine_cases import run_clients
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
-DEVICES = {} if emulated.REAL else {"machine": emulated.SMALL, "compile_with": emulated.compile_with(emulated.SMALL)}
 ALL = Sampling(temperature=2.0, top_k=8, top_p=0.5, min_p=0.02, repetition_penalty=1.3, seed=3)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def available():
-    """Emulated devices are unknown to JAX."""
     with pytest.MonkeyPatch.context() as patch:
-        if not emulated.REAL:
-            patch.setattr(CudaBackend, "unavailable", classmethod(lambda cls, source: None))
+        emulated.make_available(patch)
         yield
 
 
@@ -40,9 +38,7 @@ def model_of(config) -> Laneformer:
 
 
 def make_engine(model, backend="cuda", **options) -> infer.Engine:
-    return infer.Engine(
-        model, backend, **options, **DEVICES, **({} if emulated.REAL else {"driver": emulated.driver()})
-    )
+    return infer.Engine(model, backend, **options, **emulated.engine_options())
 
 
 @pytest.fixture(scope="module")
@@ -52,28 +48,18 @@ def engines():
 
 def ask_together(engine, clients: list[list[dict]]) -> list[tuple[dict, infer.Result]]:
     """What clients get that ask for one answer after the other, as many at once as the engine can."""
-    errors, answers, room = [], [], threading.Semaphore(engine.parallel)
+    answers, room = [], threading.Semaphore(engine.parallel)
 
-    def run(steps):
-        try:
-            for step in steps:
-                cancel = step.get("cancel")
-                ask = {name: value for name, value in step.items() if name != "cancel"}
-                with room, engine.generate(**ask) as generation:
-                    if cancel is not None:
-                        for _ in zip(range(cancel), generation, strict=False):
-                            pass
-                        generation.cancel()
-                    answers.append((ask, generation.result))
-        except BaseException as error:  # for the main thread
-            errors.append(error)
+    def run(*steps):
+        for step in steps:
+            ask = {name: value for name, value in step.items() if name != "leaves_after"}
+            with room, engine.generate(**ask) as generation:
+                if (count := step["leaves_after"]) is not None:
+                    [*itertools.islice(generation, count)]
+                    generation.cancel()
+                answers.append((ask, generation.result))
 
-    threads = [threading.Thread(target=run, args=(steps,)) for steps in clients]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
+    run_clients(run, clients)
     return answers
 
 
@@ -96,7 +82,7 @@ def client(seed: int, vocab: int, requests: int) -> list[dict]:
             "sampling": [Sampling(), Sampling(temperature=1.0, seed=seed), ALL][rng.integers(3)],
             "stop_tokens": [int(rng.integers(vocab))],
             "top_logprobs": int(rng.choice([0, 2])),
-            "cancel": [None, None, None, 0, 3][rng.integers(5)],
+            "leaves_after": [None, None, None, 0, 3][rng.integers(5)],
         }
         for _ in range(requests)
     ]

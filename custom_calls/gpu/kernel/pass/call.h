@@ -84,11 +84,11 @@ LF_DEVICE void finish(const Params& p, const Control& control, const Progress& n
   if (cta() == 0) write_results(p, now.drawn, now.end, control.start + smaller(now.pass, control.prompt) + now.drawn);
 }
 
-LF_DEVICE void finish(const Params& p, const Slots& slots) {
+LF_DEVICE void finish(const Params& p, const Requests& requests) {
   if (cta() != 0) return;
-  if (thread() == 0 && p.reports) p.host->passes = slots.passes();
+  if (thread() == 0 && p.reports) p.host->passes = requests.passes();
   for (int slot = 0; slot < kRequests; slot++) {
-    const SlotState& own = slots.of(slot);
+    const RequestState& own = requests.of(slot);
     write_results(p, own.drawn, own.end, own.start + own.passed + own.drawn, slot);
   }
 }

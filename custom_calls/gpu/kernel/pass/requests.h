@@ -12,13 +12,13 @@ namespace laneformer {
 namespace gpu {
 
 // In shared memory.
-struct SlotState {
+struct RequestState {
   int prompt, start, limit;  // as in `Control`; prompt: 0 for a slot that takes no part
   int passed, drawn;         // tokens of the prompt that were in passes, and those drawn
   int token, end;            // the last one drawn; a value of Ends, kYielded while the slot runs
 };
-struct SlotsState {
-  SlotState of[kRequests];
+struct RequestsState {
+  RequestState of[kRequests];
   Row row[kPassRows];
   int token[kPassRows], draws[kPassRows], drawn[kPassRows];  // drawn: by the row, -1 for none
   int rows, passes, over;
@@ -27,12 +27,12 @@ struct SlotsState {
 // What ends a call, in a packet: a value of Ends; of a call of several slots what the host has asked, or kFailure.
 constexpr int kFailure = kRequests == 1 ? (int)kFailed : 2 * kYield;
 
-static_assert(kRequests == 1 || sizeof(SlotsState) <= 4 * kDraftInts, "custom_calls/gpu/layout.py counts otherwise");
+static_assert(kRequests == 1 || sizeof(RequestsState) <= 4 * kDraftInts, "custom_calls/gpu/layout.py counts otherwise");
 static_assert(kRequests <= kPassRows || kRequests == 1, "each slot has a row");
 
-class Slots {
+class Requests {
  public:
-  LF_DEVICE Slots(const Params& p, int* shared) : p_(p), s_(*(SlotsState*)shared) {}
+  LF_DEVICE Requests(const Params& p, int* shared) : p_(p), s_(*(RequestsState*)shared) {}
 
   LF_DEVICE void begin() {
     if (thread() == 0) {
@@ -51,7 +51,7 @@ class Slots {
       int spare = kPassRows, rows = 0;
       for (int slot = 0; slot < kRequests; slot++) spare -= s_.of[slot].prompt > 0;
       for (int slot = 0; slot < kRequests; slot++) {
-        const SlotState& own = s_.of[slot];
+        const RequestState& own = s_.of[slot];
         if (own.prompt == 0) continue;
         const int left = own.prompt - own.passed, count = left > 0 ? smaller(left, 1 + spare) : 1, first = rows;
         spare -= count - 1;
@@ -89,7 +89,7 @@ class Slots {
       s_.passes++;
       s_.over = asked >= kYield || s_.passes == p_.passes;
       for (int m = 0; m < s_.rows; m++) {
-        SlotState& own = s_.of[s_.row[m].slot];
+        RequestState& own = s_.of[s_.row[m].slot];
         if (own.passed < own.prompt) own.passed++;
         if (s_.drawn[m] < 0) continue;
         own.token = s_.drawn[m];
@@ -100,7 +100,7 @@ class Slots {
           if (stops[i] == own.token) own.end = kStop;
       }
       for (int slot = 0; slot < kRequests; slot++) {
-        SlotState& own = s_.of[slot];
+        RequestState& own = s_.of[slot];
         if (own.prompt == 0) continue;
         if (asked >= kFailure) {
           own.end = kFailed;
@@ -115,11 +115,11 @@ class Slots {
   }
 
   LF_DEVICE int passes() const { return s_.passes; }
-  LF_DEVICE const SlotState& of(int slot) const { return s_.of[slot]; }
+  LF_DEVICE const RequestState& of(int slot) const { return s_.of[slot]; }
 
  private:
   const Params& p_;
-  SlotsState& s_;
+  RequestsState& s_;
 };
 
 }  // namespace gpu
