@@ -62,8 +62,8 @@ pytestmark = pytest.mark.slow
 
 
 def header(machine, lanes_here: int, dtype: str, rows: int = 1, requests: int = 1, **changes) -> str:
-    """rows: of a pass, and requests of a call. dtype: of the weights; for bfloat16 with all products in 12 bits or quantized bf12 or a name in
-    CODES.
+    """rows: of a pass, and requests of a call. dtype: of the weights; for bfloat16 with all products in 12 bits or
+    quantized bf12 or a name in CODES.
     """
     config, in_12_bits, format = LANEFORMER_2B.replace(**changes), dtype == "bf12", CODES.get(dtype)
     dtype = "bfloat16" if in_12_bits or format else dtype

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import infer
+import laneformer
 from custom_calls import NativeError
 from infer import Sampling
 from laneformer import ConfigError, Laneformer
@@ -137,6 +138,14 @@ def test_recurrent_states_and_kernel_prompts():
     check(alone, ask_together(ours, [client(n, vocab, 4) for n in range(4)]))
     ours, alone = make_engines(small.windowed_model()[0], absorb=False)
     check(alone, ask_together(ours, [client(n, vocab, 4) for n in range(3)]))
+
+
+@pytest.mark.slow
+def test_several_devices_of_a_process(tmp_path):
+    laneformer.save_hf(model_of(small.windowed_model()[0]), tmp_path)
+    options = {"devices": 3} | emulated.engine_options()
+    ours, alone = (infer.Engine.load(tmp_path, "cuda", parallel=n, **options) for n in (2, 1))
+    check(alone, ask_together(ours, [client(n, ours.config.vocab_size, 2) for n in range(3)]))
 
 
 def test_a_device_error_ends_the_generations_that_run(engines, monkeypatch):
