@@ -622,9 +622,9 @@ class Decoder {
     each_of_rows<own>(run, count, [&](int m, int r) {
       if constexpr (Op::kNormed && most > 1) factor = norm_factor<columns>(squares(turn_) + m * kWarps, Op::kNormEps);
       const float value = finished<Op, most>(partial, r, factor, layer, first + r, Op::kChannels, m);
-      int place = first + r;
-      if constexpr (Op::kOddHead > 0) place += place / Op::kOddHead;  // each head begins at an even word
-      store_word(board + (i64)m * kLaneWords + place, word_of(value, tag));
+      u64* to = board + (i64)m * kLaneWords + first + r;
+      if constexpr (Op::kOddHead > 0) to += (first + r) / Op::kOddHead;  // each head begins at an even word
+      store_word(to, word_of(value, tag));
     });
   }
 
@@ -701,7 +701,7 @@ class Decoder {
   Lists lists_;
   u64* boards_;
   int turn_ = 0;
-  Routes routes_[kPassRows] = {};
+  Routes routes_[kPassRows] = {{0, 0}};  // with `{}` clang unrolls fewer loops
 };
 
 }  // namespace gpu
