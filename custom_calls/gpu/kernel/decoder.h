@@ -550,7 +550,7 @@ class Decoder {
         product<Op>(stream_, weights<Op>(layer), partial, shared_.brought,
                     FromExpert<Reading<Op>>{board, tag + layer, watch_, pieces.part(i), share}, i > 0);
       } else {
-        multiply_board<Op>(Run<1>{run.position + m}, layer, tag, partial + i * kPartials<Op>, m);
+        multiply_board<Op>(Run<1>::of(run.position_of(m), run.slot_of(m)), layer, tag, partial + i * kPartials<Op>, m);
       }
       end_part(stream_);
     }

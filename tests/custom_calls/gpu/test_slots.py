@@ -16,8 +16,8 @@ from custom_calls.gpu.codes import CodesChoice
 from laneformer.mesh import make_mesh
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
-from tests.support.decode_cases import CONFIGS, DELTA_NET, LATENTS, LAYOUTS, MODELS
-from tests.support.gpu_cases import AMD, jitted, mixed_plan, of_config, state_of, weights_of
+from tests.support.decode_cases import CONFIGS, DELTA_NET, EXPERTS, LATENTS, LAYOUTS, MODELS, SHARED_EXPERTS, SIGMOIDS
+from tests.support.gpu_cases import AMD, jitted, mixed_plan, of_config, some, state_of, weights_of
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 ROOM, CAPACITY, STOPS = 48, 64, 2
@@ -254,13 +254,10 @@ def test_several_devices(head):
     serve(Slots(*of_config(config), mesh=make_mesh(4, lane=2), chaos_us=20), 2, 4)
 
 
-CASES = CONFIGS | MODELS | LATENTS | DELTA_NET
-CASES = {name: changes for name, changes in CASES.items() if "num_experts" not in changes}
-del CASES["latent attention"]  # the GPU kernel reads queries in pairs, and its heads have 9 channels
+CASES = CONFIGS | MODELS | EXPERTS | SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, (), ("experts", "smallest")))
 def test_configs(name):
     config = small.make_config(**CASES[name])
     model = Slots(*of_config(config), rows=3, slots=2)
