@@ -32,7 +32,7 @@ class Request:
     options: dict
     """As for small.make_inputs."""
     cancel: bool = False
-    """Whether it is cancelled once it has begun, at some time."""
+    """Whether it is cancelled at some time while it runs."""
     drawn: int = 0
     filled: int = 0
     """Positions whose keys and values are in the cache."""
