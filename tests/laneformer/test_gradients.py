@@ -110,7 +110,7 @@ EIGHT = {
 ROWS = [
     ("laneformer", None),
     pytest.param("dtp(1.5)", "lane", marks=pytest.mark.slow),
-    pytest.param("desync(2)", None, marks=pytest.mark.slow),
+    pytest.param("desync(2)", None, marks=pytest.mark.exhaustive),
     pytest.param("caat(0.5)", None, marks=pytest.mark.slow),
     pytest.param("tp", "sum", marks=pytest.mark.slow),
 ]

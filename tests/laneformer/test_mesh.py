@@ -103,7 +103,12 @@ def test_a_batch_of_odd_size_on_a_data_axis():
 
 
 @pytest.mark.parametrize(
-    "head", ["replicate", *(pytest.param(head, marks=pytest.mark.slow) for head in ("lane", "vocab_parallel"))]
+    "head",
+    [
+        "replicate",
+        pytest.param("lane", marks=pytest.mark.slow),
+        pytest.param("vocab_parallel", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_all_lanes_on_each_of_two_devices(head):
     """A mesh that splits the batch alone: logits, cache, loss and gradients are those of one device."""

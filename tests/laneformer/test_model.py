@@ -13,15 +13,16 @@ TOLERANCE = 1e-4
 
 
 def _oracle_meshes():
-    """Every oracle case without a mesh (0) and on 1, 2, 4 and, with 8 lanes, 8 devices. Not slow is one mesh of each;
-    without one every second case gives tokens from a cache, and so do random models.
+    """Every oracle case without a mesh (0) and on 1, 2, 4 and, with 8 lanes, 8 devices. Not slow is one mesh of each,
+    and without one the others are exhaustive; without a mesh every second case gives tokens from a cache, and so do
+    random models.
     """
     for n, folder in enumerate(tiny.ORACLE):
         lanes = 8 if folder.name in ("case_03", "case_12") else 4
         fast = 8 if lanes == 8 else (2, 4, 1)[n % 3]
         for devices in (0, 1, 2, 4, 8):
             if devices <= lanes:
-                marks = () if devices == fast else pytest.mark.slow
+                marks = () if devices == fast else pytest.mark.exhaustive if devices else pytest.mark.slow
                 yield pytest.param(folder, devices, id=f"{folder.name}-{devices}", marks=marks)
 
 
@@ -83,7 +84,7 @@ def test_prefill_of_any_lengths_and_steps_equal_the_uncached_model(splits):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", ["case_06", *(pytest.param(case, marks=pytest.mark.slow) for case in ("case_09", "case_11"))]
+    "case", ["case_06", *(pytest.param(case, marks=pytest.mark.exhaustive) for case in ("case_09", "case_11"))]
 )
 def test_pieces_equal_the_uncached_model_on_a_mesh(case):
     folder = tiny.TESTS / "oracle" / case

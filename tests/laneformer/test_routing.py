@@ -165,7 +165,7 @@ def apart(one: Laneformer, other: Laneformer) -> float:
     ("layout", "mesh"),
     [
         pytest.param("tp", (2, 2), marks=pytest.mark.slow),
-        pytest.param("laneformer", (2, 4), marks=pytest.mark.slow),
+        pytest.param("laneformer", (2, 4), marks=pytest.mark.exhaustive),
         pytest.param("desync(2)", (1, 4), marks=pytest.mark.exhaustive),
         pytest.param("dtp(1)", (4, 2), marks=pytest.mark.exhaustive),
         pytest.param("laneformer", (4, 1), marks=pytest.mark.exhaustive),

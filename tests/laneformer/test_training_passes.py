@@ -40,10 +40,16 @@ def expected_loss(logits, z_loss):
     return (WEIGHTS * (nll + z_loss * lse**2)).sum(), (WEIGHTS * nll).sum(), (WEIGHTS * lse**2).sum()
 
 
-FAST = ("replicate", "lane")
+FAST, SLOW = ("replicate", "lane"), ("vocab_parallel", "tied")
 
 
-@pytest.mark.parametrize("head", [pytest.param(head, marks=() if head in FAST else pytest.mark.slow) for head in HEADS])
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(head, marks=() if head in FAST else pytest.mark.slow if head in SLOW else pytest.mark.exhaustive)
+        for head in HEADS
+    ],
+)
 def test_the_loss_of_every_head_is_that_of_its_logits(head):
     values = tiny.values(num_hidden_layers=2, **HEADS[head])
     one = tiny.random_model(values)
@@ -141,7 +147,7 @@ def test_attention_stays_within_a_document():
 STATISTICS = [
     ("laneformer", 2, {}),
     pytest.param("tp", 4, {}, marks=pytest.mark.exhaustive),
-    pytest.param("desync(2)", None, {}, marks=pytest.mark.slow),
+    pytest.param("desync(2)", None, {}, marks=pytest.mark.exhaustive),
     pytest.param("none", 4, {}, marks=pytest.mark.slow),
     ("tp", 2, {"norm_after": "sum"}),
 ]

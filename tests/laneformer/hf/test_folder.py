@@ -18,9 +18,14 @@ from tests.support import tiny
 
 DENSE = sorted(path.parent for path in (tiny.TESTS / "dense").glob("*/config.json"))
 SEVERAL = [folder for folder in DENSE if folder.name != "olmo2"]  # in several lanes
-CACHED = ("llama3", "mistral", "exaone4")  # decoded with a cache in every run of the tests, the others in the slow ones
+CACHED = ("llama3", "mistral", "exaone4")  # decoded with a cache in every run of the tests
 FOLDERS = {folder.name: folder for folder in DENSE}
 OLD_STYLE = [folder for folder in DENSE if (folder / "config_old_style.json").exists()]
+
+
+def marks_of(folder, number):
+    """Of a test that decodes with a cache. Every second one of the others is slow, the rest exhaustive."""
+    return () if folder.name in CACHED else pytest.mark.exhaustive if number % 2 else pytest.mark.slow
 
 
 def name_of(value) -> str:
@@ -86,7 +91,7 @@ def test_dense_models_become_lanes(folder, lanes):
 @pytest.mark.parametrize(
     ("folder", "devices"),
     [
-        pytest.param(folder, 4 - i % 2 * 2, marks=() if folder.name in CACHED else pytest.mark.slow, id=folder.name)
+        pytest.param(folder, 4 - i % 2 * 2, marks=marks_of(folder, i), id=folder.name)
         for i, folder in enumerate(SEVERAL)
     ],
 )
