@@ -26,7 +26,7 @@ MACHINE = Machine(warp_size=32, ctas=4, warps=2, shared_bytes=232_448, bulk_copi
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("head", ["replicate", pytest.param("vocab_parallel", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head", ["replicate", pytest.param("vocab_parallel", marks=pytest.mark.exhaustive)])
 def test_delays_are_hidden_or_waited_for(head, tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_rank, "PEER_CTAS", 2)
     file = tmp_path / "mine.py"

@@ -63,9 +63,9 @@ def our_losses(checkpoint: Path, recipe: Recipe, lanes: int, data: int, lane: in
     ("name", "lanes", "data", "lane", "accumulate"),
     [
         ("adamw", 1, 1, 1, 1),
-        pytest.param("adamw", 2, 2, 2, 2, marks=pytest.mark.slow),  # both axes of the mesh, a batch in two parts
+        pytest.param("adamw", 2, 2, 2, 2, marks=pytest.mark.exhaustive),  # both axes of the mesh, a batch in two parts
         pytest.param("muon", 1, 2, 1, 1, marks=pytest.mark.exhaustive),
-        pytest.param("muon, 2 lanes", 2, 2, 2, 1, marks=pytest.mark.slow),
+        ("muon, 2 lanes", 2, 2, 2, 1),
     ],
 )
 def test_losses_equal_those_of_an_independent_trainer(checkpoint, recorded, name, lanes, data, lane, accumulate):

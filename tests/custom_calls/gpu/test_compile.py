@@ -201,7 +201,7 @@ def test_nvidia_instructions_of_weights_in_12_bits(folder):
 
 
 @needs_nvcc
-@pytest.mark.parametrize("requests", [1, 2])
+@pytest.mark.parametrize("requests", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_nvidia_registers_of_requests(requests):
     """Two requests in a call cost hardly more than two rows of one."""
     decode = figures(header(H200, 8, "float16", rows=2, requests=requests), gpu_build.PERSISTENT)["laneformer_decode"]

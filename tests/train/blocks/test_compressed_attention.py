@@ -157,7 +157,7 @@ def test_meshes_and_recomputation_change_no_loss():
     np.testing.assert_allclose(steps(2, 4, remat="block")[0], usual, rtol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # as with latent attention
 def test_a_run_resumes_bitwise_and_loads(tmp_path, store, stop_at, monkeypatch):
     whole, run = tmp_path / "whole", tmp_path / "run"
     options = ["--data.path", str(store), "--steps", "12", "--save-every", "4", "--validate-every", "6"]
