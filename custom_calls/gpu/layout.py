@@ -109,7 +109,9 @@ class Layout:
         if not 1 <= self.rows <= MOST_ROWS:
             raise ValueError(f"a pass has 1 to {MOST_ROWS} rows, got {self.rows}")
         if self.rows > 1 and self.peer_ctas:
-            raise ValueError("passes of several rows need devices for all lanes, none emulated: leave --draft-max out")
+            raise ValueError(
+                f"passes of several rows need devices for all lanes, none emulated: leave {self._rows_option} out"
+            )
         if not 1 <= self.requests <= self.rows:
             raise ValueError(f"each slot needs a row of a pass: at most {self.rows}, got {self.requests}")
         for number, layer in enumerate(self.plan.ops.layers):
@@ -144,6 +146,11 @@ class Layout:
     @property
     def num_layers(self) -> int:
         return len(self.plan.ops.layers)
+
+    @property
+    def _rows_option(self) -> str:
+        """What a user asks for several rows with."""
+        return "--parallel" if self.requests > 1 else "--draft-max"
 
     @cached_property
     def stages(self) -> tuple[tuple[Stage, ...], ...]:
@@ -485,7 +492,7 @@ class Layout:
         if slots < (max(4, self._slots_taken(self.tilings)) if self.machine.bulk_copies else 1):
             raise ValueError(
                 f"the kernel needs {4 * self.shared_floats} bytes of shared memory beside the weights' ring, which"
-                f" leaves no room for it: use more devices{' or a lower --draft-max' if self.rows > 1 else ''}"
+                f" leaves no room for it: use more devices{f' or a lower {self._rows_option}' if self.rows > 1 else ''}"
             )
         return slots
 
@@ -525,7 +532,7 @@ class Layout:
         if pieces > self.machine.warp_size:
             raise ValueError(
                 f"passes of {self.rows} rows would read {pieces} parts of experts in a warp of"
-                f" {self.machine.warp_size} threads: lower --draft-max"
+                f" {self.machine.warp_size} threads: lower {self._rows_option}"
             )
         return pieces
 

@@ -286,8 +286,8 @@ COMPRESSED = {
 
 
 ON_CPU = SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET | COMPRESSED
-"""Models that the shared tests of the kernel on GPUs leave out: it has no compressed attention, and others of its tests
-have the rest.
+"""Models that the shared tests of the kernel on GPUs leave out: it does not compute compressed attention, and its tests
+of experts, latents and DeltaNet have the others.
 """
 
 

@@ -199,7 +199,8 @@ struct Bench {
   void products() {
     const auto measured = [&](auto format, auto of_cluster, const char* name) {
       using Shape = Multiplied<decltype(format), decltype(of_cluster)::value>;  // threads that share a scale
-      if constexpr (Shape::kLines + kSlotLines - 1 <= kRingLines) {             // smaller rings measure reading alone
+      // Smaller rings measure reading alone.
+      if constexpr (Shape::kLines + kSlotLines - 1 <= kRingLines) {
         job.steps = 4 * kLayerLines / 12;
         const int ctas = std::min(sms, 128);
         const Numbers us = repeat([&] {

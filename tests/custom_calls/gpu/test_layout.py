@@ -74,8 +74,9 @@ def test_rows_that_do_not_fit_are_refused():
     plan = plan_of(num_experts=16, num_experts_per_tok=16, moe_intermediate_size=32)
     few = dataclasses.replace(H200, warps=4)
     model_header(Layout(plan, few, 2, rows=1))
-    with pytest.raises(ValueError, match=r"passes of 8 rows would read .* in a warp of 32 threads: lower --draft-max"):
-        model_header(Layout(plan, few, 2, rows=8))
+    for requests, option in ((1, "--draft-max"), (8, "--parallel")):
+        with pytest.raises(ValueError, match=f"passes of 8 rows would read .* in a warp of 32 threads: lower {option}"):
+            model_header(Layout(plan, few, 2, rows=8, requests=requests))
 
 
 @pytest.mark.parametrize("machine", [H200, MI300X], ids=["H200", "MI300X"])
