@@ -160,7 +160,7 @@ constexpr int kChunks = 18;  // most parts of a lane's keys that are attended to
 
 // Entries of compressed attention in a chunk, a function of the session alone; the newest positions are another chunk.
 inline int64_t entries_of_chunk(const plan::CompressedAttend& op, int64_t context) {
-  constexpr int64_t kLeast = 4;  // blocks
+  constexpr int64_t kLeast = 2;  // blocks
   const int64_t all = op.ratio ? (context + *op.ratio - 1) / *op.ratio : 0;
   const int64_t most = op.index ? std::min<int64_t>(all, op.index->most) : all;
   return kLatentEntries * std::max(kLeast, (most + kLatentEntries * 16 - 1) / (kLatentEntries * 16));

@@ -12,7 +12,8 @@
 #include "formats.h"
 #include "kernels.h"
 #include "simd.h"
-#include "tile_registers.h"
+#include "tile_latents.h"
+#include "tile_operands.h"
 
 #define LF_JOIN2(a, b) a##b
 #define LF_JOIN(a, b) LF_JOIN2(a, b)
@@ -25,30 +26,15 @@ using laneformer::Dtype;
 using laneformer::Kernels;
 
 constexpr int kLines = kTileRows;                             // of weights in a register
-constexpr int kColumns = 2 * kLines;                          // of 16 bits
 constexpr int64_t kStep = (int64_t)kLines * Bf16Line::bytes;  // bytes of these lines
 constexpr int64_t kPieceLines = 256;                          // of a tile, which all positions use before the next
 constexpr int64_t kDecoded = kPiece / Bf16Line::bytes;        // likewise, of 12 bits
-constexpr int kAtOnce = 2;                                    // tiles of weights, and registers of positions
 constexpr int64_t kAhead = 1024;                              // bytes by which one position fetches ahead
 static_assert(kDecoded % kLines == 0 && kPieceLines % kLines == 0, "whole registers");
 
 const Kernels* others = nullptr;  // what is not here
 
 int64_t steps_of(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
-
-// The P parts of a vector's numbers.
-template <int P>
-LF_INLINE void split(vf x, vf (&parts)[P]) {
-  if constexpr (P == 1) {
-    parts[0] = as_float(narrowed_bf16(x) << 16);
-  } else {
-    each<P>([&](auto p) LF_INLINED {  // the upper 8 bits of what is left, so that 24 are three parts
-      parts[p()] = as_float(as_bits(x) & 0xffff0000);
-      x -= parts[p()];
-    });
-  }
-}
 
 // ------------------------------------------------------------------------------------------------------- one position
 
@@ -123,12 +109,6 @@ struct Registers {
   int rows_of(int number) const { return number + 1 < count ? rows : positions - number * rows; }
 };
 
-// Where `prepare` puts vectors for tile registers: rows are not to cross lines of the cache.
-template <class T>
-T* aligned(T* p) {
-  return (T*)(((uintptr_t)p + kTileBytes - 1) / kTileBytes * kTileBytes);
-}
-
 // [register][32 columns][part][row][column], bf16.
 template <int P>
 void prepare_several(const float* x, int64_t ldx, int64_t columns, int positions, char* out) {
@@ -150,33 +130,6 @@ void prepare_several(const float* x, int64_t ldx, int64_t columns, int positions
     out += steps * P * rows * kTileBytes;
   }
 }
-
-// The shapes of registers: 0 to 3 sums, 4 and 5 positions, 6 and 7 weights.
-class Configured {
- public:
-  ~Configured() {
-    if (first_) tile_release();
-  }
-  void use(int first, int second) {  // rows of two registers of positions; 0: no second one
-    if (first == first_ && second == second_) return;
-    first_ = first, second_ = second;
-    TileShapes shapes;
-    const auto shape = [&](int tile, int rows) {
-      shapes.rows[tile] = (uint8_t)rows;
-      shapes.bytes[tile] = rows ? kTileBytes : 0;
-    };
-    for (int a = 0; a < kAtOnce; a++) {
-      const int rows = a ? second : first;
-      for (int t = 0; t < kAtOnce; t++) shape(a * kAtOnce + t, rows);
-      shape(4 + a, rows);
-      shape(6 + a, kTileRows);
-    }
-    tile_configure(shapes);
-  }
-
- private:
-  int first_ = 0, second_ = 0;
-};
 
 // Some lines of tiles, `tile` bytes apart, and the vectors of one or two registers of positions.
 struct Block {
@@ -422,6 +375,7 @@ extern "C" const laneformer::Kernels* LF_JOIN(laneformer_kernels_, LF_ISA)(const
   table = *others;
   table.name = LF_TEXT(LF_ISA);
   table.product = product, table.product_bf12 = product_bf12, table.prepare = prepare;
+  table.attend_latents = attend_latents;
   table.multiply_adds = multiply_adds;
   return &table;
 }

@@ -8,30 +8,12 @@
 
 #include <cmath>
 
-#include "kernels.h"
-#include "simd.h"
+#include "cached.h"
 
 namespace LF_ISA {
 namespace {
 
 using laneformer::Attend;
-using laneformer::Dtype;
-
-LF_INLINE vf element(Dtype dtype, const void* p, int64_t i) {
-  switch (dtype) {
-    case Dtype::bf16: return widen_bf16(load<vh>((const uint16_t*)p + i));
-    case Dtype::f16: return widen_f16(load<vh>((const uint16_t*)p + i));
-    default: return loadf((const float*)p + i);
-  }
-}
-
-LF_INLINE vf first_elements(Dtype dtype, const void* p, int64_t i, int n) {
-  switch (dtype) {
-    case Dtype::bf16: return widen_bf16(load_first<vh>((const uint16_t*)p + i, n));
-    case Dtype::f16: return widen_f16(load_first<vh>((const uint16_t*)p + i, n));
-    default: return load_first<vf>((const float*)p + i, n);
-  }
-}
 
 constexpr int kKeys =
     32;  // positions whose scores are computed together: their keys and values stay in the first-level cache
@@ -51,12 +33,6 @@ struct Ahead {
       __builtin_prefetch(values);
     }
   }
-};
-
-// Some rows of a lane's keys or values.
-struct Rows {
-  const void* data;
-  int64_t offset, stride;  // elements to the first row, and from row to row
 };
 
 template <int S, int... I>
@@ -265,26 +241,6 @@ struct Panel {
   vf largest[2], total[2];
   vi seen[kKeys][2];  // whether a query attends to a key of the block
 };
-
-// Rows as float32: in place, or widened into `space`.
-template <Dtype dtype>
-const float* widened(Rows rows, int count, int e, float* space, int64_t* stride) {
-  if (dtype == Dtype::f32) {
-    *stride = rows.stride;
-    return (const float*)rows.data + rows.offset;
-  }
-  *stride = e;
-  for (int j = 0; j < count; j++) {
-    const int64_t at = rows.offset + j * rows.stride;
-    int i = 0;
-    for (; i + kWidth <= e; i += kWidth) storef(space + j * e + i, element(dtype, rows.data, at + i));
-    if (i < e) {
-      const vf rest = first_elements(dtype, rows.data, at + i, e - i);
-      std::memcpy(space + j * e + i, &rest, (e - i) * sizeof(float));
-    }
-  }
-  return space;
-}
 
 constexpr int reversed_bits(int number) {  // of those that count kWidth
   int reversed = 0;

@@ -58,8 +58,9 @@ struct Attend {
   int64_t next;                         // how many of each; 0 where that is not known
 };
 
-constexpr int kLatentEntries = 48;  // of a block, whose scores are computed together
-constexpr int kLatentQueries = 64;  // that use a block before the next one is read
+constexpr int kLatentEntries = 96;       // blocks of entries begin at multiples of this
+constexpr int kLatentQueries = 64;       // that use a block before the next one is read
+constexpr int kLatentTileQueries = 256;  // the same on tile registers, where a block is packed for them
 
 struct AttendLatents {
   const float* q;       // [positions][of][e], of which the first `heads` count, times the scale
@@ -92,7 +93,11 @@ struct IndexScores {
 
 // Floats of memory for attention to latents.
 inline int64_t latent_floats(int64_t e, int64_t values) {
-  return kLatentQueries * (e + values) + kLatentEntries * e + 16;
+  const int64_t read = (e + 31) / 32 * 32, mixed = (values + 31) / 32 * 32, entries = kLatentEntries * e;
+  const int64_t of_tiles =
+      e + kLatentTileQueries * (read * 3 / 2 + mixed + 16) + kLatentEntries * (read + mixed) * 3 / 2;
+  const int64_t of_vectors = kLatentQueries * (e + values);
+  return (of_tiles > of_vectors ? of_tiles : of_vectors) + entries + 16;
 }
 
 inline int64_t index_floats(int64_t heads, int64_t e) {

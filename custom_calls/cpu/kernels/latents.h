@@ -6,37 +6,24 @@
 // begin at multiples of that.
 #pragma once
 
-#include "attention.h"
+#include "latent_queries.h"
 
 namespace LF_ISA {
 namespace {
 
-using laneformer::AttendLatents;
+using laneformer::kLatentEntries;
 using laneformer::kLatentQueries;
 
-constexpr int kEntries = laneformer::kLatentEntries;
-constexpr int kAcross = 2 * kWidth;                            // queries of a panel
+constexpr int kEntries = 48;                                   // of a block, whose scores are computed together
+constexpr int kAcross = LatentQueries<2>::kAcross;             // queries of a panel
 constexpr int kPanels = kLatentQueries / kAcross;              // that use a block before the next is read
 constexpr int kSums = kWidth == 16 ? 8 : kWidth == 8 ? 6 : 4;  // entries, or channels, whose sums stay in registers
 constexpr int kStretch = 96;                                   // channels that all entries of a block multiply in turn
 static_assert(kLatentQueries % kAcross == 0 && kEntries % kSums == 0, "whole panels and tiles");
+static_assert(kLatentEntries % kEntries == 0, "blocks begin at multiples of their size");
 
-// Some queries and their results so far. A query's position is that of the newest entry that it sees.
-struct LatentPanel {
+struct LatentPanel : LatentQueries<2> {
   float *q, *mixed;  // [e][kAcross], [values][kAcross]
-  vf largest[2], total[2];
-  int64_t row[kAcross];  // of q and out; unused columns repeat the last one
-  int64_t position[kAcross];
-  int used;
-};
-
-// Lines that are needed next, fetched in even steps into the second-level cache.
-struct LatentAhead {
-  const char* data;
-  int64_t lines, due = 0;
-  LF_INLINED void step(int steps) {
-    for (due += lines; due >= steps; due -= steps, data += 64) __builtin_prefetch(data, 0, 2);
-  }
 };
 
 // scores[j][query] of `count` entries.
@@ -64,29 +51,6 @@ LF_INLINE void score_latents(const LatentPanel& panel, const float* rows, int64_
       });
       ahead.step(steps);
     }
-  }
-}
-
-// Exponentials of the scores of entries that a query attends to, zeros for others; adds their sum.
-LF_INLINE void weigh_latents(LatentPanel& panel, float (*scores)[kAcross], const vi (*seen)[2], int count,
-                             vf (&shrink)[2]) {
-  for (int v = 0; v < 2; v++) {
-    vf most = panel.largest[v], total = {};
-    for (int j = 0; j < count; j++) {
-      float* const at = scores[j] + v * kWidth;
-      if (seen) storef(at, select(seen[j][v], loadf(at), splat(-INFINITY)));
-      most = max(most, loadf(at));
-    }
-    const vf from = max(most, splat(-3e38f));  // finite even before the first entry that is seen
-    shrink[v] = exp(panel.largest[v] - from);
-    for (int j = 0; j < count; j++) {
-      float* const at = scores[j] + v * kWidth;
-      const vf weight = exp(loadf(at) - from);
-      storef(at, weight);
-      total += weight;
-    }
-    panel.total[v] = panel.total[v] * shrink[v] + total;
-    panel.largest[v] = most;
   }
 }
 
@@ -126,68 +90,40 @@ LF_INLINE void mix_latents(const LatentPanel& panel, const float* rows, int64_t 
 
 LF_INLINE void begin_panel(const AttendLatents& a, int64_t begin, int64_t queries, float* space, LatentPanel& panel) {
   panel.q = space, panel.mixed = space + (int64_t)a.e * kAcross;
-  panel.used = queries - begin < kAcross ? (int)(queries - begin) : kAcross;
+  panel.begin(a, begin, queries);
   for (int c = 0; c < kAcross; c++) {
-    const int64_t query = begin + (c < panel.used ? c : panel.used - 1);
-    panel.row[c] = query / a.heads * a.of + query % a.heads;
-    panel.position[c] = (a.start + query / a.heads + 1) / a.every - 1;
     const float* const q = a.q + panel.row[c] * a.e;
     for (int i = 0; i < a.e; i++) panel.q[i * kAcross + c] = q[i];
   }
   std::memset(panel.mixed, 0, (int64_t)a.values * kAcross * sizeof(float));
-  for (int v = 0; v < 2; v++) panel.largest[v] = splat(-INFINITY), panel.total[v] = vf{};
 }
 
 LF_INLINE void end_panel(const AttendLatents& a, const LatentPanel& panel) {
   for (int c = 0; c < panel.used; c++) {
     float* const out = a.out + panel.row[c] * (a.values + 2);
     for (int i = 0; i < a.values; i++) out[i] = panel.mixed[i * kAcross + c];
-    out[a.values] = panel.largest[c / kWidth][c % kWidth];
-    out[a.values + 1] = panel.total[c / kWidth][c % kWidth];
+    panel.end(c, out + a.values);
   }
 }
 
 // A panel and the entries from `low` to `end` of a block.
 void attend_panel(const AttendLatents& a, LatentPanel& panel, const float* rows, int64_t stride, int64_t low,
                   int64_t end, LatentAhead& ahead, int steps) {
-  const int64_t oldest = panel.position[0], newest = panel.position[kAcross - 1];
-  const int count = (int)((end < newest + 1 ? end : newest + 1) - low);
+  const int count = panel.count(low, end);
   if (count <= 0) return;
   alignas(64) float scores[kEntries][kAcross];
   vi masks[kEntries][2];
-  const bool all = low + count <= oldest + 1 && low >= newest - a.window + 1;
-  for (int v = 0; v < 2 && !all; v++) {
-    vi first, last;  // entries of this block that each query attends to
-    for (int c = 0; c < kWidth; c++) {
-      const int64_t own = panel.position[v * kWidth + c] - low, least = own - a.window + 1;
-      first[c] = least < 0 ? 0 : least > kEntries ? kEntries : (int)least;
-      last[c] = own < 0 ? -1 : own > kEntries ? kEntries : (int)own;
-    }
-    for (int j = 0; j < count; j++) masks[j][v] = (last >= j) & (first <= j);
-  }
+  const bool all = panel.see_all(low, count, a.window);
+  if (!all) panel.seen(low, count, a.window, masks);
   const auto* const seen = all ? nullptr : masks;
   score_latents(panel, rows, stride, count, a.e, scores, ahead, steps);
   vf shrink[2];
-  weigh_latents(panel, scores, seen, count, shrink);
+  panel.weigh(scores, seen, count, shrink);
   if (all) {
     mix_latents<true>(panel, rows, stride, count, a.values, scores, seen, shrink);
   } else {
     mix_latents<false>(panel, rows, stride, count, a.values, scores, seen, shrink);
   }
-}
-
-// The entries of a block as float32 rows: in place, or in `space`.
-template <Dtype dtype>
-const float* latent_rows(const AttendLatents& a, int64_t low, int64_t end, float* space, int64_t* stride) {
-  if (!a.list) return widened<dtype>({a.entries, low * a.e, a.e}, (int)(end - low), a.e, space, stride);
-  int64_t own;
-  for (int64_t t = low; t < end; t++) {
-    float* const to = space + (t - low) * a.e;
-    const float* const row = widened<dtype>({a.entries, (int64_t)a.list[t] * a.e, a.e}, 1, a.e, to, &own);
-    if (row != to) std::memcpy(to, row, a.e * sizeof(float));
-  }
-  *stride = a.e;
-  return space;
 }
 
 template <Dtype dtype>
@@ -206,9 +142,7 @@ void attend_latents_as(const AttendLatents& a) {
       const int64_t end = low + kEntries < a.last ? low + kEntries : a.last;
       int64_t stride;
       const float* const rows = latent_rows<dtype>(a, low, end, widened_rows, &stride);
-      const int64_t left = a.list ? 0 : end < a.last ? (a.last - end) * bytes : a.next_bytes;
-      LatentAhead ahead{end < a.last ? (const char*)a.entries + end * bytes : a.next,
-                        ((left < kEntries * bytes ? left : kEntries * bytes) + 63) / 64};
+      LatentAhead ahead = LatentAhead::behind(a, end, bytes, kEntries);
       const int steps = count * ((kEntries + kSums - 1) / kSums) * ((a.e + kStretch - 1) / kStretch);
       for (int n = 0; n < count; n++) attend_panel(a, panels[n], rows, stride, low, end, ahead, steps);
     }

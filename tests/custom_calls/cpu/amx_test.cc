@@ -4,7 +4,7 @@
 #include <string>
 
 #include "decoder.h"
-#include "products.h"
+#include "latents.h"
 #if defined(__x86_64__)
 #include <immintrin.h>
 
@@ -137,6 +137,7 @@ void all_of(const Kernels& k, bool whole) {
   _mm_setcsr(saved);
 #endif
   if (!whole) return;
+  all_latents(k);
   products(k);
   packed(k);
 }

@@ -1,6 +1,6 @@
 // Every table of kernels that this machine runs, against sums in double and conversions by the definition of the
 // formats.
-#include "products.h"
+#include "latents.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -408,6 +408,7 @@ void all_of(const Kernels& k) {
   packed(k);
   attends(k);
   causal(k);
+  all_latents(k);
   norms(k);
   states(k);
   activations(k);
