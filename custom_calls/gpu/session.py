@@ -128,7 +128,7 @@ class GpuSession(DecodeSession):
 
     _prefix = "gpu_"
     ops = ("embed", "merge", "final", "head", "sample", *TRACE_NAMES)
-    """As `Names` in gpu/kernel/decoder.h."""
+    """As `Names` in gpu/kernel/ops/dense.h."""
     worker = "CTA"
 
     def __init__(

@@ -526,7 +526,7 @@ def test_names_match_the_headers(session):
         words = re.search(rf"enum {name} {{(.*?)}}", (gpu_build.SOURCES / header).read_text(), re.DOTALL)[1]
         return [word.lower() for word in re.findall(r"k(?:Name|Step)(\w+)", words)]
 
-    *names, op = enum("decoder.h", "Names")
+    *names, op = enum("ops/dense.h", "Names")
     assert op == "op" and session.ops == (*names, *TRACE_NAMES)
     assert tuple(enum("params.h", "Steps")) == gpu_layout.STEPS
     limits = re.search(r"kMaxLayers = (\d+), kMaxDevices = (\d+)", (gpu_build.SOURCES / "params.h").read_text())

@@ -1,0 +1,242 @@
+// What the ops of a CTA share, and products whose weights are the same for every token.
+#pragma once
+
+#include "residual.h"
+#include "shared.h"
+
+namespace laneformer {
+namespace gpu {
+
+// Tags of a pass: the residual stream's edges, by time, and the last one of the head.
+constexpr u32 kStreamEdges = 2 * kLayers + 1, kHeadEdge = kStreamEdges;
+
+// Names in a trace, as custom_calls/gpu/session.py has them; then those of ops (laneformer.ops.TRACE_NAMES).
+enum Names { kNameEmbed, kNameMerge, kNameFinal, kNameHead, kNameSample, kNameOp };
+
+// Of a vector of n channels.
+template <int n = kHidden>
+LF_DEVICE float norm_factor(const float* squares, float eps) {
+  float sum = 0;
+  LF_UNROLL for (int w = 0; w < kWarps; w++) sum += squares[w];
+  return rsqrt_of(sum / (float)n + eps);
+}
+
+class DenseOps {
+ public:
+  LF_DEVICE DenseOps(const Params& p, Shared& shared, Stream& stream, Watch& watch, int lane_here, int c)
+      : residual{p,
+                 shared.x,
+                 shared.history,
+                 shared.scratch,
+                 watch,
+                 p.first_lane + lane_here,
+                 c * kStreamRows,
+                 rows_of(c * kStreamRows, kStreamRows, kHidden)},
+        p_(p),
+        shared_(shared),
+        stream_(stream),
+        watch_(watch),
+        lane_here_(lane_here),
+        lane_(p.first_lane + lane_here),
+        c_(c),
+        lists_(p),
+        boards_(p.boards + (i64)lane_here * kPassRows * kLaneWords) {}
+
+  Residual residual;
+
+  LF_DEVICE static int rows_of(int first, int rows, int all) { return larger(0, smaller(rows, all - first)); }
+
+ protected:
+  // One op on the trace.
+  struct Clock {
+    DenseOps& d;
+    int op, layer;
+    u64 began;
+    LF_DEVICE Clock(DenseOps& d, int op, int layer) : d(d), op(op), layer(layer), began(d.p_.spans ? clock_ns() : 0) {}
+    LF_DEVICE void end() const {
+      if (!d.p_.spans || thread() != 0) return;
+      int& n = d.p_.num_spans[cta()];
+      if (n < d.p_.max_spans) d.p_.spans[(i64)cta() * d.p_.max_spans + n++] = {op, layer, began, clock_ns()};
+    }
+  };
+
+  LF_DEVICE u64* stream_board(int time) const { return boards_ + (time % 2 == 0 ? kStreamBoard : kOtherStreamBoard); }
+
+  // Partial sums of one op are read while those of the next one are written.
+  LF_DEVICE float* next_partial() {
+    turn_ ^= 1;
+    return shared_.partial[0] +
+           turn_ * (shared_.partial[1] - shared_.partial[0]);  // an array of pointers would be kept in memory
+  }
+  LF_DEVICE float* squares(int turn) const {
+    return shared_.squares[0] + turn * (shared_.squares[1] - shared_.squares[0]);
+  }
+
+  template <class Shape>
+  LF_DEVICE typename Shape::Weights::Reader weights(int layer) {
+    return {p_, lists_, Shape::product(layer)};
+  }
+
+  // A small weight of this lane.
+  LF_DEVICE const float* small(int offset, int stride) const { return p_.small + offset + (i64)lane_ * stride; }
+
+  template <class Op>
+  LF_DEVICE float biased(float value, int layer, int row) const {
+    if constexpr (Op::kBiased) return value + small(Op::bias(layer), Op::kBiasStride)[row];
+    return value;
+  }
+
+  template <class Op, int most>
+  LF_DEVICE Attending<Op, most> attending(const Run<most>& run, int layer, u32 tag) const {
+    return {p_, boards_, shared_.scratch, watch_, lane_here_, layer, run, tag + layer};
+  }
+
+  template <class Op, int most>
+  LF_DEVICE void multiply(const Run<most>& run, int layer, u32 tag, u32 sequence) {
+    if constexpr (Op::kReads == Value::kAttended) {
+      using Attended = typename Op::Attended;
+      const Clock clock(*this, kNameMerge, layer);
+      const auto attended = attending<Attended>(run, layer, tag);
+      for (int m = 0; m < run.count(); m++) {
+        attended.merge(m, shared_.merged + m * kMergedFloats);
+        sync_cta();
+      }
+      clock.end();
+    }
+    const Clock clock(*this, kNameOp + Op::kTraced, layer);
+    const int time = 2 * layer + Op::kModule;
+    float* partial = next_partial();
+    if constexpr (Op::kReads == Value::kAttended) {
+      const auto attended = attending<typename Op::Attended>(run, layer, tag);
+      product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
+                        attended.template reader<Reading<Op>>(shared_.merged, kMergedFloats));
+    } else {
+      multiply_board<Op>(run, layer, tag, partial);
+    }
+    sync_cta();
+    if constexpr (Op::kWrites == Value::kOutput) {
+      float scale = 1;
+      if constexpr (most == 1) scale = scale_of<Op>(0, layer, tag);
+      residual.set_output(run, time, [&](int m, int r) {
+        if constexpr (most > 1) scale = scale_of<Op>(m, layer, tag);
+        const float value = biased<Op>(row_sum<Op, most>(partial, r, m), layer, residual.first + r);
+        return Op::kAdds ? residual.output(time, m, r) + scale * value : value;
+      });
+      if constexpr (Op::kEndsModule) end_module<Op>(run, layer, tag, sequence);
+    } else {
+      constexpr int own = Op::kGated ? Op::kRows / 2 : Op::kRows;
+      watch_.delay();
+      write<Op>(run, partial, layer, tag + layer, c_ * own, rows_of(c_ * own, own, Op::kChannels));
+    }
+    clock.end();
+  }
+
+  // The factor on a product of row m: the gate of a shared expert.
+  template <class Op>
+  LF_DEVICE float scale_of(int m, int layer, u32 tag) {
+    if constexpr (Op::kScaled) {
+      const u64* gate = boards_ + (i64)m * kLaneWords + kRoutesBoard + Op::Router::kExperts;
+      return wait_for(gate, tag + layer, watch_, kAtVector, Op::Router::kExperts);
+    }
+    return 1;
+  }
+
+  // A block-diagonal product, kTurns times some rows of a block: each reads the channels of its block.
+  template <class Op, int most>
+  LF_DEVICE void multiply_blocks(const Run<most>& run, int layer, u32 tag) {
+    const Clock clock(*this, kNameOp + Op::kTraced, layer);
+    for (int turn = 0; turn < Op::kTurns; turn++) {
+      const int part = c_ * Op::kTurns + turn, block = smaller(part / Op::kBlockParts, Op::kBlocks - 1),
+                first = part % Op::kBlockParts * Op::kRows;
+      float* partial = next_partial();
+      if constexpr (Op::kReads == Value::kAttended) {
+        const auto attended = attending<typename Op::Attended>(run, layer, tag);
+        for (int m = 0; m < run.count(); m++) {
+          attended.merge(m, shared_.merged + m * kMergedFloats, block);
+          sync_cta();
+        }
+        product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
+                          FromShared<Reading<Op>, most>{shared_.merged, kMergedFloats});
+      } else {
+        const u64* board = boards_ + Op::kFrom + block * Op::kBlockStep;
+        product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
+                          FromBoard<Reading<Op>, most>{boards_of(board, run), tag + layer, watch_});
+      }
+      sync_cta();
+      watch_.delay();
+      const int count = part / Op::kBlockParts > block ? 0 : rows_of(first, Op::kRows, Op::kBlockRows);
+      write<Op>(run, partial, layer, tag + layer, block * Op::kBlockRows + first, count);
+    }
+    clock.end();
+  }
+
+  // A product of the stream, or of what is on another board. row: of the pass, the first of the run.
+  template <class Op, int most>
+  LF_DEVICE void multiply_board(const Run<most>& run, int layer, u32 tag, float* partial, int row = 0) {
+    constexpr bool of_stream = Op::kReads == Value::kStream;
+    const int time = of_stream ? 2 * layer + Op::kModule : layer;
+    const u64* vector = (of_stream ? stream_board(time) : boards_ + Op::kFrom) + (i64)row * kLaneWords;
+    const FromBoard<Reading<Op>, most> board = {boards_of(vector, run), tag + time, watch_};
+    if constexpr (Op::kNormed) {
+      const float* gains = small(Op::norm(layer), Op::kNormStride);
+      product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
+                        NormedFromBoard<Reading<Op>, most>{board, gains, squares(turn_)});
+    } else {
+      product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought, board);
+    }
+  }
+
+  // The output goes where the schedule says, and the stream to all CTAs of the lane.
+  template <class Op, int most>
+  LF_DEVICE void end_module(const Run<most>& run, int layer, u32 tag, u32 sequence) {
+    const int time = 2 * layer + Op::kModule;
+    residual.add_output(run, time, tag, sequence);
+    if (Op::kModule == 1 && layer == kLayers - 1) residual.apply(run, 2 * kLayers, tag, sequence);
+    residual.publish(run, stream_board(time + 1), tag + time + 1);
+  }
+
+  // The CTA's rows of a product, from the one that is channel `first` on, for all CTAs of the lane.
+  template <class Op, int most>
+  LF_DEVICE void write(const Run<most>& run, const float* partial, int layer, u32 tag, int first, int count) {
+    constexpr int own = Op::kGated ? Op::kRows / 2 : Op::kRows, columns = Op::kColumns;
+    u64* board = boards_ + Op::kTo;
+    float factor = 1;
+    if constexpr (Op::kNormed && most == 1) factor = norm_factor<columns>(squares(turn_), Op::kNormEps);
+    each_of_rows<own>(run, count, [&](int m, int r) {
+      if constexpr (Op::kNormed && most > 1) factor = norm_factor<columns>(squares(turn_) + m * kWarps, Op::kNormEps);
+      const float value = finished<Op, most>(partial, r, factor, layer, first + r, Op::kChannels, m);
+      u64* to = board + (i64)m * kLaneWords + first + r;
+      if constexpr (Op::kOddHead > 0) to += (first + r) / Op::kOddHead;  // each head begins at an even word
+      store_word(to, word_of(value, tag));
+    });
+  }
+
+  // What is written of a row, or of a pair of them. row: of the bias; up: biases between those of gate and up.
+  template <class Op, int most = 1>
+  LF_DEVICE float finished(const float* partial, int r, float factor, int layer, int row, int up_row, int m = 0) const {
+    if constexpr (Op::kGated) {  // the rows of gate and up take turns
+      float gate = biased<Op>(row_sum<Op, most>(partial, 2 * r, m) * factor, layer, row),
+            up = biased<Op>(row_sum<Op, most>(partial, 2 * r + 1, m) * factor, layer, up_row + row);
+      if constexpr (Op::kLimited) {  // a NaN stays one
+        gate = gate > Op::kLimit ? Op::kLimit : gate;
+        up = up > Op::kLimit ? Op::kLimit : up < -Op::kLimit ? -Op::kLimit : up;
+      }
+      if constexpr (Op::kUpOffset != 0) up += Op::kUpOffset;
+      return activated<Op::kActivation, Numbers>(gate) * up;
+    } else {
+      return activated<Op::kActivation, Numbers>(biased<Op>(row_sum<Op, most>(partial, r, m) * factor, layer, row));
+    }
+  }
+
+  const Params& p_;
+  Shared& shared_;
+  Stream& stream_;
+  Watch& watch_;
+  const int lane_here_, lane_, c_;
+  Lists lists_;
+  u64* boards_;
+  int turn_ = 0;
+};
+
+}  // namespace gpu
+}  // namespace laneformer

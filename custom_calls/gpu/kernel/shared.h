@@ -1,0 +1,98 @@
+// What a CTA has in shared memory: as much of each kind as the op of the model that needs most of it.
+#pragma once
+
+#include "attention.h"
+#include "delta_net.h"
+#include "drafts.h"
+#include "sampling.h"
+
+namespace laneformer {
+namespace gpu {
+
+// What computes ATTENDED: `run` a CTA's part of it, `merge` and `reader` what the product needs that reads it.
+template <class Op, int most, bool is_delta_net = Op::kIsDeltaNet>
+struct AttendingBy {
+  using Type = Attention<Op, most>;
+};
+template <class Op, int most>
+struct AttendingBy<Op, most, true> {
+  using Type = DeltaNet<Op, most>;
+};
+template <class Op, int most>
+using Attending = typename AttendingBy<Op, most>::Type;
+
+struct Partials {
+  template <class Op>
+  static constexpr int of() {
+    if constexpr (Op::kTiled) {
+      constexpr int rows = Op::kChosen ? 1 : kPassRows;  // experts' rows take turns
+      return kPartials<Op, rows> * Op::kSumSets;
+    }
+    return 0;
+  }
+};
+struct BroughtFloats {
+  template <class Op>
+  static constexpr int of() {
+    if constexpr (Op::kTiled) return kBrought<Op>;
+    return 0;
+  }
+};
+struct AttentionFloats {
+  template <class Op>
+  static constexpr int of() {
+    if constexpr (Op::kAttends) return Attending<Op, kPassRows>::kFloats;
+    return 0;
+  }
+};
+struct MergedFloats {
+  template <class Op>
+  static constexpr int of() {
+    if constexpr (Op::kAttends) return Attending<Op, kPassRows>::kMerged;
+    return 0;
+  }
+};
+
+constexpr int kPartialFloats =
+    larger_of(most_of<Partials>(Layers{}), larger_of(kPartials<Head>, kPartials<Head, kPassRows, kHeadParts>));
+constexpr int kBroughtFloats = larger_of(most_of<BroughtFloats>(Layers{}), kBrought<Head>);
+constexpr int kScratchFloats = larger_of(most_of<AttentionFloats>(Layers{}), kSampleFloats);
+constexpr int kMergedFloats = most_of<MergedFloats>(Layers{});
+constexpr int even(int n) { return n + n % 2; }
+
+static_assert(2 * kWarps + kPassRows * kStreamRows <= kScratchFloats, "the residual stream uses it too");
+static_assert(kPassTags > 2 * kLayers + 2, "every edge of a pass has its own tag");
+
+// Shared memory after the ring: barriers, then floats.
+struct Shared {
+  float *partial[2], *squares[2], *scratch, *merged, *brought, *x, *history, *logits, *z;
+  int *end, *drafts;
+
+  static constexpr int kFloats = 2 * even(kPartialFloats) + 2 * even(kPassRows * kWarps) + even(kScratchFloats) +
+                                 even(kPassRows * kMergedFloats) + even(kBroughtFloats) +
+                                 even(kPassRows * kStreamRows) + even(kPassRows * kHistory * kStreamRows) +
+                                 (kZInMerged ? 1 : 2) * even(kPassRows * kHeadRows) + 2 + even(kDraftInts);
+
+  static_assert(kFloats == kSharedFloats, "custom_calls/gpu/layout.py counts otherwise");
+
+  LF_DEVICE Shared(float* at) {
+    const auto take = [&](int n) {
+      float* taken = at;
+      at += n + n % 2;
+      return taken;
+    };
+    scratch = take(kScratchFloats);  // first, for it holds 8-byte numbers
+    partial[0] = take(kPartialFloats), partial[1] = take(kPartialFloats);
+    squares[0] = take(kPassRows * kWarps), squares[1] = take(kPassRows * kWarps);
+    merged = take(kPassRows * kMergedFloats);
+    brought = take(kBroughtFloats);
+    x = take(kPassRows * kStreamRows), history = take(kPassRows * kHistory * kStreamRows);
+    logits = take(kPassRows * kHeadRows);
+    z = kZInMerged ? merged : take(kPassRows * kHeadRows);  // the layers and the sampler take turns
+    end = (int*)take(1);
+    drafts = (int*)take(kDraftInts);
+  }
+};
+
+}  // namespace gpu
+}  // namespace laneformer
