@@ -8,6 +8,7 @@ import numpy as np
 
 from custom_calls.library import NativeError, call, library
 from custom_calls.plan import Plan
+from laneformer.errors import CheckpointError
 
 
 class EmittedTokens(NamedTuple):
@@ -168,6 +169,22 @@ class DecodeSession(CallStream):
             raise NativeError(f"the model has no weight called {path}")
         if shape != (wanted := self.plan.shape_of(path)):
             raise NativeError(f"weight {path} has the shape {shape}, the model's has {wanted}")
+
+    def _checked_table(self, path: str, weight: np.ndarray) -> np.ndarray:
+        """A table of experts as kernels have it, float32; any other weight as it is. Raises CheckpointError for experts
+        that there are not.
+        """
+        if path not in self.plan.tables:
+            return weight
+        experts = self.plan.tables[path]
+        wrong = np.argwhere((weight < 0) | (weight >= experts))
+        if len(wrong):
+            place = tuple(wrong[0])
+            raise CheckpointError(
+                f"weight {path} has expert {int(weight[place])} at [{', '.join(map(str, place))}], the model has 0 to"
+                f" {experts - 1}: copy the checkpoint again, or use an earlier one"
+            )
+        return weight.astype(np.float32)
 
     def _require_weights(self) -> None:
         if self._missing:

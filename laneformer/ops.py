@@ -546,9 +546,20 @@ class CompressedAttend:
     writes: ClassVar = Value.ATTENDED
 
 
-GpuOp = Product | Attend | OutputNorm | Route | SharedExpert | SigmoidRoute | LatentKeep | LatentAttend | DeltaNet
+GpuOp = (
+    Product
+    | Attend
+    | OutputNorm
+    | Route
+    | SharedExpert
+    | SigmoidRoute
+    | LatentKeep
+    | LatentAttend
+    | DeltaNet
+    | RootRoute
+)
 """What the decode kernel on GPUs computes."""
-Op = GpuOp | RootRoute | GatherStreams | CompressedKeep | CompressedAttend
+Op = GpuOp | GatherStreams | CompressedKeep | CompressedAttend
 """What the decode kernel on CPUs computes. A dataclass of this file that is not among them is for backend xla alone."""
 
 

@@ -190,8 +190,7 @@ class Session(DecodeSession):
             self._map_quantized(*self._product_of[path])
 
     def _pack_plain(self, path: str, weight: np.ndarray) -> None:
-        if path in self.plan.tables:
-            weight = _table(path, weight, self.plan.tables[path])
+        weight = self._checked_table(path, weight)
         weight = np.ascontiguousarray(self.plan.with_plus(path, weight))
         name = weight.dtype.name
         if name not in Dtype.__members__:
@@ -386,18 +385,6 @@ class Session(DecodeSession):
             spans = np.zeros(self._lib.laneformer_spans(self.id, worker, None, 0), SPAN)
             self._lib.laneformer_spans(self.id, worker, spans.ctypes.data, len(spans))
             yield worker, spans
-
-
-def _table(path: str, table: np.ndarray, experts: int) -> np.ndarray:
-    """A table of experts as the kernel has it, float32. Raises CheckpointError for experts that there are not."""
-    wrong = np.argwhere((table < 0) | (table >= experts))
-    if len(wrong):
-        place = tuple(wrong[0])
-        raise CheckpointError(
-            f"weight {path} has expert {table[place]} at [{', '.join(map(str, place))}], the model has 0 to"
-            f" {experts - 1}: copy the checkpoint again, or use an earlier one"
-        )
-    return table.astype(np.float32)
 
 
 def fastest_way(

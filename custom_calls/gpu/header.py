@@ -77,6 +77,7 @@ def model_header(layout: Layout) -> str:
         "AnyMean": any(total.stream_mean for total in layout.table.sums),
         "Listed": any(tiling.units for tiling in layout.tilings),
         "AnyExperts": layout.any_experts,
+        "ByToken": bool(layout.plan.tables),
         "ZInMerged": layout.z_in_merged,
     }
     dtypes = {
@@ -187,7 +188,8 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
             aliases = {"Weights": tiling.format.struct}
         if isinstance(op, Router):
             router = name
-            constants = {"Groups": 1, "CorrectionGiven": False} | constants | {"Experts": op.matrix.rows}
+            given = {"Groups": 1, "CorrectionGiven": False, "ByTokenGiven": False}
+            constants = given | constants | {"Experts": op.matrix.rows}
         elif isinstance(op, Product):
             constants |= {"Channels": op.channels, "Adds": stage.adds, "Scaled": stage.adds and bool(stage.shared.gate)}
             aliases |= {"Attended": attended} if op.reads is Value.ATTENDED else {}

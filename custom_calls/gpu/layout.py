@@ -481,6 +481,7 @@ class Layout:
             + (1 if self._z_in_merged(head) else 2) * even(rows * head.rows * head.turns)
             + 2
             + even(self.draft_ints if rows > 1 else 0)
+            + (even(rows) if self.plan.tables else 0)
         )
 
     @cached_property

@@ -330,7 +330,7 @@ class GpuSession(DecodeSession):
         self._missing.pop(path, None)
         self._ready = None
         if path in plan.places:
-            plan.place(self._small, path, _whole(weight))
+            plan.place(self._small, path, self._checked_table(path, _whole(weight)))
         elif path in self._multiplied:
             self._pack_rows(path, _kept(weight))
         if path == plan.ops.embedding.path:

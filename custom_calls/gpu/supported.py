@@ -15,6 +15,7 @@ from laneformer.ops import (
     OutputNorm,
     Product,
     ProductName,
+    RootRoute,
     Route,
     SharedExpert,
     SigmoidRoute,
@@ -25,7 +26,7 @@ from laneformer.ops import (
 MOST_USED = 16  # experts of a token: a thread of each warp has the place of one's pieces
 MOST_GROUPS = 32  # of experts: a thread of each warp has the sum of one's two best
 
-Router = Route | SigmoidRoute
+Router = Route | SigmoidRoute | RootRoute
 
 # What a module passes on from op to op, for each of a layer's two
 CHAINS = ((Value.STREAM, Value.PROJECTED, Value.ATTENDED, Value.OUTPUT), (Value.STREAM, Value.HIDDEN, Value.OUTPUT))

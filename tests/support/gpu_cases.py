@@ -75,10 +75,13 @@ def plan_of_normed_sums(layout: str) -> Plan:
 
 
 def weights_of(plan: Plan, dtype="float32", seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights of any plan, by path: vectors near 1 or, as biases, near 0."""
+    """Random weights of any plan, by path: vectors near 1 or, as biases, near 0; tables name each expert once."""
     rng = np.random.default_rng(seed)
 
     def draw(path: str, weight) -> np.ndarray:
+        if path in plan.tables:
+            rows, used = weight.shape
+            return rng.permuted(np.tile(np.arange(plan.tables[path]), (rows, 1)), axis=1)[:, :used]
         normal = rng.standard_normal(plan.shape_of(path))
         if not weight.is_matrix:
             return 0.3 * normal + (not path.endswith("bias"))

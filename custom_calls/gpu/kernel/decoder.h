@@ -28,10 +28,19 @@ class Decoder : public ChosenOps {
   template <int most, class Token>
   LF_DEVICE void embed(const Run<most>& run, Token token, u32 tag) {
     const Clock clock(*this, kNameEmbed, -1);
+    keep_tokens(run, token);
     if (kListed) lists_.begin(0);
     residual.begin(run, token);
     residual.publish(run, stream_board(0), tag);
     clock.end();
+  }
+
+  // Those of the pass's rows, where routers choose by them.
+  template <int most, class Token>
+  LF_DEVICE void keep_tokens(const Run<most>& run, Token token) {
+    if constexpr (kByToken) {
+      for (int m = thread(); m < run.count(); m += kThreads) shared_.tokens[m] = token(m);
+    }
   }
 
   // All ops of a layer.

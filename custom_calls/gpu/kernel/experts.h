@@ -125,6 +125,31 @@ class Candidates {
   u32 places_[kPairs][2];  // of what is chosen by; 0: not to be chosen
 };
 
+// A RootRoute's score.
+LF_DEVICE float root_of_softplus(float logit) {
+  const float softplus = softplus_of(logit);
+  return softplus > 0 ? softplus * rsqrt_of(softplus) : softplus;
+}
+
+// Shares by the scores of the used experts, of which each of the warp's first threads has one.
+template <class Router>
+LF_DEVICE float share_by_score(float own) {
+  const float score = warp_lane() < Router::kUsed ? own : 0.0f;
+  return score * (Router::kNormalized ? Router::kFactor / (sum_over_warp(score) + 1e-20f) : Router::kFactor);
+}
+
+// The experts that a table has of the row's token, in its order; listed: [used], their numbers.
+template <class Router>
+LF_DEVICE Routes look_up(const u64* board, u32 tag, Watch& watch, const float* listed) {
+  Routes found = {0, 0};
+  if (warp_lane() < Router::kUsed) {
+    found.expert = (int)listed[warp_lane()];
+    found.share = wait_for(board + found.expert, tag, watch, kAtVector, found.expert);
+  }
+  found.share = share_by_score<Router>(found.share);
+  return found;
+}
+
 // The experts that the router's words choose, and their shares, by each warp by itself.
 template <class Router>
 LF_DEVICE Routes choose(const u64* board, u32 tag, Watch& watch, const float* correction) {
@@ -138,13 +163,11 @@ LF_DEVICE Routes choose(const u64* board, u32 tag, Watch& watch, const float* co
     if (rank == 0) largest = value;
     if (warp_lane() == rank) found.expert = expert, own = value;
   }
-  const bool used = warp_lane() < Router::kUsed;
-  if constexpr (Router::kIsSigmoidRoute) {
-    const float score = used ? own : 0.0f;
-    found.share = score * (Router::kNormalized ? Router::kFactor / (sum_over_warp(score) + 1e-20f) : Router::kFactor);
-  } else {
-    const float odds = used ? exp_of(own - largest) : 0.0f;
+  if constexpr (Router::kIsRoute) {
+    const float odds = warp_lane() < Router::kUsed ? exp_of(own - largest) : 0.0f;
     found.share = odds / sum_over_warp(Router::kNormalized ? odds : candidates.odds_to(largest));
+  } else {
+    found.share = share_by_score<Router>(own);
   }
   return found;
 }

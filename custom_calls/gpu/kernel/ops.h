@@ -16,6 +16,17 @@ struct Numbers {  // for activation.h
   LF_DEVICE static float at_least(float x, float low) { return larger(x, low); }
 };
 
+// log(1 + x) of x in 0 .. 1, by the series of 2 atanh(x / (2 + x)).
+LF_DEVICE float log_of_one_and(float x) {
+  const float y = x / (2 + x), square = y * y;
+  float sum = 1.0f / 15;
+  LF_UNROLL for (int i = 13; i > 0; i -= 2) sum = sum * square + 1.0f / i;
+  return 2 * y * sum;
+}
+
+// log(1 + exp(x))
+LF_DEVICE float softplus_of(float x) { return larger(x, 0.0f) + log_of_one_and(exp_of(-larger(x, -x))); }
+
 template <class... Op>
 struct Ops {};
 

@@ -66,12 +66,12 @@ static_assert(kPassTags > 2 * kLayers + 2, "every edge of a pass has its own tag
 // Shared memory after the ring: barriers, then floats.
 struct Shared {
   float *partial[2], *squares[2], *scratch, *merged, *brought, *x, *history, *logits, *z;
-  int *end, *drafts;
+  int *end, *drafts, *tokens;
 
-  static constexpr int kFloats = 2 * even(kPartialFloats) + 2 * even(kPassRows * kWarps) + even(kScratchFloats) +
-                                 even(kPassRows * kMergedFloats) + even(kBroughtFloats) +
-                                 even(kPassRows * kStreamRows) + even(kPassRows * kHistory * kStreamRows) +
-                                 (kZInMerged ? 1 : 2) * even(kPassRows * kHeadRows) + 2 + even(kDraftInts);
+  static constexpr int kFloats =
+      2 * even(kPartialFloats) + 2 * even(kPassRows * kWarps) + even(kScratchFloats) + even(kPassRows * kMergedFloats) +
+      even(kBroughtFloats) + even(kPassRows * kStreamRows) + even(kPassRows * kHistory * kStreamRows) +
+      (kZInMerged ? 1 : 2) * even(kPassRows * kHeadRows) + 2 + even(kDraftInts) + (kByToken ? even(kPassRows) : 0);
 
   static_assert(kFloats == kSharedFloats, "custom_calls/gpu/layout.py counts otherwise");
 
@@ -91,6 +91,7 @@ struct Shared {
     z = kZInMerged ? merged : take(kPassRows * kHeadRows);  // the layers and the sampler take turns
     end = (int*)take(1);
     drafts = (int*)take(kDraftInts);
+    tokens = (int*)take(kByToken ? kPassRows : 0);
   }
 };
 

@@ -117,6 +117,8 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
     }
     default:
       if (step.adds_output) recall(p, decoder.residual);
+      decoder.keep_tokens(run, [&](int) { return now.token; });
+      if constexpr (kByToken) sync_cta();
       decoder.run_one(run, op - kStepOp, layer, tag, sequence);
       if (step.adds_output) keep(p, decoder.residual);
   }

@@ -14,6 +14,7 @@ from custom_calls.gpu.layout import Layout
 from custom_calls.gpu.tiling import H200, MI300X, Machine
 from custom_calls.plan import Plan, make_plan
 from laneformer.decoder import decoder_ops
+from laneformer.errors import CheckpointError
 from laneformer.ops import Chosen, Product
 from tests.support import emulated, small
 from tests.support.gpu_cases import AMD, check, fail_often, logits_of, rounded, same, some, weights_of
@@ -24,6 +25,7 @@ SIZES = {"lanes": 2, "hidden_size": 64, "head_dim": 8, "layout": "tp", "num_hidd
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 2 * 40}
 SIGMOIDS = {"scoring_func": "sigmoid", "router_correction": True, "routed_scaling_factor": 2.5}
 GROUPS = {**SIGMOIDS, "num_experts": 12, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
+ROOTS = {"scoring_func": "sqrtsoftplus", "router_correction": True, "routed_scaling_factor": 1.5}
 SHARED = {"shared_expert_intermediate_size": 6 * 24}
 CASES = {  # changes of the config, and the machine
     "as GPT-OSS": ({"num_experts_per_tok": 4, "num_experts": 32}, emulated.SMALL),
@@ -46,6 +48,15 @@ CASES = {  # changes of the config, and the machine
         {**GROUPS, "num_experts": 64, "n_group": 32, "topk_group": 5, "moe_intermediate_size": 2 * 6},
         emulated.SMALL,
     ),
+    "roots, a table in the first layer": ({**ROOTS, "hash_layers": 1}, emulated.SMALL),
+    "roots alone, tables": (
+        {"scoring_func": "sqrtsoftplus", "norm_topk_prob": False, "hash_layers": 2, "lanes": 1, "num_experts": 80},
+        emulated.SMALL,
+    ),
+    "roots, a table and a shared expert, warps of 64": (
+        {**ROOTS, "hash_layers": 1, "shared_expert_intermediate_size": 2 * 24, "num_experts_per_tok": 6},
+        AMD,
+    ),
     "shared": (SHARED, emulated.SMALL),
     "shared with a gate": ({**SHARED, "shared_expert_gate": True}, emulated.SMALL),
     "shared with a gate, behind sigmoids": (
@@ -66,7 +77,7 @@ CASES = {  # changes of the config, and the machine
         emulated.SMALL,
     ),
 }
-FAST = {"as GPT-OSS", "odd sizes", "warps of 64", "groups", "shared with a gate"}
+FAST = {"as GPT-OSS", "odd sizes", "warps of 64", "groups", "shared with a gate", "roots, a table in the first layer"}
 
 
 def plan_of(weight_dtype: str = "float32", biases: bool = True, **changes) -> Plan:
@@ -93,6 +104,27 @@ def test_equal_logits_choose_the_lowest_numbers():
     weights["layers.0.feed_forward.router_bias"][:] = [-1, 0, -0.0, 0, -0.0, -2]
     one, other = (check(plan, weights, launch=launch) for launch in ("persistent", "graph"))
     assert same(one, other)
+
+
+@emulated.only_emulated
+def test_scores_of_any_size_and_each_launch():
+    """Roots of the softplus far from 0 on either side; a launch for each op knows its token for the table."""
+    plan = plan_of(**ROOTS, hash_layers=1)
+    weights = weights_of(plan)
+    for layer, factor in ((0, 30.0), (1, 8.0)):
+        weights[f"layers.{layer}.feed_forward.router"] *= np.float32(factor)
+    weights["layers.1.feed_forward.correction"][:] = [0, 0, 0, 4, 0, -2]
+    one, other = (check(plan, weights, launch=launch) for launch in ("persistent", "graph"))
+    assert same(one, other)
+
+
+def test_tables_with_experts_that_there_are_not_are_refused():
+    plan = plan_of(**ROOTS, hash_layers=1)
+    session, path = emulated.open_session(plan, {}), "layers.0.feed_forward.by_token"
+    table = weights_of(plan)[path]
+    table[7, 1] = 6
+    with pytest.raises(CheckpointError, match=rf"weight {path} has expert 6 at \[7, 1\], the model has 0 to 5"):
+        session.pack(path, table)
 
 
 @pytest.mark.exhaustive

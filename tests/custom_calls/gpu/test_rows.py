@@ -137,11 +137,13 @@ def test_layers_of_several_kinds():
 
 GATES = {"shared_expert_intermediate_size": 2 * 24, "shared_expert_gate": True}
 GROUPS = {"scoring_func": "sigmoid", "router_correction": True, "num_experts": 12, "n_group": 4, "topk_group": 2}
+ROOTS = {"scoring_func": "sqrtsoftplus", "router_correction": True, "routed_scaling_factor": 1.5}
 MIXTURES = {  # changes of the config, and options of the sessions
     "as gpt-oss": ({"attention_sinks": True, "sliding_window": 4, "swa_layers": (0,), "num_experts_per_tok": 4}, {}),
     "as Qwen3-MoE": ({"qk_norm": True, "num_experts_per_tok": 3, "hidden_size": 33}, {"rows": 3}),
     "as Qwen3-Next": ({**GATES, "norm_after": "lane", "num_experts_per_tok": 5}, {"rows": 2}),
     "as DeepSeek-V3": ({**GROUPS, "num_experts_per_tok": 3, "layout": "dtp(1)"}, {"chaos_us": 20}),
+    "as DeepSeek-V4": ({**ROOTS, "hash_layers": 1, "num_experts_per_tok": 3}, {"rows": 3}),
     "warps of 64": ({**GATES, "num_experts_per_tok": 3}, {"machine": AMD}),
     "few slots": (
         {"moe_intermediate_size": 2 * 160},

@@ -17,14 +17,6 @@
 namespace laneformer {
 namespace gpu {
 
-// log(1 + x) of x in 0 .. 1, by the series of 2 atanh(x / (2 + x)).
-LF_DEVICE float log_of_one_and(float x) {
-  const float y = x / (2 + x), square = y * y;
-  float sum = 1.0f / 15;
-  LF_UNROLL for (int i = 13; i > 0; i -= 2) sum = sum * square + 1.0f / i;
-  return 2 * y * sum;
-}
-
 // Columns of a product as a board has them, each times the factor of its head.
 template <class Shape, int head_channels, int rows>
 struct ScaledFromBoard {
@@ -334,7 +326,7 @@ struct DeltaNet {
     const int position = pass.position_of(m), at = position % kEntries, own = warp_lane() % kTile;
     const float* x = scratch + kReadAt;
     const float beta = sigmoid<Numbers>(x[kSteps]), step = x[kSteps + 1] + gates.step;
-    const float softplus = larger(step, 0.0f) + log_of_one_and(exp_of(-larger(step, -step)));
+    const float softplus = softplus_of(step);
     if (warp_lane() == 0) {
       const float decay_now = exp_of(-exp_of(gates.rate) * softplus);
       scratch[kDecaysAt + at] = decay_now;

@@ -29,7 +29,11 @@ class ChosenOps : public DenseOps {
       const bool is_gate = Op::kAllRows > Op::kExperts && first + r == Op::kExperts;
       float value = row_sum<Op, most>(partial, r, m) * factor;
       if (!is_gate) value = biased<Op>(value, layer, first + r);
-      if (Op::kIsSigmoidRoute || is_gate) value = sigmoid<Numbers>(value);
+      if (Op::kIsSigmoidRoute || is_gate) {
+        value = sigmoid<Numbers>(value);
+      } else if (Op::kIsRootRoute) {
+        value = root_of_softplus(value);
+      }
       store_word(boards_ + (i64)m * kLaneWords + kRoutesBoard + first + r, word_of(value, tag + layer));
     });
   }
@@ -45,7 +49,13 @@ class ChosenOps : public DenseOps {
       if constexpr (Router::kCorrectionGiven) correction = small(Router::correction(layer), Router::kCorrectionStride);
       for (int m = 0; m < run.count(); m++) {
         const u64* board = boards_ + (i64)m * kLaneWords + kRoutesBoard;
-        const Routes found = choose<Router>(board, tag + layer, watch_, correction);
+        Routes found;
+        if constexpr (Router::kByTokenGiven) {
+          const float* table = small(Router::by_token(layer), Router::kByTokenStride);
+          found = look_up<Router>(board, tag + layer, watch_, table + (i64)shared_.tokens[m] * Router::kUsed);
+        } else {
+          found = choose<Router>(board, tag + layer, watch_, correction);
+        }
         LF_UNROLL for (int row = 0; row < most; row++) if (row == m) routes_[row] = found;
       }
       order<Op>(stream_, layer, c_, routes_, run);
