@@ -557,9 +557,10 @@ GpuOp = (
     | LatentAttend
     | DeltaNet
     | RootRoute
+    | GatherStreams
 )
 """What the decode kernel on GPUs computes."""
-Op = GpuOp | GatherStreams | CompressedKeep | CompressedAttend
+Op = GpuOp | CompressedKeep | CompressedAttend
 """What the decode kernel on CPUs computes. A dataclass of this file that is not among them is for backend xla alone."""
 
 

@@ -47,6 +47,8 @@ def model_header(layout: Layout) -> str:
         "Layers": layout.num_layers,
         "Hidden": layout.hidden,
         "StreamRows": layout.stream_rows,
+        "Streams": layout.streams,
+        "KeptFloats": layout.kept_floats,
         "Vocab": ops.vocab_size,
         "SlotLines": SLOT_LINES,
         "Slots": layout.slots,
@@ -55,7 +57,8 @@ def model_header(layout: Layout) -> str:
         "LayerLines": layout.layer_lines,
         "HeadLines": layout.head_lines,
         "LayerPadding": layout.layer_lines - layout.layer_starts[-1],
-        "HeadPadding": layout.head_lines - layout.head.lines * layout.head.turns,
+        "HeadPadding": layout.head_lines - layout.gather_lines - layout.head.all_lines,
+        "GatherLines": layout.gather_lines,
         "HeadTurns": layout.head.turns,
         "HeadRows": layout.head_rows,
         "HeadParts": layout.head_parts,
@@ -109,6 +112,7 @@ def model_header(layout: Layout) -> str:
         *(f"constexpr Dtype k{name} = k{value.name.title()};" for name, value in dtypes.items()),
         *(line for index in range(len(layout.kinds)) for line in _structs(layout, index)),
         *_head_struct(layout),
+        *_head_mixture(layout),
         *_modules_struct(layout),
         f"using Layers = Kinds<{', '.join(f'Kind{index}' for index in range(len(layout.kinds)))}>;",
         *(line for before, function in functions for line in (*before, function)),
@@ -135,6 +139,17 @@ def _head_struct(layout: Layout) -> Iterator[str]:
     functions["product"] = {0: len(layout.numbers)}
     aliases = {"Weights": layout.head.format.struct}
     return _struct("Head", layout.head.fields | constants, functions, aliases, layout.num_layers)
+
+
+def _head_mixture(layout: Layout) -> Iterator[str]:
+    """What the head reads of several streams: a list of one op, or of none."""
+    gather = layout.plan.ops.head.gather
+    if gather:
+        constants, functions = _of_fields(layout, {0: gather})
+        constants |= layout.head_mixture.fields | {"Tiled": True, "Chosen": False, "SumSets": 1}
+        aliases = {"Weights": layout.head_mixture.format.struct}
+        yield from _struct("HeadMixture", constants, functions | {"product": {0: 0}}, aliases, layout.num_layers)
+    yield f"using HeadGather = Ops<{'HeadMixture' if gather else ''}>;"
 
 
 def _modules_struct(layout: Layout) -> Iterator[str]:
@@ -176,9 +191,7 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
             functions["cache"] = {layer: layout.first_kept[layer] for layer in kind.layers}
         elif tiling:
             constants |= tiling.fields | {"FirstLine": kind.lines_before(number), "SumSets": tiling.sum_sets}
-            first = {
-                layer: own.matrix if isinstance(own, Router) else own.matrices[0] for layer, own in of_layers.items()
-            }
+            first = {layer: layout.stages[layer][number].matrices[0] for layer in kind.layers}
             bias = next(iter(first.values())).bias
             if bias:
                 constants["BiasStride"] = layout.plan.places[bias.path].stride

@@ -20,7 +20,7 @@ from custom_calls.gpu.supported import Router, unknown
 from custom_calls.gpu.tiling import Machine, Pieces, Tiling, tile
 from custom_calls.library import ring_slots
 from custom_calls.plan import ENTRIES, Dtype, Plan
-from laneformer.ops import Attend, DeltaNet, HeadKind, LatentAttend, Module, Op, Product, Rotary, Weight
+from laneformer.ops import Attend, DeltaNet, GatherStreams, HeadKind, LatentAttend, Module, Op, Product, Rotary, Weight
 
 # Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
 SLOT_LINES = 8
@@ -184,6 +184,8 @@ class Layout:
 
     def _tile_stage(self, stage: Stage) -> Tiling | None:
         op = stage.op
+        if isinstance(op, GatherStreams):
+            return self._tile_mixture(op)
         if isinstance(op, Router):  # float32, whatever products are
             rows = sum(matrix.rows for matrix in stage.matrices)
             return tile(rows, self.hidden, self.ctas, self.machine, Plain(Dtype.float32))
@@ -195,6 +197,11 @@ class Layout:
         if not op.chosen:
             return self._tile(path, op.rows, op.columns, self.ctas, unit)
         return self._tile_experts(path, op, unit)
+
+    def _tile_mixture(self, op: GatherStreams) -> Tiling:
+        """A CTA has all rows, and of the columns those of its channels of each stream: as `by_ctas` packs them."""
+        columns = op.count * self.stream_rows
+        return tile(self.ctas * op.mix.rows, columns, self.ctas, self.machine, Plain(Dtype.float32))
 
     def _tile_blocks(self, path: str, op: Product) -> Tiling:
         """With the products of a CTA that take the fewest lines; of equal ones the fewest products."""
@@ -269,6 +276,27 @@ class Layout:
             return one  # what is beside the stream is in the order of all rows of a CTA
         return max(map(in_turns, TURNS), key=lambda tiling: (room(tiling), -tiling.turns))
 
+    @cached_property
+    def head_mixture(self) -> Tiling | None:
+        """Of what the head reads of several streams: its lines are those before the head's."""
+        gather = self.plan.ops.head.gather
+        return self._tile_mixture(gather) if gather else None
+
+    @property
+    def gather_lines(self) -> int:
+        return self.head_mixture.lines if self.head_mixture else 0
+
+    @property
+    def streams(self) -> int:
+        """Residual streams where modules mix several, or 0."""
+        gather = self.plan.ops.head.gather
+        return gather.count if gather else 0
+
+    @property
+    def join_floats(self) -> int:
+        """Of a row of a pass: how a module's output joins the streams."""
+        return self.streams * (1 + self.streams)
+
     @property
     def head_rows(self) -> int:
         """Rows of the head that a CTA has."""
@@ -292,11 +320,15 @@ class Layout:
 
     @cached_property
     def tilings(self) -> list[Tiling]:
-        return [*self._of_layers, self.head]
+        return [*self._before_head, self.head]
 
     @property
     def _of_layers(self) -> list[Tiling]:
         return [tiling for kind in self.kinds for tiling in kind.tilings if tiling]
+
+    @property
+    def _before_head(self) -> list[Tiling]:
+        return [*self._of_layers, *([self.head_mixture] if self.head_mixture else [])]
 
     @cached_property
     def attends(self) -> list[Attend | LatentAttend]:
@@ -332,13 +364,13 @@ class Layout:
         first = STEPS.index("op")
         layers = [(first + op, layer) for layer, own in enumerate(self.stages) for op in range(len(own))]
         together = self.lanes > 1 and self.plan.ops.head.kind != HeadKind.VOCAB_PARALLEL
-        final = [(STEPS.index("final"), -1)] if together else []
+        final = [(STEPS.index("final"), -1)] if together or self.streams else []
         return [(STEPS.index("embed"), -1), *layers, *final, (STEPS.index("head"), -1)]
 
     @property
     def kept_floats(self) -> int:
-        """Floats of the residual stream that a CTA keeps between launches, where each op is one."""
-        return (1 + self.table.history) * self.stream_rows
+        """Floats of the residual streams that a CTA keeps between launches, where each op is one."""
+        return (1 + self.table.history + self.streams) * self.stream_rows + self.join_floats
 
     def _padded(self, lines: int) -> int:
         return -(-lines // SLOT_LINES) * SLOT_LINES
@@ -364,7 +396,7 @@ class Layout:
         parts = [(a, b - a, True) for a, b in itertools.pairwise([0, *ends])]
         rest = self.layer_starts[-1] - ends[-1]
         behind = [(ends[-1], rest, False)] if rest else []
-        return [*parts, *behind, (self.layer_lines, self.head.lines * self.head.turns, False)]
+        return [*parts, *behind, (self.layer_lines, self.gather_lines + self.head.all_lines, False)]
 
     @cached_property
     def layer_lines(self) -> int:
@@ -373,7 +405,7 @@ class Layout:
 
     @cached_property
     def head_lines(self) -> int:
-        return self._padded(self.head.lines * self.head.turns)
+        return self._padded(self.gather_lines + self.head.all_lines)
 
     @cached_property
     def expert_starts(self) -> tuple[int, ...]:
@@ -411,7 +443,7 @@ class Layout:
 
     @property
     def head_offset(self) -> int:
-        return self.layer_lines * self.line_words
+        return (self.layer_lines + self.gather_lines) * self.line_words
 
     @property
     def stream_bytes(self) -> int:
@@ -452,14 +484,14 @@ class Layout:
         return self._z_in_merged(self.head)
 
     def _floats_with(self, head: Tiling, rows: int) -> int:
-        warps, tilings = self.machine.warps, [*self._of_layers, head]
+        warps, tilings = self.machine.warps, [*self._before_head, head]
         width = WIDTH[self.plan.cache_dtype]
 
         def even(n):
             return n + n % 2
 
         partial = max(
-            *(tiling.partial_floats(1 if tiling.pieces else rows) for tiling in self._of_layers),
+            *(tiling.partial_floats(1 if tiling.pieces else rows) for tiling in self._before_head),
             head.partial_floats(),
             head.partial_floats(rows, _parts(head, rows)),
         )
@@ -476,6 +508,8 @@ class Layout:
             )
             + even(rows * self._merged)
             + even(max(tiling.brought_floats for tiling in tilings))
+            + even(rows * self.streams * self.stream_rows)
+            + even(rows * self.join_floats)
             + even(rows * self.stream_rows)
             + even(rows * self.table.history * self.stream_rows)
             + (1 if self._z_in_merged(head) else 2) * even(rows * head.rows * head.turns)
@@ -602,6 +636,11 @@ class Layout:
                 default=0,
             ),
         )
+        # Of each CTA its parts of a mixture of streams and the sum of their squares.
+        of_streams = [
+            stage.op.mix.rows + 1 for kind in self.kinds for stage in kind.stages if isinstance(stage.op, GatherStreams)
+        ]
+        yield "MixtureBoard", self.ctas * max((rows + rows % 2 for rows in of_streams), default=0)
 
     def shared(self) -> Iterator[tuple[str, int]]:
         """Memory between the lanes, on each device, in words. The first word is the call's failure."""

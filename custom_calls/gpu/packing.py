@@ -94,6 +94,17 @@ def chunks(matrices: list, tiling: Tiling) -> Iterator[tuple[int, list]]:
         )
 
 
+def by_ctas(mix: np.ndarray, streams: int, ctas: int, rows: int) -> np.ndarray:
+    """A mixture's matrix [..., n, streams * hidden] as the CTAs' parts of it, one after the other: each has all of its
+    rows, and of the columns those of its `rows` channels of each stream.
+    """
+    *lead, count, columns = mix.shape
+    parts = mix.reshape(*lead, count, streams, columns // streams)
+    parts = np.pad(parts, [*[(0, 0)] * (len(lead) + 2), (0, ctas * rows - parts.shape[-1])])
+    parts = np.moveaxis(parts.reshape(*lead, count, streams, ctas, rows), -2, -4)
+    return parts.reshape(*lead, ctas * count, streams * rows)
+
+
 def _arranged(parts: list[jax.Array], lanes: int, arrangement: str) -> jax.Array:
     if arrangement == "as it is":
         return parts[0]

@@ -22,14 +22,24 @@ from custom_calls.gpu.compile import PERSISTENT, STEPS, image
 from custom_calls.gpu.formats import Bf12Choice
 from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import MOST_ROWS, Layout
-from custom_calls.gpu.packing import Placement, chunks, filled, filled_codes, gathered, normal, placed, placed_codes
+from custom_calls.gpu.packing import (
+    Placement,
+    by_ctas,
+    chunks,
+    filled,
+    filled_codes,
+    gathered,
+    normal,
+    placed,
+    placed_codes,
+)
 from custom_calls.gpu.supported import Router
-from custom_calls.gpu.tiling import H200, MI300X, Machine
+from custom_calls.gpu.tiling import H200, MI300X, Machine, Tiling
 from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
 from custom_calls.session import Bf12Weights, CallStream, DecodeSession, Drafting
 from laneformer.formats import BF12_TABLE
-from laneformer.ops import TRACE_NAMES, GpuOp, HeadKind, Rotary, without_kernel
+from laneformer.ops import TRACE_NAMES, GatherStreams, GpuOp, HeadKind, Rotary, without_kernel
 from laneformer.quantized import Quantized
 
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
@@ -335,11 +345,14 @@ class GpuSession(DecodeSession):
             self._pack_rows(path, _kept(weight))
         if path == plan.ops.embedding.path:
             self._embedding = self._put(_kept(weight).astype(plan.weight_dtype.name), False)
+        gather = plan.ops.head.gather
+        if gather and path == gather.mix.weight.path:
+            self._place_mixture(_whole(weight), gather, self.layout.head_mixture, self.layout.layer_lines)
         if path == plan.ops.head.weight.path:
             self._pack_head(_kept(weight))
 
     def _pack_rows(self, path: str, weight: np.ndarray | jax.Array) -> None:
-        """A product, or a router, is packed once all of its matrices are there."""
+        """A product, a router, or a mixture of streams is packed once all of its matrices are there."""
         layer, number = self._multiplied[path]
         parts = self._waiting.setdefault((layer, number), {})
         parts[path] = weight
@@ -351,13 +364,25 @@ class GpuSession(DecodeSession):
         if isinstance(stage.op, Router):
             rows = [self._put(parts[weight.path].astype(jnp.float32), weight.lane_sharded) for weight in weights]
             return self._place_router(rows, layer, number)
+        if isinstance(stage.op, GatherStreams):
+            return self._place_mixture(_whole(weight), stage.op, *self._tiled(layer, number))
         matrices = [self._put_matrix(parts[weight.path], weight.lane_sharded) for weight in weights]
         self._place(matrices, self.layout.numbers[layer, number])
 
     def _place_router(self, matrices: list[jax.Array], layer: int, number: int) -> None:
+        self._place_float32(matrices, *self._tiled(layer, number))
+
+    def _place_mixture(self, mix: np.ndarray, op: GatherStreams, tiling: Tiling, line: int) -> None:
+        parts = by_ctas(mix, op.count, self.layout.ctas, self.layout.stream_rows)
+        self._place_float32([self._put(parts, op.mix.weight.lane_sharded)], tiling, line)
+
+    def _tiled(self, layer: int, number: int) -> tuple[Tiling, int]:
+        """Of a stage, and the line of each warp's memory at which it begins."""
         layout = self.layout
-        tiling = layout.kinds[layout.kind_of[layer]].tilings[number]
-        offset, table = np.int32(layout.offset(layer, number)), np.zeros(BF12_TABLE, np.uint8)
+        return layout.kinds[layout.kind_of[layer]].tilings[number], layout.line(layer, number)
+
+    def _place_float32(self, matrices: list[jax.Array], tiling: Tiling, line: int) -> None:
+        offset, table = np.int32(line * self.layout.line_words), np.zeros(BF12_TABLE, np.uint8)
         self._packed, *_ = placed(self._packed, matrices, offset, table, tiling, "rows", self._sharding(True))
 
     def _pack_head(self, weight: np.ndarray | jax.Array) -> None:
@@ -416,9 +441,13 @@ class GpuSession(DecodeSession):
         return [*found, Placement((head.weight.path,), layout.head_offset, layout.head, arrangement)]
 
     def fill(self, seed: int = 0) -> None:
-        """Random numbers for all matrices, for measurements; small weights are 1."""
+        """Random numbers for all matrices, for measurements; small weights are 1, tables name random experts."""
         layout, keys = self.layout, jax.random.split(jax.random.key(seed))
         self._small[:] = 1
+        for path, experts in self.plan.tables.items():
+            tokens, used = self.plan.weights[path].shape
+            first = np.random.default_rng(seed).integers(0, experts, (tokens, 1))
+            self.plan.place(self._small, path, (first + np.arange(used)) % experts)
         block = normal(keys[0], jnp.zeros(1 << 20, self.plan.weight_dtype.name))
         bits = jax.random.bits(jax.random.key(seed + 1), (1 << 20,), jnp.uint8)
         for product, place in enumerate(self._placements):
@@ -434,9 +463,16 @@ class GpuSession(DecodeSession):
                 if isinstance(stage.op, Router):
                     shapes = (matrix.weight.shape for matrix in stage.matrices)
                     self._place_router([normal(keys[1], jnp.zeros(shape)) for shape in shapes], layer, number)
+                elif isinstance(stage.op, GatherStreams):
+                    self._fill_mixture(keys[1], stage.op, *self._tiled(layer, number))
+        if gather := self.plan.ops.head.gather:
+            self._fill_mixture(keys[1], gather, layout.head_mixture, layout.layer_lines)
         embedding = jnp.zeros(self.plan.ops.embedding.shape, self.plan.weight_dtype.name, device=self._sharding(False))
         self._embedding = normal(keys[1], embedding)
         self._missing, self._ready = {}, None
+
+    def _fill_mixture(self, key: jax.Array, op: GatherStreams, tiling: Tiling, line: int) -> None:
+        self._place_mixture(np.asarray(normal(key, jnp.zeros(op.mix.weight.shape))), op, tiling, line)
 
     @property
     def operands(self) -> tuple:

@@ -13,7 +13,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from custom_calls.gpu.supported import Router
-from laneformer.ops import LatentAttend, LatentKeep, Layer, Matrix, Op, Product, SharedExpert, Value, products_of
+from laneformer.ops import (
+    GatherStreams,
+    LatentAttend,
+    LatentKeep,
+    Layer,
+    Matrix,
+    Op,
+    Product,
+    SharedExpert,
+    Value,
+    products_of,
+)
 
 # Where results between ops are: on a board, but for what a CTA has of them itself
 WITHOUT_BOARD = (Value.STREAM, Value.ATTENDED, Value.OUTPUT, Value.ROUTES)
@@ -48,6 +59,8 @@ class Stage:
         """The rows that it multiplies, one after the other."""
         if isinstance(self.op, Router):
             return (self.op.matrix, *([self.gate] if self.gate else []))
+        if isinstance(self.op, GatherStreams):
+            return (self.op.mix,)
         return self.op.matrices if isinstance(self.op, Product) else ()
 
     @property
@@ -101,4 +114,5 @@ def _of_module(ops: tuple[Op, ...], module: int, formats: Mapping[str, object], 
             found.append(stage)
     early = [stage for stage in found if stage.shared and not stage.adds]
     rest = [stage for stage in found if stage not in early]
-    return [rest[0], *early, *rest[1:]]
+    behind = 1 + next((at for at, stage in enumerate(rest) if isinstance(stage.op, Router)), 0)
+    return [*rest[:behind], *early, *rest[behind:]]

@@ -8,6 +8,7 @@ from laneformer.ops import (
     Attend,
     Blocks,
     DeltaNet,
+    GatherStreams,
     LatentAttend,
     LatentKeep,
     Layer,
@@ -25,6 +26,7 @@ from laneformer.ops import (
 
 MOST_USED = 16  # experts of a token: a thread of each warp has the place of one's pieces
 MOST_GROUPS = 32  # of experts: a thread of each warp has the sum of one's two best
+MOST_STREAMS = 6  # residual streams: a thread has what is between them in registers
 
 Router = Route | SigmoidRoute | RootRoute
 
@@ -54,24 +56,29 @@ LATENT_ATTENTION = (
 def unknown(layer: Layer, hidden: int) -> Iterator[str]:
     """What a layer has that the kernel has not."""
     for module, chain in zip(layer.modules, CHAINS, strict=True):
-        routed = module is layer.feed_forward and isinstance(module.ops[0], Router)
-        shared = [op for op in module.ops if isinstance(op, SharedExpert)]
-        ops = tuple(op for op in module.ops[routed:] if op not in shared)
-        yield from _unknown_experts(module.ops[0] if routed else None, ops)
+        first, *_ = module.ops
+        mixed = isinstance(first, GatherStreams)
+        if mixed and first.count > MOST_STREAMS:
+            yield f"it has {first.count} residual streams, more than {MOST_STREAMS}"
+        all_ops = module.ops[mixed:]
+        routed = module is layer.feed_forward and isinstance(all_ops[0], Router)
+        shared = [op for op in all_ops if isinstance(op, SharedExpert)]
+        ops = tuple(op for op in all_ops[routed:] if op not in shared)
+        yield from _unknown_experts(all_ops[0] if routed else None, ops)
         if any(isinstance(op, LatentAttend) for op in ops):
             yield from _unknown_latents(ops)
         else:
             yield from _unknown_chain(ops, chain)
         for op in shared:
-            yield from _unknown_shared(op, module.ops[0] if routed and len(shared) == 1 else None)
+            yield from _unknown_shared(op, all_ops[0] if routed and len(shared) == 1 else None)
             yield from _unknown_chain(op.products, chain)
     for op in (one for whole in layer.ops for one in products_of(whole) or (whole,)):
         if isinstance(op, Attend):
-            projected = layer.attention.ops[0].channels
+            projected = _projected(layer)
             if projected != op.projected or op.heads % op.kv_heads:
                 yield f"{op.heads} query and {op.kv_heads} key heads of {op.head_dim} do not fit {projected} channels"
         if isinstance(op, DeltaNet):
-            projected = layer.attention.ops[0].channels
+            projected = _projected(layer)
             if projected != op.projected or op.value_heads % op.key_heads:
                 yield f"{op.value_heads} value and {op.key_heads} key heads do not fit {projected} channels"
         if not isinstance(op, Product):
@@ -86,6 +93,11 @@ def unknown(layer: Layer, hidden: int) -> Iterator[str]:
             yield f"product {op.name.name} writes {op.rows} of {hidden} channels"
         if len({matrix.bias is None for matrix in op.matrices}) > 1:
             yield f"product {op.name.name} has biases for some of its matrices"
+
+
+def _projected(layer: Layer) -> int:
+    """Channels of what a layer's attention makes of its stream."""
+    return next(op.channels for op in layer.attention.ops if isinstance(op, Product))
 
 
 def _unknown_chain(ops: tuple[Op, ...], chain: tuple[Value, ...]) -> Iterator[str]:

@@ -50,9 +50,9 @@ MI300X = Machine(warp_size=64, ctas=256, warps=8, shared_bytes=65_536, bulk_copi
 
 @dataclass(frozen=True)
 class Pieces:
-    """How the matrices of chosen experts are shared out; see custom_calls/gpu/kernel/experts.h. A matrix is cut into as
-    many parts as its tiling has CTAs, by rows, or warps, by columns. The parts of the used experts are dealt to all
-    CTAs (warps) in their order; so are, in memory, those of all experts.
+    """How the matrices of chosen experts are shared out; see custom_calls/gpu/kernel/ops/experts.h. A matrix is cut
+    into as many parts as its tiling has CTAs, by rows, or warps, by columns. The parts of the used experts are dealt to
+    all CTAs (warps) in their order; so are, in memory, those of all experts.
     """
 
     experts: int

@@ -285,6 +285,25 @@ COMPRESSED = {
 """Models with entries that are made of several positions each."""
 
 
+STREAMS = {
+    "several streams": {"layout": "tp", "residual_streams": ResidualStreams(count=3, iterations=4)},
+    "several streams, roots and a table": {
+        "layout": "tp",
+        "residual_streams": ResidualStreams(count=4, iterations=20, eps=1e-3),
+        "num_experts": 5,
+        "num_experts_per_tok": 3,
+        "scoring_func": "sqrtsoftplus",
+        "router_correction": True,
+        "routed_scaling_factor": 1.5,
+        "hash_layers": 1,
+        "moe_intermediate_size": 2 * 12,
+        "shared_expert_intermediate_size": 2 * 7,
+        "lm_head_type": "lane",
+    },
+}
+"""Models with several residual streams and ordinary attention."""
+
+
 ON_CPU = SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET | COMPRESSED
 """Models that the shared tests of the kernel on GPUs leave out: it does not compute compressed attention, and its tests
 of experts, latents and DeltaNet have the others.

@@ -31,7 +31,7 @@ class Decoder : public ChosenOps {
     keep_tokens(run, token);
     if (kListed) lists_.begin(0);
     residual.begin(run, token);
-    residual.publish(run, stream_board(0), tag);
+    if (kStreams == 0) residual.publish(run, stream_board(0), tag);
     clock.end();
   }
 
@@ -55,10 +55,11 @@ class Decoder : public ChosenOps {
     run_one_of(Layers{}, run, number, layer, tag, sequence);
   }
 
-  // What a head over all lanes needs of them.
+  // What the head reads of several streams, and what a head over all lanes needs of them.
   template <int most>
   LF_DEVICE void final(const Run<most>& run, u32 tag, u32 sequence) {
     const Clock clock(*this, kNameFinal, kLayers);
+    gather_for_head(HeadGather{}, run, tag);
     if (kHeadOfAll) combine_lanes(run, final_gains(), tag, sequence);
     clock.end();
   }
@@ -208,6 +209,13 @@ class Decoder : public ChosenOps {
     ((wanted == number++ ? run_op<Op>(run, layer, tag, sequence) : void()), ...);
   }
 
+  template <int most>
+  LF_DEVICE void gather_for_head(Ops<>, const Run<most>&, u32) {}
+  template <class Op, int most>
+  LF_DEVICE void gather_for_head(Ops<Op>, const Run<most>& run, u32 tag) {
+    gather_streams<Op>(run, 0, 2 * kLayers, tag);
+  }
+
   template <class Op, int most>
   LF_DEVICE void run_op(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     if constexpr (Op::kChosen) {
@@ -224,6 +232,8 @@ class Decoder : public ChosenOps {
         attending<Op>(run, layer, tag).run(c_);
       } else if constexpr (Op::kIsRouter) {
         route<Op>(run, layer, tag);
+      } else if constexpr (Op::kIsGatherStreams) {
+        gather_streams<Op>(run, layer, 2 * layer + Op::kModule, tag);
       } else {
         residual.template run<Op>(run, layer, tag);
         if constexpr (Op::kEndsModule) end_module<Op>(run, layer, tag, sequence);

@@ -9,6 +9,7 @@
 namespace laneformer {
 namespace gpu {
 
+constexpr int kJoinFloats = kStreams * (1 + kStreams);
 constexpr bool kExchanged = kLanes > 1 || kAnyMean;  // otherwise a sum is the lane's own part
 
 using LaneExchange = Exchange<kLanes, kMailSlots, kPassRows * kHidden>;
@@ -17,6 +18,8 @@ struct Residual {
   const Params& p;
   float* x;        // shared memory, for each of a pass's rows m: [m][channels]
   float* history;  // [m][kHistory][channels]: outputs of the last modules
+  float* streams;  // [m][kStreams][channels], where there are several; x is then what a module reads of them
+  float* joins;    // [m][kJoinFloats]: how the module's output joins them
   float* scratch;  // [2 * kWarps], [m][channels]
   Watch& watch;
   int lane, first, count;  // channels that the CTA has
@@ -33,6 +36,7 @@ struct Residual {
   }
 
   LF_DEVICE float& stream(int m, int r) const { return x[m * kStreamRows + r]; }
+  LF_DEVICE float& one_stream(int m, int s, int r) const { return streams[(m * kStreams + s) * kStreamRows + r]; }
   LF_DEVICE float& output(int module, int m, int r) const {
     return history[(m * kHistory + module % kHistory) * kStreamRows + r];
   }
@@ -40,8 +44,24 @@ struct Residual {
   // token(m): of row m.
   template <int most, class Token>
   LF_DEVICE void begin(const Run<most>& run, Token token) {
-    each(run,
-         [&](int m, int r) { stream(m, r) = element<kEmbedding>(p.embedding, (i64)token(m) * kHidden + first + r); });
+    each(run, [&](int m, int r) {
+      const float value = element<kEmbedding>(p.embedding, (i64)token(m) * kHidden + first + r);
+      if constexpr (kStreams == 0) {
+        stream(m, r) = value;
+      } else {
+        LF_UNROLL for (int s = 0; s < kStreams; s++) one_stream(m, s, r) = value;
+      }
+    });
+    clear_padding(run);
+  }
+
+  // A product reads the streams' channels beyond those of the CTA, too.
+  template <int most>
+  LF_DEVICE void clear_padding(const Run<most>& run) const {
+    if constexpr (kStreams > 0) {
+      for (int i = opaque(thread()); i < run.count() * kStreams * kStreamRows; i += kThreads)
+        if (i % kStreamRows >= count) streams[i] = 0;
+    }
   }
 
   // Module `time` has ended; value(m, r): a channel of its output.
@@ -89,6 +109,10 @@ struct Residual {
       each(run, [&](int m, int r) {
         if (first + r >= sum.width) return;
         float total = Modules::kSumNormed ? normed[m * kStreamRows + r] : sum_of_lanes(m, r);
+        if constexpr (kStreams > 0) {
+          join(m, r, total);
+          return;
+        }
         if (sum.stream_mean) {
           stream(m, r) = total;
           return;
@@ -108,6 +132,18 @@ struct Residual {
   }
 
  private:
+  // Each stream becomes its share of the output, and of all streams.
+  LF_DEVICE void join(int m, int r, float output) const {
+    const float *post = joins + m * kJoinFloats, *between = post + kStreams;
+    float own[kStreams == 0 ? 1 : kStreams];
+    LF_UNROLL for (int s = 0; s < kStreams; s++) own[s] = one_stream(m, s, r);
+    LF_UNROLL for (int to = 0; to < kStreams; to++) {
+      float sum = 0;
+      LF_UNROLL for (int from = 0; from < kStreams; from++) sum += own[from] * between[from * kStreams + to];
+      one_stream(m, to, r) = sum + output * post[to];
+    }
+  }
+
   // RMSNorm of a vector of the lane [width]: of the CTA's channels value(m, r), into out, whose rows are `stride`
   // apart. All CTAs of the lane read the sums of squares, in a place of the board that no other norm has between two
   // edges of the stream.

@@ -4,6 +4,7 @@
 #include "attention.h"
 #include "delta_net.h"
 #include "drafts.h"
+#include "residual.h"
 #include "sampling.h"
 
 namespace laneformer {
@@ -53,8 +54,8 @@ struct MergedFloats {
   }
 };
 
-constexpr int kPartialFloats =
-    larger_of(most_of<Partials>(Layers{}), larger_of(kPartials<Head>, kPartials<Head, kPassRows, kHeadParts>));
+constexpr int kPartialFloats = larger_of(larger_of(most_of<Partials>(Layers{}), most_of<Partials>(HeadGather{})),
+                                         larger_of(kPartials<Head>, kPartials<Head, kPassRows, kHeadParts>));
 constexpr int kBroughtFloats = larger_of(most_of<BroughtFloats>(Layers{}), kBrought<Head>);
 constexpr int kScratchFloats = larger_of(most_of<AttentionFloats>(Layers{}), kSampleFloats);
 constexpr int kMergedFloats = most_of<MergedFloats>(Layers{});
@@ -65,12 +66,13 @@ static_assert(kPassTags > 2 * kLayers + 2, "every edge of a pass has its own tag
 
 // Shared memory after the ring: barriers, then floats.
 struct Shared {
-  float *partial[2], *squares[2], *scratch, *merged, *brought, *x, *history, *logits, *z;
+  float *partial[2], *squares[2], *scratch, *merged, *brought, *x, *history, *streams, *joins, *logits, *z;
   int *end, *drafts, *tokens;
 
   static constexpr int kFloats =
       2 * even(kPartialFloats) + 2 * even(kPassRows * kWarps) + even(kScratchFloats) + even(kPassRows * kMergedFloats) +
-      even(kBroughtFloats) + even(kPassRows * kStreamRows) + even(kPassRows * kHistory * kStreamRows) +
+      even(kBroughtFloats) + even(kPassRows * kStreams * kStreamRows) + even(kPassRows * kJoinFloats) +
+      even(kPassRows * kStreamRows) + even(kPassRows * kHistory * kStreamRows) +
       (kZInMerged ? 1 : 2) * even(kPassRows * kHeadRows) + 2 + even(kDraftInts) + (kByToken ? even(kPassRows) : 0);
 
   static_assert(kFloats == kSharedFloats, "custom_calls/gpu/layout.py counts otherwise");
@@ -86,6 +88,7 @@ struct Shared {
     squares[0] = take(kPassRows * kWarps), squares[1] = take(kPassRows * kWarps);
     merged = take(kPassRows * kMergedFloats);
     brought = take(kBroughtFloats);
+    streams = take(kPassRows * kStreams * kStreamRows), joins = take(kPassRows * kJoinFloats);
     x = take(kPassRows * kStreamRows), history = take(kPassRows * kHistory * kStreamRows);
     logits = take(kPassRows * kHeadRows);
     z = kZInMerged ? merged : take(kPassRows * kHeadRows);  // the layers and the sampler take turns

@@ -8,17 +8,15 @@
 namespace laneformer {
 namespace gpu {
 
-constexpr int kKeptRows = 1 + kHistory;
-
 // What a launch must know of its op.
 struct Step {
-  Stretch weights;  // in a pass
-  bool adds_output;
+  Stretch weights;   // in a pass
+  bool of_residual;  // it adds the module's output, or reads several streams
 };
 
 template <class Op>
 LF_DEVICE Step step_of(u32 line) {
-  Step step = {{0, 0}, Op::kWrites == Value::kOutput};
+  Step step = {{0, 0}, Op::kWrites == Value::kOutput || Op::kIsGatherStreams};
   if constexpr (Op::kStreamed) step.weights = {line + Op::kFirstLine, Op::kLines};
   return step;
 }
@@ -39,12 +37,15 @@ LF_DEVICE Step step_of(Kinds<Kind...>, int wanted, int layer) {
 }
 LF_DEVICE Step step_of(int step, int layer) {
   if (step >= kStepOp) return step_of(Layers{}, step - kStepOp, layer);
-  if (step == kStepHead) return {{kLayerLines, kHeadLines - kHeadPadding}, false};
+  if (kGatherLines > 0 && step == kStepFinal) return {{kLayerLines, kGatherLines}, false};
+  if (step == kStepHead) return {{kLayerLines + kGatherLines, kHeadLines - kHeadPadding - kGatherLines}, false};
   return {{0, 0}, false};
 }
 
 // The CTA's rows of the residual stream, and of the last modules' outputs, stay in memory between launches.
-LF_DEVICE float* kept_by(const Params& p) { return p.kept + (i64)cta() * kKeptRows * kStreamRows; }
+// With several streams also these, and how an output joins them.
+constexpr int kKeptStreams = kStreams * kStreamRows;
+LF_DEVICE float* kept_by(const Params& p) { return p.kept + (i64)cta() * kKeptFloats; }
 
 LF_DEVICE void recall(const Params& p, const Residual& residual) {
   const float* kept = kept_by(p);
@@ -53,6 +54,12 @@ LF_DEVICE void recall(const Params& p, const Residual& residual) {
     LF_UNROLL for (int h = 0; h < kHistory; h++) residual.history[h * kStreamRows + r] =
         kept[(h + 1) * kStreamRows + r];
   });
+  if constexpr (kStreams > 0) {
+    kept += (1 + kHistory) * kStreamRows;
+    for (int i = thread(); i < kKeptStreams; i += kThreads) residual.streams[i] = kept[i];
+    for (int i = thread(); i < kJoinFloats; i += kThreads) residual.joins[i] = kept[kKeptStreams + i];
+    sync_cta();
+  }
 }
 
 LF_DEVICE void keep(const Params& p, const Residual& residual) {
@@ -62,6 +69,12 @@ LF_DEVICE void keep(const Params& p, const Residual& residual) {
     LF_UNROLL for (int h = 0; h < kHistory; h++) kept[(h + 1) * kStreamRows + r] =
         residual.history[h * kStreamRows + r];
   });
+  if constexpr (kStreams > 0) {
+    sync_cta();
+    kept += (1 + kHistory) * kStreamRows;
+    for (int i = thread(); i < kKeptStreams; i += kThreads) kept[i] = residual.streams[i];
+    for (int i = thread(); i < kJoinFloats; i += kThreads) kept[kKeptStreams + i] = residual.joins[i];
+  }
 }
 
 LF_KERNEL void laneformer_step(LF_PARAMS p) {
@@ -95,7 +108,11 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
       break;
     case kStepFinal:
       recall(p, decoder.residual);
-      if (draws) decoder.final(run, tag, sequence);
+      if (draws) {
+        decoder.final(run, tag, sequence);
+      } else if (kGatherLines > 0) {
+        stream.drain();
+      }
       break;
     case kStepHead: {
       Sampler sampler = sampler_of(p, shared, watch, lane, c);
@@ -116,11 +133,11 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
       break;
     }
     default:
-      if (step.adds_output) recall(p, decoder.residual);
+      if (step.of_residual) recall(p, decoder.residual);
       decoder.keep_tokens(run, [&](int) { return now.token; });
       if constexpr (kByToken) sync_cta();
       decoder.run_one(run, op - kStepOp, layer, tag, sequence);
-      if (step.adds_output) keep(p, decoder.residual);
+      if (step.of_residual) keep(p, decoder.residual);
   }
 }
 

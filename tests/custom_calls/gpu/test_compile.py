@@ -22,6 +22,7 @@ from custom_calls.gpu.layout import Layout
 from custom_calls.gpu.tiling import H200, MI300X
 from infer.engine.native import plan_of
 from laneformer import Precision
+from laneformer.config import ResidualStreams
 from laneformer.decoder import decoder_ops
 from laneformer.ops import without_kernel
 from tests.support.gpu_cases import mixed_plan
@@ -394,6 +395,22 @@ def test_nvidia_registers_of_delta_net(source):
     kernels = figures(model_header(of_delta_net()), source)
     decode = kernels["laneformer_decode" if source == gpu_build.PERSISTENT else "laneformer_step"]
     assert decode["registers"] <= 255 and decode["stack"] <= 256 and decode["loads"] <= 800
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", [gpu_build.PERSISTENT, pytest.param(gpu_build.STEPS, marks=pytest.mark.exhaustive)])
+def test_nvidia_registers_of_residual_streams(source):
+    """What one stream has not, four do not spill either."""
+    kernels = figures(header(H200, 8, "float16", layout="tp", residual_streams=ResidualStreams(count=4)), source)
+    decode = kernels["laneformer_decode" if source == gpu_build.PERSISTENT else "laneformer_step"]
+    assert decode["registers"] <= 255 and (decode["stack"], decode["stores"], decode["loads"]) == (0, 0, 0)
+
+
+@needs_clang
+@pytest.mark.exhaustive
+def test_amd_compiles_residual_streams():
+    model = header(MI300X, 8, "float16", layout="tp", residual_streams=ResidualStreams(count=4))
+    assert gpu_build.image(model, "gfx942", gpu_build.compiler("gfx942")).startswith(b"\x7fELF")
 
 
 @needs_clang

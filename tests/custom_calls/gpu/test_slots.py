@@ -16,7 +16,17 @@ from custom_calls.gpu.codes import CodesChoice
 from laneformer.mesh import make_mesh
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
-from tests.support.decode_cases import CONFIGS, DELTA_NET, EXPERTS, LATENTS, LAYOUTS, MODELS, SHARED_EXPERTS, SIGMOIDS
+from tests.support.decode_cases import (
+    CONFIGS,
+    DELTA_NET,
+    EXPERTS,
+    LATENTS,
+    LAYOUTS,
+    MODELS,
+    SHARED_EXPERTS,
+    SIGMOIDS,
+    STREAMS,
+)
 from tests.support.gpu_cases import AMD, jitted, mixed_plan, of_config, some, state_of, weights_of
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
@@ -254,7 +264,7 @@ def test_several_devices(head):
     serve(Slots(*of_config(config), mesh=make_mesh(4, lane=2), chaos_us=20), 2, 4)
 
 
-CASES = CONFIGS | MODELS | EXPERTS | SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET
+CASES = CONFIGS | MODELS | EXPERTS | SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET | STREAMS
 
 
 @pytest.mark.parametrize("name", some(CASES, (), ("experts", "smallest")))

@@ -458,5 +458,5 @@ def test_packed_files_that_do_not_fit_are_refused(tmp_path, change, fields, word
 
 def test_the_kernel_on_gpus_refuses_by_name():
     ops = decoder_ops(config_from_hf(values()))
-    assert without_kernel(ops, GpuOp) == "it has no gather_streams, the block of layer 0: use backend xla"
+    assert without_kernel(ops, GpuOp) == "it has no compressed_keep, the block of layer 0: use backend xla"
     assert without_kernel(ops) is None

@@ -2,15 +2,15 @@
 // (experts.h).
 #pragma once
 
-#include "dense.h"
 #include "experts.h"
+#include "streams.h"
 
 namespace laneformer {
 namespace gpu {
 
-class ChosenOps : public DenseOps {
+class ChosenOps : public StreamOps {
  public:
-  using DenseOps::DenseOps;
+  using StreamOps::StreamOps;
 
  protected:
   // The router's logits of the CTA's experts, or their scores, for all CTAs of the lane. Behind those of all experts

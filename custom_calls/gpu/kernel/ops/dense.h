@@ -1,7 +1,6 @@
 // What the ops of a CTA share, and products whose weights are the same for every token.
 #pragma once
 
-#include "residual.h"
 #include "shared.h"
 
 namespace laneformer {
@@ -27,6 +26,8 @@ class DenseOps {
       : residual{p,
                  shared.x,
                  shared.history,
+                 shared.streams,
+                 shared.joins,
                  shared.scratch,
                  watch,
                  p.first_lane + lane_here,
@@ -186,13 +187,13 @@ class DenseOps {
     }
   }
 
-  // The output goes where the schedule says, and the stream to all CTAs of the lane.
+  // The output goes where the schedule says, and the stream, if there is one, to all CTAs of the lane.
   template <class Op, int most>
   LF_DEVICE void end_module(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     const int time = 2 * layer + Op::kModule;
     residual.add_output(run, time, tag, sequence);
     if (Op::kModule == 1 && layer == kLayers - 1) residual.apply(run, 2 * kLayers, tag, sequence);
-    residual.publish(run, stream_board(time + 1), tag + time + 1);
+    if (kStreams == 0) residual.publish(run, stream_board(time + 1), tag + time + 1);
   }
 
   // The CTA's rows of a product, from the one that is channel `first` on, for all CTAs of the lane.
