@@ -35,23 +35,28 @@ struct SquaredFromShared {
 // Makes the rows and the columns of a matrix of logits sum to about 1 (Sinkhorn).
 template <int n>
 LF_DEVICE void balance(float (&x)[n][n], int iterations, float eps) {
+  const auto inverse = [](float sum) {  // sums are above 0, and a division would be a branch for each
+    const float root = rsqrt_of(sum);
+    return root * root;
+  };
   LF_UNROLL for (int i = 0; i < n; i++) {
     float largest = x[i][0], sum = 0;
     LF_UNROLL for (int j = 1; j < n; j++) largest = larger(largest, x[i][j]);
     LF_UNROLL for (int j = 0; j < n; j++) sum += x[i][j] = exp_of(x[i][j] - largest);
-    LF_UNROLL for (int j = 0; j < n; j++) x[i][j] = x[i][j] / sum + eps;
+    const float factor = inverse(sum);
+    LF_UNROLL for (int j = 0; j < n; j++) x[i][j] = x[i][j] * factor + eps;
   }
   for (int iteration = 0; iteration < iterations; iteration++) {
-    LF_UNROLL for (int i = 0; i < n; i++) {
+    LF_UNROLL for (int i = 0; i < n && iteration > 0; i++) {  // the softmax has divided the rows
       float sum = eps;
       LF_UNROLL for (int j = 0; j < n; j++) sum += x[i][j];
-      const float factor = iteration == 0 ? 1.0f : 1.0f / sum;  // the softmax has divided the rows
+      const float factor = inverse(sum);
       LF_UNROLL for (int j = 0; j < n; j++) x[i][j] *= factor;
     }
     LF_UNROLL for (int j = 0; j < n; j++) {
       float sum = eps;
       LF_UNROLL for (int i = 0; i < n; i++) sum += x[i][j];
-      const float factor = 1.0f / sum;
+      const float factor = inverse(sum);
       LF_UNROLL for (int i = 0; i < n; i++) x[i][j] *= factor;
     }
   }
@@ -65,14 +70,17 @@ class StreamOps : public DenseOps {
   // STREAM of the module at a time, or of the head, for all CTAs of the lane.
   template <class Op, int most>
   LF_DEVICE void gather_streams(const Run<most>& run, int layer, int time, u32 tag) {
-    constexpr int words = Op::kRows + 1 + (Op::kRows + 1) % 2, pairs = words / 2, groups = kThreads / pairs,
-                  each = (kCtas + groups - 1) / groups;
-    static_assert(groups > 0 && kPassRows * (groups + 1) * words <= kScratchFloats, "the sums have room");
-    const float *factors = small(Op::factors(layer), Op::kFactorsStride),
-                *offsets = small(Op::offsets(layer), Op::kOffsetsStride);
-    float offset[kStreams];  // on their way while parts are awaited
-    LF_UNROLL for (int s = 0; s < kStreams; s++) offset[s] = offsets[s];
-    const float factor = factors[0];
+    constexpr int rows = Op::kRows, words = rows + 1 + (rows + 1) % 2, pairs = words / 2, groups = kThreads / pairs,
+                  each = (kCtas + groups - 1) / groups, own_rows = (rows + kThreads - 1) / kThreads;
+    static_assert(groups > 0 && (kPassRows * (groups + 1) + 2) * words <= kScratchFloats, "the sums have room");
+    float *sums = shared_.scratch, *mixture = sums + kPassRows * groups * words, *factors = mixture + kPassRows * words,
+          *offsets = factors + words;
+    float factor[own_rows], offset[own_rows];  // on their way while parts are computed
+    LF_UNROLL for (int i = 0; i < own_rows; i++) {
+      const int row = smaller(opaque(thread()) + i * kThreads, rows - 1);
+      factor[i] = small(Op::factors(layer), Op::kFactorsStride)[part_of(row)];
+      offset[i] = small(Op::offsets(layer), Op::kOffsetsStride)[row];
+    }
     float *partial = next_partial(), *squares = this->squares(turn_);
     sync_cta();  // other threads' channels
     const FromShared<Op, most> channels = {residual.streams, kStreams * kStreamRows};
@@ -83,21 +91,24 @@ class StreamOps : public DenseOps {
     u64* board = boards_ + kMixtureBoard;
     each_of_rows<words>(run, words, [&](int m, int w) {
       float value = 0;
-      if (w < Op::kRows) {
+      if (w < rows) {
         value = row_sum<Op, most>(partial, w, m);
-      } else if (w == Op::kRows) {
+      } else if (w == rows) {
         LF_UNROLL for (int i = 0; i < kWarps; i++) value += squares[m * kWarps + i];
       }
       store_word(board + (i64)m * kLaneWords + c_ * words + w, word_of(value, tag + time));
     });
-    // A thread adds two words of every `groups`-th CTA; then one thread the groups' sums of a word.
+    LF_UNROLL for (int i = 0; i < own_rows; i++) {
+      const int row = opaque(thread()) + i * kThreads;
+      if (row < rows) factors[row] = factor[i], offsets[row] = offset[i];
+    }
+    // A thread adds two words of every `groups`-th CTA; then one for each row adds what the groups have.
     float values[most][each][2];
     const int group = opaque(thread()) / pairs, pair = thread() % pairs;
     const bool reads = group < groups;
     read_words<false>(
         boards_of(board, run), reads ? group * words + 2 * pair : kCtas * words, kCtas * words, tag + time,
         [](int v, int) { return v * groups * words; }, values, watch_, kAtVector);
-    float *sums = shared_.scratch, *totals = sums + kPassRows * groups * words;
     LF_UNROLL for (int m = 0; m < most; m++) {
       float a = 0, b = 0;
       LF_UNROLL for (int v = 0; v < each; v++) a += values[m][v][0], b += values[m][v][1];
@@ -105,45 +116,43 @@ class StreamOps : public DenseOps {
       if (reads) own[0] = a, own[1] = b;
     }
     sync_cta();
-    each_of_rows<words>(run, words, [&](int m, int w) {
-      float total = 0;
-      LF_UNROLL for (int g = 0; g < groups; g++) total += sums[(m * groups + g) * words + w];
-      totals[m * words + w] = total;
+    each_of_rows<rows>(run, rows, [&](int m, int w) {
+      const float* own = sums + m * groups * words;
+      float total = 0, square = 0;
+      LF_UNROLL for (int g = 0; g < groups; g++) total += own[g * words + w], square += own[g * words + rows];
+      const float norm = rsqrt_of(square / (float)(kStreams * kHidden) + Op::kNormEps),
+                  value = total * norm * factors[w] + offsets[w], share = sigmoid<Numbers>(value);
+      mixture[m * words + w] = part_of(w) == 0 ? share + Op::kEps : part_of(w) == 1 ? 2 * share : value;
     });
     sync_cta();
-    const auto norm_of = [&](int m) {
-      return rsqrt_of(totals[m * words + Op::kRows] / (float)(kStreams * kHidden) + Op::kNormEps);
-    };
     residual.each(run, [&](int m, int r) {
-      const float norm = norm_of(m);
       float sum = 0;
-      LF_UNROLL for (int s = 0; s < kStreams; s++) {
-        const float read = sigmoid<Numbers>(totals[m * words + s] * norm * factor + offset[s]) + Op::kEps;
-        sum += residual.one_stream(m, s, r) * read;
-      }
+      LF_UNROLL for (int s = 0; s < kStreams; s++) sum += residual.one_stream(m, s, r) * mixture[m * words + s];
       residual.stream(m, r) = sum;
     });
     residual.publish(run, stream_board(time), tag + time);
-    if constexpr (Op::kRows > kStreams) {  // a module's
+    if constexpr (rows > kStreams) {  // a module's
+      static_assert(rows == kStreams + kJoinFloats, "what is read, what is written, what is between the streams");
       static_assert(kPassRows <= kWarpSize, "a thread for each row of the pass");
       const int m = warp_lane();
-      if (warp() == kWarps - 1 && m < run.count()) mix<Op>(m, totals + m * words, norm_of(m), factors, offsets);
+      if (warp() == kWarps - 1 && m < run.count())
+        keep_join<Op>(mixture + m * words + kStreams, residual.joins + m * kJoinFloats);
     }
   }
 
  private:
-  // How the output of row m joins the streams, by one thread.
+  // Of a row of a mixture: 0 for what is read, 1 for what is written, 2 for what is between the streams.
+  LF_DEVICE static int part_of(int row) { return row < kStreams ? 0 : row < 2 * kStreams ? 1 : 2; }
+
+  // How a row's output joins the streams, by one thread.
   template <class Op>
-  LF_DEVICE void mix(int m, const float* totals, float norm, const float* factors, const float* offsets) {
+  LF_DEVICE static void keep_join(const float* mixture, float* join) {
     constexpr int n = kStreams;
-    static_assert(Op::kRows == 2 * n + n * n, "what is read, what is written, what is between the streams");
-    float *post = residual.joins + m * kJoinFloats, between[n][n];
-    LF_UNROLL for (int s = 0; s < n; s++) post[s] =
-        2 * sigmoid<Numbers>(totals[n + s] * norm * factors[1] + offsets[n + s]);
-    LF_UNROLL for (int i = 0; i < n * n; i++) between[i / n][i % n] =
-        totals[2 * n + i] * norm * factors[2] + offsets[2 * n + i];
+    float between[n][n];
+    LF_UNROLL for (int i = 0; i < n * n; i++) between[i / n][i % n] = mixture[n + i];
+    LF_UNROLL for (int s = 0; s < n; s++) join[s] = mixture[s];
     balance(between, Op::kIterations, Op::kEps);
-    LF_UNROLL for (int i = 0; i < n * n; i++) post[n + i] = between[i / n][i % n];
+    LF_UNROLL for (int i = 0; i < n * n; i++) join[n + i] = between[i / n][i % n];
   }
 };
 
