@@ -558,9 +558,11 @@ GpuOp = (
     | DeltaNet
     | RootRoute
     | GatherStreams
+    | CompressedKeep
+    | CompressedAttend
 )
 """What the decode kernel on GPUs computes."""
-Op = GpuOp | CompressedKeep | CompressedAttend
+Op = GpuOp
 """What the decode kernel on CPUs computes. A dataclass of this file that is not among them is for backend xla alone."""
 
 

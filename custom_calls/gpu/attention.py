@@ -3,11 +3,14 @@
 from dataclasses import dataclass
 
 from custom_calls.gpu.tiling import Machine
-from laneformer.ops import Attend, LatentAttend
+from laneformer.ops import Attend, CompressedAttend, CompressedKeep, Compressor, LatentAttend
 
 MAX_SPLITS = 16  # of the keys: merging them costs every CTA
+LEAST_KEYS = 16  # of compressed attention that are worth another CTA: it has few, and merges each channel once
 MOST_KEY_THREADS = 32
 MOST_SUMS = 64  # of a thread, in registers
+BUCKETS, LEAST_PLACES = 1 << 11, 32  # as in gpu/kernel/mixers/compressed.h
+WARP_KEYS = 4  # of an index that a warp has at the same time
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,10 @@ class AttentionSizes:
     """Whether all heads have the same keys, which are their values too."""
 
     @classmethod
-    def of(cls, op: Attend | LatentAttend, ctas: int) -> "AttentionSizes":
+    def of(cls, op: Attend | LatentAttend | CompressedAttend, ctas: int, width: int) -> "AttentionSizes":
+        """width: bytes of a number in the cache."""
+        if isinstance(op, CompressedAttend):
+            return CompressedSizes.of(op, ctas, width)
         if isinstance(op, Attend):
             return cls(op.heads, op.kv_heads, op.head_dim, op.head_dim, _splits(ctas, op.kv_heads), False)
         most = max(1, ctas // MAX_SPLITS)
@@ -50,19 +56,56 @@ class AttentionSizes:
 
     def floats(self, rows: int, machine: Machine, width: int) -> int:
         """Shared memory of a CTA. rows: of a pass; width: bytes of a number in the cache."""
-        per = 16 // width if self.key_dim * width % 16 == 0 else 1
-        pieces, threads = self.key_dim // per, 1
-        while threads < MOST_KEY_THREADS and -(-pieces // threads) > 4:
-            threads *= 2
-        own = -(-pieces // threads) * per
-        group_heads = self.heads // self.groups
-        at_once = max(1, min(group_heads, MOST_SUMS // own))
         new = (1 if self.shared else 2) * rows
-        return (
-            (group_heads + new) * self.key_dim
-            + machine.warps * at_once * (self.value_dim + 2)
-            + 2 * self.splits * self.merged_heads
-        )
+        return self._task_floats(new, machine, width) + 2 * self.splits * self.merged_heads
+
+    def _task_floats(self, new: int, machine: Machine, width: int) -> int:
+        """Queries, vectors of the pass's rows, and the warps' sums. new: vectors."""
+        group_heads = self.heads // self.groups
+        at_once = max(1, min(group_heads, MOST_SUMS // _own(self.key_dim, width)))
+        return (group_heads + new) * self.key_dim + machine.warps * at_once * (self.value_dim + 2)
+
+
+@dataclass(frozen=True)
+class CompressedSizes(AttentionSizes):
+    """Tasks have as many heads as a thread has sums for."""
+
+    op: CompressedAttend
+
+    @classmethod
+    def of(cls, op: CompressedAttend, ctas: int, width: int) -> "CompressedSizes":
+        at_once = max(1, MOST_SUMS // _own(op.head_dim, width))
+        groups = min(n for n in range(1, op.heads + 1) if op.heads % n == 0 and op.heads // n <= at_once)
+        return cls(op.heads, groups, op.head_dim, op.head_dim, _splits(ctas, groups), True, op)
+
+    @property
+    def merged_floats(self) -> int:
+        """None: results are merged on a board."""
+        return 0
+
+    @property
+    def most_listed(self) -> int:
+        """Chosen entries that a task reads."""
+        return max(LEAST_KEYS, -(-(self.op.window + self.op.index.most) // self.splits)) if self.op.index else 0
+
+    def floats(self, rows: int, machine: Machine, width: int) -> int:
+        new = (rows - 1) // self.op.ratio + 1 if self.op.ratio else 0  # entries of a pass
+        task, index = self._task_floats(rows + new, machine, width), self.op.index
+        if not index:
+            return task
+        stride = index.channels + 1 - index.channels % 2
+        scores = index.heads * (stride + 1) + (new + machine.warps * WARP_KEYS) * index.channels
+        choice = 2 * BUCKETS + 2 * machine.warps + 2 + LEAST_PLACES
+        return max(task, scores, choice) + self.most_listed
+
+
+def _own(key_dim: int, width: int) -> int:
+    """Channels of a key that a thread has."""
+    per = 16 // width if key_dim * width % 16 == 0 else 1
+    pieces, threads = key_dim // per, 1
+    while threads < MOST_KEY_THREADS and -(-pieces // threads) > 4:
+        threads *= 2
+    return -(-pieces // threads) * per
 
 
 def _splits(ctas: int, groups: int) -> int:
@@ -70,6 +113,6 @@ def _splits(ctas: int, groups: int) -> int:
     return max(1, min(MAX_SPLITS, ctas // groups))
 
 
-def rotated(op: Attend | LatentAttend) -> int:
+def rotated(op: Attend | LatentAttend | CompressedAttend | CompressedKeep | Compressor) -> int:
     """Channels of a head in a table of rotations."""
-    return op.head_dim if isinstance(op, Attend) else op.rotating
+    return op.head_dim if isinstance(op, Attend) else 2 * len(op.rotary.frequencies)

@@ -12,14 +12,16 @@ from typing import get_args
 
 import numpy as np
 
-from custom_calls.gpu.attention import rotated
+from custom_calls.gpu.attention import LEAST_KEYS, CompressedSizes, rotated
 from custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
 from custom_calls.gpu.supported import Router
 from custom_calls.ops_header import alternatives, fields
-from custom_calls.plan import ENTRIES
+from custom_calls.plan import ENTRIES, kept_of
 from laneformer.ops import (
     TRACE_NAMES,
     Attend,
+    CompressedAttend,
+    CompressedKeep,
     DeltaNet,
     Head,
     HeadKind,
@@ -176,8 +178,9 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
         constants |= {f"Is{each.__name__}": isinstance(op, each) for each in get_args(Op)}
         constants["IsRouter"] = isinstance(op, Router)
         aliases, tiling = {}, kind.tilings[number]
-        attends = isinstance(op, Attend | LatentAttend | DeltaNet)
-        constants["Attends"] = attends
+        attends = isinstance(op, Attend | LatentAttend | CompressedAttend | DeltaNet)
+        constants["Bases"] = next((kept.shape[0] for kept in kept_of(op, "float32") if kept.name == "base"), 0)
+        constants["Attends"] = attends or isinstance(op, CompressedKeep)
         constants |= {"Tiled": tiling is not None, "Chosen": tiling is not None and tiling.pieces is not None}
         constants["Streamed"] = constants["Tiled"] and not constants["Chosen"]
         if isinstance(op, LatentAttend):
@@ -185,6 +188,14 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
             kept, gains = _of_fields(layout, of_keeps)
             constants |= kept | {"Queries": boards[stage.queries], "Latents": boards[stage.latents]}
             functions |= gains | {"window": dict.fromkeys(kind.layers, 0)}
+        if isinstance(op, CompressedKeep):
+            keep, aliases = name, {"Entries": f"Entries{index}", "Keys": f"Keys{index}"}
+            yield from _compressors(layout, index, of_layers)
+            constants |= _rotations(layout, op) | {"Array": int(op.entries is not None)}
+            functions["cache"] = {layer: layout.first_kept[layer] for layer in kind.layers}
+        elif isinstance(op, CompressedAttend):
+            aliases = {"Keep": keep}
+            constants |= _index_constants(op, layout.sizes(op), boards.get(stage.index, -1))
         if attends:
             attended = name
             constants |= _delta_constants(op) if isinstance(op, DeltaNet) else _attend_constants(layout, op)
@@ -220,6 +231,33 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
                 aliases["Then"] = f"struct {_name(then.name)}{index}"
         yield from _struct(name, constants, functions, aliases, layout.num_layers)
     yield f"using Kind{index} = Ops<{', '.join(names)}>;"
+
+
+def _compressors(layout: Layout, index: int, of_layers: dict[int, CompressedKeep]) -> Iterator[str]:
+    """A struct for the entries and one for the index's keys, given or not. Place: on their board; Array: among those
+    that the layer keeps.
+    """
+    place = 0
+    for title, field, array in (("Entries", "entries", 2), ("Keys", "index_keys", 4)):
+        of_own = {layer: getattr(op, field) for layer, op in of_layers.items()}
+        own, constants, functions = next(iter(of_own.values())), {"Channels": 0, "Ratio": 1}, {}
+        if own:
+            constants, functions = _of_fields(layout, of_own)
+            constants |= _rotations(layout, own) | {"Place": place, "Array": array, "Width": own.width}
+            constants |= {"Earlier": own.earlier, "Tail": own.earlier + ENTRIES}
+            place += own.channels + own.channels % 2
+        yield from _struct(f"{title}{index}", constants | {"Given": own is not None}, functions, {}, layout.num_layers)
+
+
+def _index_constants(op: CompressedAttend, sizes: CompressedSizes, board: int) -> dict:
+    index = op.index
+    numbers = (index.heads, index.channels, index.first, index.most) if index else (0, 0, 0, 0)
+    found = dict(zip(("IndexHeads", "IndexChannels", "IndexFirst", "IndexMost"), numbers, strict=True))
+    return found | {"Index": board, "LeastKeys": LEAST_KEYS, "MostListed": sizes.most_listed}
+
+
+def _rotations(layout: Layout, op) -> dict:
+    return {"Rotating": rotated(op), "Rotations": layout.rotations.get((op.rotary, rotated(op)), 0)}
 
 
 def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tuple[dict, dict]:
@@ -258,9 +296,9 @@ def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tupl
     return constants, functions
 
 
-def _attend_constants(layout: Layout, op: Attend | LatentAttend) -> dict:
+def _attend_constants(layout: Layout, op: Attend | LatentAttend | CompressedAttend) -> dict:
     sizes = layout.sizes(op)
-    of_kind = {"Rotating": rotated(op), "SinksGiven": False, "AttentionGate": False}  # of latents
+    of_kind = {} if isinstance(op, CompressedAttend) else {"SinksGiven": False, "AttentionGate": False}
     if isinstance(op, Attend):
         of_kind = {
             f"{side}NormOfAll": norm is not None and norm.gain.shape[0] > op.head_dim
@@ -272,9 +310,10 @@ def _attend_constants(layout: Layout, op: Attend | LatentAttend) -> dict:
         "ValueDim": sizes.value_dim,
         "MaxSplits": sizes.splits,
         "MergedHeads": sizes.merged_heads,
+        "SharedKeys": sizes.shared,
         "Scale": _score_scale(op.scale),
         "Rotated": op.rotary is not None,
-        "Rotations": layout.rotations.get((op.rotary, rotated(op)), 0),
+        **_rotations(layout, op),
     }
 
 

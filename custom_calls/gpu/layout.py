@@ -20,7 +20,21 @@ from custom_calls.gpu.supported import Router, unknown
 from custom_calls.gpu.tiling import Machine, Pieces, Tiling, tile
 from custom_calls.library import ring_slots
 from custom_calls.plan import ENTRIES, Dtype, Plan
-from laneformer.ops import Attend, DeltaNet, GatherStreams, HeadKind, LatentAttend, Module, Op, Product, Rotary, Weight
+from laneformer.ops import (
+    Attend,
+    CompressedAttend,
+    CompressedKeep,
+    Compressor,
+    DeltaNet,
+    GatherStreams,
+    HeadKind,
+    LatentAttend,
+    Module,
+    Op,
+    Product,
+    Rotary,
+    Weight,
+)
 
 # Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
 SLOT_LINES = 8
@@ -31,6 +45,7 @@ TURNS = (1, 2, 4, 8, 16)
 MORE_TURNS = 8  # of a block-diagonal product beyond the fewest, to share rows out evenly
 MOST_ROWS = 8  # of a pass; kMaxRows of gpu/kernel/params.h
 STEPS = ("begin", "embed", "final", "head", "op")  # as in gpu/kernel/params.h; ops of a layer follow each other
+ATTENDS = Attend | LatentAttend | CompressedAttend
 WIDTH = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
 
@@ -117,7 +132,7 @@ class Layout:
         for number, layer in enumerate(self.plan.ops.layers):
             for problem in unknown(layer, self.plan.ops.hidden_size):
                 raise ValueError(f"the GPU kernel cannot run layer {number}: {problem}; use backend xla")
-        if not any(isinstance(op, Attend | LatentAttend) for op in self._ops):
+        if not any(isinstance(op, ATTENDS) for op in self._ops):
             raise ValueError("the GPU kernel attends in one layer at least; use backend xla")
         if len({_signature(dataclasses.replace(module, ops=())) for module in self.modules}) > 1:
             raise ValueError("the GPU kernel needs modules that differ in their ops and weights alone; use backend xla")
@@ -331,17 +346,23 @@ class Layout:
         return [*self._of_layers, *([self.head_mixture] if self.head_mixture else [])]
 
     @cached_property
-    def attends(self) -> list[Attend | LatentAttend]:
+    def attends(self) -> list[ATTENDS]:
         """One of each kind."""
-        return [op for kind in self.kinds for op in kind.ops if isinstance(op, Attend | LatentAttend)]
+        return [op for kind in self.kinds for op in kind.ops if isinstance(op, ATTENDS)]
 
-    def sizes(self, op: Attend | LatentAttend) -> AttentionSizes:
-        return AttentionSizes.of(op, self.ctas)
+    def sizes(self, op: ATTENDS) -> AttentionSizes:
+        return AttentionSizes.of(op, self.ctas, WIDTH[self.plan.cache_dtype])
 
     @cached_property
     def nets(self) -> list[DeltaNet]:
         """One of each kind."""
         return [op for kind in self.kinds for op in kind.ops if isinstance(op, DeltaNet)]
+
+    @cached_property
+    def compressors(self) -> list[CompressedKeep | Compressor]:
+        """What makes the vectors of compressed attention, of each kind."""
+        keeps = [op for kind in self.kinds for op in kind.ops if isinstance(op, CompressedKeep)]
+        return [own for keep in keeps for own in (keep, keep.entries, keep.index_keys) if own]
 
     @cached_property
     def first_kept(self) -> tuple[int, ...]:
@@ -351,7 +372,7 @@ class Layout:
     @cached_property
     def rotations(self) -> dict[tuple[Rotary, int], int]:
         """Tables of rotations, one for each rotary embedding and head size: where each begins, in floats."""
-        wanted = dict.fromkeys((op.rotary, rotated(op)) for op in self.attends if op.rotary)
+        wanted = dict.fromkeys((op.rotary, rotated(op)) for op in (*self.attends, *self.compressors) if op.rotary)
         places, end = {}, 0
         for rotary, head_dim in wanted:
             places[rotary, head_dim] = end
@@ -504,6 +525,7 @@ class Layout:
                     sampler,
                     *(self.sizes(op).floats(rows, self.machine, width) for op in self.attends),
                     *map(self._delta_floats, self.nets),
+                    3 * self.threads * bool(self.compressors),
                 )
             )
             + even(rows * self._merged)
@@ -620,6 +642,8 @@ class Layout:
         yield "OtherStreamBoard", self.hidden
         yield from self._between_ops.items()
         nets = [op.value_heads * (op.value_dim + op.head_tiles) for op in self.nets]
+        indexed = [op.ratio for op in self.attends if isinstance(op, CompressedAttend) and op.index]
+        yield "ScoresBoard", max((-(-self.plan.ops.context // ratio) for ratio in indexed), default=0)
         yield "PartsBoard", max([self.sizes(op).part_words for op in self.attends] + nets)
         yield "HeadBoard", self.head.columns
         # Of each CTA a sum over its rows, for ops and for each event of the schedule.
@@ -673,6 +697,10 @@ class Layout:
 def _words(stage: Stage) -> int:
     """Of a product's results: those of each expert, or head, begin at an even one."""
     op = stage.op
+    if isinstance(op, CompressedKeep):
+        return sum(own.channels + own.channels % 2 for own in (op.entries, op.index_keys) if own)
+    if isinstance(op, CompressedAttend):
+        return op.heads * op.head_dim
     if stage.of_head:
         return op.channels // stage.of_head * (stage.of_head + stage.of_head % 2)
     each = op.rows // 2 if op.gated else op.rows

@@ -4,7 +4,8 @@ A product whose matrices differ in format is a stage for each run of equal ones:
 one board, so that there is no edge between them. The products of a shared expert are stages too, in another order than
 the plan's: those that read the stream come right behind the router, so that its edge is open while they are computed,
 and the last one is added when the chosen experts' sum is there. Latents are kept by the stage that attends to them: its
-tasks with the newest position put it into the cache.
+tasks with the newest position put it into the cache. Entries of compressed attention are made right behind the product
+that their queries begin with, whose edge is open then.
 """
 
 import itertools
@@ -14,6 +15,8 @@ from dataclasses import dataclass, replace
 
 from custom_calls.gpu.supported import Router
 from laneformer.ops import (
+    CompressedAttend,
+    CompressedKeep,
     GatherStreams,
     LatentAttend,
     LatentKeep,
@@ -26,7 +29,8 @@ from laneformer.ops import (
     products_of,
 )
 
-# Where results between ops are: on a board, but for what a CTA has of them itself
+# Where results between ops are: on a board, but for what a CTA has of them itself. Those of compressed attention are on
+# boards all the same
 WITHOUT_BOARD = (Value.STREAM, Value.ATTENDED, Value.OUTPUT, Value.ROUTES)
 
 
@@ -48,11 +52,13 @@ class Stage:
     """Whose product it is."""
     gate: Matrix | None = None
     """A router's: the row behind those of its experts."""
-    keep: LatentKeep | None = None
-    """What puts the latents, to which it attends, into the cache."""
+    keep: LatentKeep | CompressedKeep | None = None
+    """What states the cache of the vectors to which it attends."""
     queries: str = ""
     """Boards of queries and of latents, where it attends to these."""
     latents: str = ""
+    index: str = ""
+    """That of the queries that choose entries, where it attends to some of them."""
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
@@ -88,7 +94,7 @@ def _of_module(ops: tuple[Op, ...], module: int, formats: Mapping[str, object], 
     found: list[Stage] = []
     boards: dict[Value, str] = {}  # the newest of each value
     gate = next((op.gate for op in ops if isinstance(op, SharedExpert)), None)
-    keep = next((op for op in ops if isinstance(op, LatentKeep)), None)
+    keep = next((op for op in ops if isinstance(op, LatentKeep | CompressedKeep)), None)
     steps = {op.reads: op.blocks.step for op in ops if isinstance(op, Product) and op.blocks}
     for op in ops:
         if isinstance(op, LatentKeep):
@@ -97,6 +103,14 @@ def _of_module(ops: tuple[Op, ...], module: int, formats: Mapping[str, object], 
         newest = {} if shared else boards
         for one in products_of(op) or (op,):
             stage = Stage(one, module, reads=newest.get(one.reads, ""), shared=shared)
+            if isinstance(one, CompressedKeep):
+                found.insert(_behind_rank(found), replace(stage, writes="EntriesBoard"))
+                continue
+            if isinstance(one, CompressedAttend):
+                boards[Value.ATTENDED] = "AttendedBoard"
+                index = boards.get(Value.INDEX, "")
+                found.append(replace(stage, writes="AttendedBoard", keep=keep, index=index))
+                continue
             if one.writes not in WITHOUT_BOARD:
                 writes = newest[one.writes] = f"{one.writes.name.title()}{results[one.writes] or ''}Board"
                 results[one.writes] += 1
@@ -116,3 +130,8 @@ def _of_module(ops: tuple[Op, ...], module: int, formats: Mapping[str, object], 
     rest = [stage for stage in found if stage not in early]
     behind = 1 + next((at for at, stage in enumerate(rest) if isinstance(stage.op, Router)), 0)
     return [*rest[:behind], *early, *rest[behind:]]
+
+
+def _behind_rank(found: list[Stage]) -> int:
+    """The place of the first stage that reads no stream."""
+    return next(n for n, stage in enumerate(found) if stage.op.reads is Value.HIDDEN)

@@ -7,6 +7,8 @@ from laneformer.ops import (
     Activation,
     Attend,
     Blocks,
+    CompressedAttend,
+    CompressedKeep,
     DeltaNet,
     GatherStreams,
     LatentAttend,
@@ -52,6 +54,21 @@ LATENT_ATTENTION = (
     _latent_attention(((Product, Value.STREAM, Value.HIDDEN), (Product, Value.HIDDEN, Value.QUERIES))),
 )
 
+# Those of compressed attention, in layers without and with an index
+COMPRESSED_ATTENTION = tuple(
+    [
+        (Product, Value.STREAM, Value.PROJECTED),
+        (Product, Value.STREAM, Value.HIDDEN),
+        (Product, Value.HIDDEN, Value.QUERIES),
+        *index,
+        (CompressedKeep, Value.PROJECTED, Value.PROJECTED),
+        (CompressedAttend, Value.QUERIES, Value.ATTENDED),
+        (Product, Value.ATTENDED, Value.PROJECTED),
+        (Product, Value.PROJECTED, Value.OUTPUT),
+    ]
+    for index in ([], [(Product, Value.HIDDEN, Value.INDEX)])
+)
+
 
 def unknown(layer: Layer, hidden: int) -> Iterator[str]:
     """What a layer has that the kernel has not."""
@@ -67,6 +84,8 @@ def unknown(layer: Layer, hidden: int) -> Iterator[str]:
         yield from _unknown_experts(all_ops[0] if routed else None, ops)
         if any(isinstance(op, LatentAttend) for op in ops):
             yield from _unknown_latents(ops)
+        elif any(isinstance(op, CompressedAttend) for op in ops):
+            yield from _unknown_compressed(ops)
         else:
             yield from _unknown_chain(ops, chain)
         for op in shared:
@@ -85,7 +104,7 @@ def unknown(layer: Layer, hidden: int) -> Iterator[str]:
             continue
         if (op.limit is not None or op.up_offset) and not op.gated:
             yield f"product {op.name.name} has limits and no gate"
-        if op.norm and op.reads is not Value.STREAM and op.writes is not Value.QUERIES:
+        if op.norm and op.reads is not Value.STREAM and op.writes not in (Value.QUERIES, Value.INDEX):
             yield f"product {op.name.name} reads {op.reads.name} with a norm"
         if op.writes is Value.OUTPUT and (op.gated or op.activation is not Activation.NONE):
             yield f"product {op.name.name} writes OUTPUT {'gated' if op.gated else f'through {op.activation.name}'}"
@@ -124,6 +143,24 @@ def _unknown_latents(ops: tuple[Op, ...]) -> Iterator[str]:
         op = products[name]
         if (op.rows, op.columns, op.blocks) != sizes:
             yield f"product {name.name} has other blocks than its {attend.heads} heads"
+
+
+def _unknown_compressed(ops: tuple[Op, ...]) -> Iterator[str]:
+    """What the kernel has not of compressed attention."""
+    found = [(type(op), op.reads, op.writes) for op in ops if not isinstance(op, OutputNorm)]
+    keep, attend = (
+        next((op for op in ops if isinstance(op, kind)), None) for kind in (CompressedKeep, CompressedAttend)
+    )
+    if found != COMPRESSED_ATTENTION[bool(attend.index)]:
+        yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for _, a, b in found)}"
+        return
+    groups = next(op for op in ops if isinstance(op, Product) and op.reads is Value.ATTENDED)
+    if groups.blocks is None or groups.columns != groups.blocks.step or groups.columns % attend.head_dim:
+        yield f"product {groups.name.name} does not read groups of whole heads"
+    if attend.head_dim % 2:
+        yield f"heads of compressed attention have {attend.head_dim} channels, an odd number"
+    if bool(keep.index_keys) != bool(attend.index):
+        yield "compressed attention keeps keys without an index, or has an index without keys"
 
 
 def _unknown_shared(op: SharedExpert, route: Router | None) -> Iterator[str]:

@@ -10,33 +10,70 @@ import numpy as np
 
 from custom_calls.plan import ENTRIES, Plan
 from laneformer import ModelConfig
-from laneformer.ops import DeltaNet
+from laneformer.ops import CompressedKeep, DeltaNet
 from laneformer.state import make_cache
 
 Layers = list[dict[str, jax.Array]]
 
 
-def recurrent_ops(plan: Plan) -> dict[int, DeltaNet]:
-    """By layer."""
-    return {layer: op for layer, ops in enumerate(plan.ops.layers) for op in ops.ops if isinstance(op, DeltaNet)}
+ENTRIES_OF_MODEL = {"positions": "positions", "compressed": "entries", "index_keys": "index_keys"}
+"""Arrays of compressed attention by the kernels' names, those of backend xla. What waits for its window is another
+array beside the latter two, with _tail behind the name.
+"""
+
+
+def recurrent_ops(plan: Plan) -> dict[int, DeltaNet | CompressedKeep]:
+    """What keeps a state in one form there and in another one here, by layer."""
+    kinds = DeltaNet | CompressedKeep
+    return {layer: op for layer, ops in enumerate(plan.ops.layers) for op in ops.ops if isinstance(op, kinds)}
 
 
 def for_model(plan: Plan, config: ModelConfig, layers: Layers, mesh=None) -> Layers:
     """What the layers of a kernel keep of an empty text, as backend xla's."""
     ops = recurrent_ops(plan)
     empty = make_cache(config, 1, 1, plan.cache_dtype.name, mesh).layers if ops else layers
-    return [empty[number] if number in ops else layer for number, layer in enumerate(layers)]
+
+    def own(number: int, layer: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        if number not in ops:
+            return layer
+        return empty[number] | {ENTRIES_OF_MODEL[name]: layer[name] for name in ENTRIES_OF_MODEL if name in layer}
+
+    return [own(number, layer) for number, layer in enumerate(layers)]
 
 
 def for_kernel(plan: Plan, found: Layers, layers: Layers, length: int) -> Layers:
-    """The inverse, of `length` positions, a multiple of ENTRIES. layers: those of a kernel that were given before."""
+    """The inverse, of `length` positions, of DeltaNet a multiple of ENTRIES. layers: those of a kernel that were given
+    before.
+    """
     ops = recurrent_ops(plan)
-    return [
-        layer | _kept(ops[number], layer, jnp.int32(length)) | {"entries": layers[number]["entries"]}
-        if number in ops
-        else layer
-        for number, layer in enumerate(found)
-    ]
+
+    def own(number: int, layer: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        if number not in ops:
+            return layer
+        if isinstance(ops[number], CompressedKeep):
+            return _compressed(layer, jnp.int32(length))
+        return layer | _kept(ops[number], layer, jnp.int32(length)) | {"entries": layers[number]["entries"]}
+
+    return [own(number, layer) for number, layer in enumerate(found)]
+
+
+@jax.jit
+def _compressed(of_model: dict[str, jax.Array], length: jax.Array) -> dict[str, jax.Array]:
+    """What a layer keeps of compressed attention: the newest vectors and gates [l, 1, 1, t, channels] in a ring."""
+    kept = {name: of_model[own] for name, own in ENTRIES_OF_MODEL.items() if own in of_model}
+    for name in ("compressed", "index_keys"):
+        if name in kept:
+            tail = of_model[f"{ENTRIES_OF_MODEL[name]}_tail"]
+            kept["base"] = jnp.full((tail.shape[0], 1, 1, 1), length)
+            kept[f"{name}_tail"] = _ring(tail, length)
+    return kept
+
+
+def _ring(newest: jax.Array, length: jax.Array) -> jax.Array:
+    """[..., t, channels], of the positions before `length`, as a ring of ENTRIES positions more."""
+    before = newest.shape[-2]
+    ring = jnp.zeros((*newest.shape[:-2], before + ENTRIES, newest.shape[-1]), newest.dtype)
+    return ring.at[..., (length - before + jnp.arange(before)) % (before + ENTRIES), :].set(newest)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -45,13 +82,11 @@ def _kept(op: DeltaNet, of_model: dict[str, jax.Array], length: jax.Array) -> di
     channels], and state [l, 1, 1, heads, tiles, key_dim, 16] from [l, 1, 1, heads, ratio, key_dim, value_dim].
     """
     inputs, state = of_model["inputs"], of_model["state"]
-    lanes, before = inputs.shape[0], inputs.shape[3]
+    lanes = inputs.shape[0]
     ends = np.cumsum([op.key_heads * op.key_dim] * 2)
     parts = [part.reshape(*inputs.shape[:4], op.key_heads, -1) for part in jnp.split(inputs, ends, -1)]
     by_head = jnp.moveaxis(jnp.concatenate(parts, -1), 3, 4)
-    ring = jnp.zeros((*by_head.shape[:4], before + ENTRIES, by_head.shape[-1]), inputs.dtype)
-    ring = ring.at[..., (length - before + jnp.arange(before)) % (before + ENTRIES), :].set(by_head)
     state = jnp.pad(state, [(0, 0)] * 6 + [(0, 16 * op.head_tiles - op.value_dim)])
     tiles = jnp.moveaxis(state.reshape(*state.shape[:6], op.head_tiles, 16), 6, 5)
     tiles = tiles.reshape(*tiles.shape[:4], op.ratio * op.head_tiles, op.key_dim, 16)
-    return {"base": jnp.full((lanes, 1, 1, op.key_heads), length), "inputs": ring, "state": tiles}
+    return {"base": jnp.full((lanes, 1, 1, op.key_heads), length), "inputs": _ring(by_head, length), "state": tiles}

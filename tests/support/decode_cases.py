@@ -305,8 +305,8 @@ STREAMS = {
 
 
 ON_CPU = SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET | COMPRESSED
-"""Models that the shared tests of the kernel on GPUs leave out: it does not compute compressed attention, and its tests
-of experts, latents and DeltaNet have the others.
+"""Models that the shared tests of the kernel on GPUs leave out: its tests of experts, latents, DeltaNet and compressed
+attention have them.
 """
 
 

@@ -116,6 +116,17 @@ def logits_of(session, ids: list[int], drawn: int = 4, mesh=None, room: int = 64
     return outputs
 
 
+def answer(config, room: int, call, ids, sizes, drawn=3, state=None, start=0, **options):
+    """Logits and tokens that follow a prompt in calls of these sizes, and the state behind them. room: of the calls."""
+    state = small.make_state(config, 128) if state is None else state
+    for n, size in enumerate(sizes):
+        limit = drawn if n == len(sizes) - 1 else 1
+        inputs = small.make_inputs(ids[:size], limit, start=start, room=room, **options)
+        outputs, state = call(inputs, state)
+        ids, start = ids[size:], start + size
+    return (np.asarray(outputs.logits[:drawn]), np.asarray(outputs.tokens[:drawn])), state
+
+
 def check(plan: Plan, weights: dict, tolerance: float = 1e-4, ids=(3, 1, 4, 1, 5), room: int = 64, **options):
     """Its logits are those of the interpreter, with the dequantized weights; returns the outputs."""
     exact = {path: w.dequantize(np.float32) if isinstance(w, Quantized) else w for path, w in weights.items()}

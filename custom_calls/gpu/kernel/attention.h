@@ -35,7 +35,7 @@ struct Attention {
   static constexpr int kHeads = Op::kHeads, kKvHeads = Op::kGroups, kHeadDim = Op::kKeyDim, kValueDim = Op::kValueDim,
                        kMaxSplits = Op::kMaxSplits;
   static constexpr int kGroupHeads = kHeads / kKvHeads, kPartWords = kValueDim + 2 + kValueDim % 2;
-  static constexpr int kCacheHeads = kLatent ? 1 : kKvHeads, kNewArrays = kLatent ? 1 : 2;
+  static constexpr int kCacheHeads = Op::kSharedKeys ? 1 : kKvHeads, kNewArrays = kLatent ? 1 : 2;
   static constexpr int kKvBytes = bytes_of(kCache);
   static constexpr bool kKvVectors = kHeadDim * kKvBytes % 16 == 0;  // otherwise element by element
   static constexpr int kPerKv = kKvVectors ? kPerVec<kCache> : 1;
@@ -349,7 +349,6 @@ struct Attention {
     }
   }
 
- private:
   static constexpr float kMinusInfinity = -1e30f;
 
   // The thread's elements of a head in shared memory.
@@ -419,7 +418,6 @@ struct Attention {
     }
   }
 
- public:
   // The attention's output of row m, of kMergedHeads heads from `first` on [heads][kValueDim], into shared memory, by
   // all CTAs of the lane; a sync_cta makes it visible.
   LF_DEVICE void merge(int m, float* out, int first = 0) const {

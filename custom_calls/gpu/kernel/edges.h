@@ -158,9 +158,10 @@ struct InOrder {
 };
 
 // All of the CTA's threads bring n words into shared memory, thread t those of numbers t, t + threads, ...; a sync_cta
-// makes them visible. place(i): of word i on the board.
-template <int threads, class Place = InOrder>
-LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch, Waits where, Place place = {}) {
+// makes them visible. place(i): of word i on the board; into(i): of its value.
+template <int threads, class Place = InOrder, class Into = InOrder>
+LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch, Waits where, Place place = {},
+                      Into into = {}) {
   constexpr int each = 4;
   const int own = opaque(thread());
   for (int first = 0; first < n; first += threads * each) {
@@ -182,7 +183,7 @@ LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch
     } while (!all && watch.keep_waiting(spins, where, first));
     LF_UNROLL for (int i = 0; i < each; i++) {
       const int at = first + i * threads + own;
-      if (at < n) out[at] = values[i];
+      if (at < n) out[into(at)] = values[i];
     }
   }
 }

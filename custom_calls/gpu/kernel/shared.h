@@ -2,6 +2,7 @@
 #pragma once
 
 #include "attention.h"
+#include "compressed.h"
 #include "delta_net.h"
 #include "drafts.h"
 #include "residual.h"
@@ -10,17 +11,27 @@
 namespace laneformer {
 namespace gpu {
 
-// What computes ATTENDED: `run` a CTA's part of it, `merge` and `reader` what the product needs that reads it.
-template <class Op, int most, bool is_delta_net = Op::kIsDeltaNet>
-struct AttendingBy {
-  using Type = Attention<Op, most>;
+template <class T>
+struct Named {
+  using Type = T;
 };
+
+// What computes ATTENDED: `run` a CTA's part of it, `merge` and `reader` what the product needs that reads it, if that
+// is on no board.
 template <class Op, int most>
-struct AttendingBy<Op, most, true> {
-  using Type = DeltaNet<Op, most>;
-};
+constexpr auto attending_by() {
+  if constexpr (Op::kIsDeltaNet) {
+    return Named<DeltaNet<Op, most>>{};
+  } else if constexpr (Op::kIsCompressedKeep) {
+    return Named<Compressing<Op, most>>{};
+  } else if constexpr (Op::kIsCompressedAttend) {
+    return Named<CompressedAttention<Op, most>>{};
+  } else {
+    return Named<Attention<Op, most>>{};
+  }
+}
 template <class Op, int most>
-using Attending = typename AttendingBy<Op, most>::Type;
+using Attending = typename decltype(attending_by<Op, most>())::Type;
 
 struct Partials {
   template <class Op>

@@ -12,24 +12,27 @@ namespace gpu {
 struct Step {
   Stretch weights;   // in a pass
   bool of_residual;  // it adds the module's output, or reads several streams
+  bool waits;        // for other CTAs of the launch
 };
 
 template <class Op>
 LF_DEVICE Step step_of(u32 line) {
-  Step step = {{0, 0}, Op::kWrites == Value::kOutput || Op::kIsGatherStreams};
+  // Sums over lanes, norms and mixtures of streams are waited for.
+  constexpr bool of_residual = Op::kWrites == Value::kOutput || Op::kIsGatherStreams;
+  Step step = {{0, 0}, of_residual, of_residual || Op::kIsCompressedAttend};
   if constexpr (Op::kStreamed) step.weights = {line + Op::kFirstLine, Op::kLines};
   return step;
 }
 template <class... Op>
 LF_DEVICE Step step_of(Ops<Op...>, int wanted, u32 line) {
-  Step found = {{0, 0}, false};
+  Step found = {{0, 0}, false, false};
   int number = 0;
   ((wanted == number++ ? void(found = step_of<Op>(line)) : void()), ...);
   return found;
 }
 template <class... Kind>
 LF_DEVICE Step step_of(Kinds<Kind...>, int wanted, int layer) {
-  Step found = {{0, 0}, false};
+  Step found = {{0, 0}, false, false};
   const int kind = kind_of(layer);
   int number = 0;
   ((kind == number++ ? void(found = step_of(Kind{}, wanted, first_line(layer))) : void()), ...);
@@ -37,9 +40,9 @@ LF_DEVICE Step step_of(Kinds<Kind...>, int wanted, int layer) {
 }
 LF_DEVICE Step step_of(int step, int layer) {
   if (step >= kStepOp) return step_of(Layers{}, step - kStepOp, layer);
-  if (kGatherLines > 0 && step == kStepFinal) return {{kLayerLines, kGatherLines}, false};
-  if (step == kStepHead) return {{kLayerLines + kGatherLines, kHeadLines - kHeadPadding - kGatherLines}, false};
-  return {{0, 0}, false};
+  if (kGatherLines > 0 && step == kStepFinal) return {{kLayerLines, kGatherLines}, false, true};
+  if (step == kStepHead) return {{kLayerLines + kGatherLines, kHeadLines - kHeadPadding - kGatherLines}, false, true};
+  return {{0, 0}, false, false};
 }
 
 // The CTA's rows of the residual stream, and of the last modules' outputs, stay in memory between launches.

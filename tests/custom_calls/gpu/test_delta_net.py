@@ -4,6 +4,7 @@ states that another session, also of the CPU, has kept, and calls that end early
 
 import dataclasses
 import threading
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ from custom_calls.gpu.tiling import H200, Machine
 from custom_calls.plan import ENTRIES, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Attend
-from tests.support import emulated, small
+from tests.support import emulated, gpu_cases, small
 from tests.support.decode_cases import DELTA_NET
 from tests.support.gpu_cases import AMD, fail_often, jitted, some
 from tests.support.plan_interpreter import interpret
@@ -70,15 +71,7 @@ def call(session):
     return jitted(session, room=ROOM, logits=True)
 
 
-def answer(call, ids, sizes, drawn=3, state=None, start=0, **options):
-    """Logits and tokens that follow a prompt in calls of these sizes, and the state behind them."""
-    state = small.make_state(CONFIG, 128) if state is None else state
-    for n, size in enumerate(sizes):
-        limit = drawn if n == len(sizes) - 1 else 1
-        inputs = small.make_inputs(ids[:size], limit, start=start, room=ROOM, **options)
-        outputs, state = call(inputs, state)
-        ids, start = ids[size:], start + size
-    return (np.asarray(outputs.logits[:drawn]), np.asarray(outputs.tokens[:drawn])), state
+answer = partial(gpu_cases.answer, CONFIG, ROOM)
 
 
 def copied(state: State) -> State:

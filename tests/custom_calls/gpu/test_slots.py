@@ -17,6 +17,7 @@ from laneformer.mesh import make_mesh
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
 from tests.support.decode_cases import (
+    COMPRESSED,
     CONFIGS,
     DELTA_NET,
     EXPERTS,
@@ -92,8 +93,9 @@ class Slots:
         return [[np.asarray(part)[:count] for part in outputs[:-1]], end, self._kept(state, 0, position - 1)]
 
     def _kept(self, state: State, slot: int, filled: int):
-        """Keys, values and latents of the positions; a recurrent state is seen by what is drawn with it."""
-        return [np.asarray(array)[:, slot, :filled] for array in (*state.keys, *state.values, *state.latents)]
+        """Keys, values, latents and vectors of the positions; other states are seen by what is drawn with them."""
+        arrays = (*state.keys, *state.values, *state.latents, *state.positions)
+        return [np.asarray(array)[:, slot, :filled] for array in arrays]
 
     def run(self, passes: int = 0) -> list[Request]:
         """A call of all requests in slots, which yields after that many passes; those that have ended leave."""
@@ -264,10 +266,10 @@ def test_several_devices(head):
     serve(Slots(*of_config(config), mesh=make_mesh(4, lane=2), chaos_us=20), 2, 4)
 
 
-CASES = CONFIGS | MODELS | EXPERTS | SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET | STREAMS
+CASES = CONFIGS | MODELS | EXPERTS | SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET | STREAMS | COMPRESSED
 
 
-@pytest.mark.parametrize("name", some(CASES, (), ("experts", "smallest")))
+@pytest.mark.parametrize("name", some(CASES, (), ("experts", "smallest", *COMPRESSED)))
 def test_configs(name):
     config = small.make_config(**CASES[name])
     model = Slots(*of_config(config), rows=3, slots=2)

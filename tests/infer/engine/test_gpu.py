@@ -25,7 +25,7 @@ from laneformer.errors import InputError
 from laneformer.mesh import make_mesh, put_weight
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
-from tests.support.decode_cases import DELTA_NET
+from tests.support.decode_cases import COMPRESSED, DELTA_NET
 from tests.support.gpu_cases import AMD, jitted, some
 from tests.support.paths import MOE
 
@@ -90,9 +90,17 @@ def test_kernel_alone_reads_prompts(model, engine):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [100, pytest.param(333, marks=pytest.mark.slow)])
-def test_recurrent_states_go_from_blocks_to_the_kernel(length):
-    config = small.make_config(**DELTA_NET["delta net"])
+@pytest.mark.parametrize(
+    ("changes", "length"),
+    [
+        (DELTA_NET["delta net"], 100),
+        (COMPRESSED["compressed attention of many heads"], 100),
+        pytest.param(DELTA_NET["delta net"], 333, marks=pytest.mark.slow),
+    ],
+    ids=["delta net", "compressed attention", "delta net, 333 tokens"],
+)
+def test_recurrent_states_go_from_blocks_to_the_kernel(changes, length):
+    config = small.make_config(**changes)
     weights = {path: jnp.asarray(weight) for path, weight in small.make_weights(config).items()}
     model, prompt = Laneformer(config, weights), small.prompt_of(config, length)
     engine, xla = make_engine(model), infer.Engine(model, "xla")

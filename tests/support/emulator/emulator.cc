@@ -83,7 +83,7 @@ bool in_turn(const laneformer::gpu::Params& p) {
   if (!kSteps || reading || p.op == kStepBegin || p.op == kStepHead) return false;
   if (p.op == kStepEmbed) return true;
 #if LF_STEPS
-  return p.op >= kStepOp && !step_of(p.op, p.layer).of_residual;  // sums, norms and mixtures are waited for
+  return p.op >= kStepOp && !step_of(p.op, p.layer).waits;
 #else
   return false;
 #endif

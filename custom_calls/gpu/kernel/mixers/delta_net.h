@@ -41,8 +41,8 @@ struct ScaledFromBoard {
 // Whether what an op keeps of a layer for a slot can be continued at a position.
 template <class Op>
 LF_DEVICE bool continues(const Params& p, int layer, int position, int slot) {
-  if constexpr (Op::kIsDeltaNet) {
-    const int base = load_between_ctas((const int*)p.caches[Op::cache(layer)] + slot * Op::kKeyHeads);
+  if constexpr (Op::kBases > 0) {
+    const int base = load_between_ctas((const int*)p.caches[Op::cache(layer)] + slot * Op::kBases);
     return base <= position && position < base + 2 * kEntries;
   }
   return true;

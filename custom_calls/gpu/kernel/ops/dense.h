@@ -150,7 +150,7 @@ class DenseOps {
       const int part = c_ * Op::kTurns + turn, block = smaller(part / Op::kBlockParts, Op::kBlocks - 1),
                 first = part % Op::kBlockParts * Op::kRows;
       float* partial = next_partial();
-      if constexpr (Op::kReads == Value::kAttended) {
+      if constexpr (Op::kReads == Value::kAttended && Op::kFrom < 0) {  // the results are on no board
         const auto attended = attending<typename Op::Attended>(run, layer, tag);
         for (int m = 0; m < run.count(); m++) {
           attended.merge(m, shared_.merged + m * kMergedFloats, block);

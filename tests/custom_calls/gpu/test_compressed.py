@@ -1,0 +1,223 @@
+"""Compressed attention in the GPU kernel, on emulated GPUs: entries, their choice and the heads' results in float64,
+texts in calls and passes of any size, and texts that another session, also of the CPU, has kept.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from custom_calls import ENDS
+from custom_calls.gpu.layout import Layout
+from custom_calls.gpu.tiling import H200, Machine
+from custom_calls.plan import ENTRIES, make_plan
+from laneformer.config import CompressedAttention, RopeScaling
+from laneformer.decoder import decoder_ops
+from laneformer.ops import Blocks, CompressedAttend, Product, ProductName
+from tests.support import emulated, gpu_cases, small
+from tests.support.decode_cases import COMPRESSED
+from tests.support.gpu_cases import AMD, fail_often, jitted, some
+from tests.support.plan_interpreter import interpret
+
+pytestmark = [small.needs_library, emulated.needs_gpu]
+
+ROOM = 96
+SIZES = {
+    "ratios": (4, 3, 0),
+    "window": 5,
+    "q_lora_rank": 7,
+    "qk_rope_head_dim": 4,
+    "o_groups": 4,
+    "o_lora_rank": 3,
+    "index_heads": 3,
+    "index_head_dim": 5,
+    "index_topk": 2,
+    "rope_scaling": RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=8, attention_factor=1.0),
+}
+MANY_CTAS = Machine(warp_size=32, ctas=20, warps=4, shared_bytes=300_000, bulk_copies=True)
+
+
+def config_of(sizes: dict | None = None, **changes):
+    attention = CompressedAttention(**SIZES | (sizes or {}))
+    shared = {"layout": "tp", "heads": 4, "num_key_value_heads": 1, "compressed_attention": attention}
+    return small.make_config(**shared | changes)
+
+
+CONFIG = config_of()
+WEIGHTS = small.make_weights(CONFIG)
+CASES = {  # the config, the machine, and the dtype of products and caches
+    "two lanes": (CONFIG, emulated.SMALL, "float32"),
+    "many heads": (small.make_config(**COMPRESSED["compressed attention of many heads"]), emulated.SMALL, "float32"),
+    "groups of heads, several splits": (
+        config_of(
+            {"ratios": (2, 8, 0), "overlap_ratio": 2, "window": 20, "index_head_dim": 16, "index_topk": 17},
+            **{"lanes": 1, "heads": 8, "head_dim": 64, "hidden_size": 40},
+        ),
+        MANY_CTAS,
+        "float32",
+    ),
+    "four lanes": (config_of(lanes=4, heads=3, head_dim=10, layout="ladder"), emulated.SMALL, "float32"),
+    "several streams, roots and a table": (
+        small.make_config(**COMPRESSED["compressed attention, several streams"]),
+        emulated.SMALL,
+        "float32",
+    ),
+    "bfloat16": (config_of({"index_topk": 3}, head_dim=8), emulated.SMALL, "bfloat16"),
+    "warps of 64": (config_of({"ratios": (4, 16, 4)}, head_dim=80), AMD, "float32"),
+    "one CTA": (CONFIG, dataclasses.replace(emulated.SMALL, ctas=1), "float32"),
+}
+
+
+@pytest.mark.parametrize("name", some(CASES, {"two lanes"}, {"many heads", "groups of heads, several splits"}))
+def test_logits_are_those_of_the_interpreter(name):
+    """Beyond every window, where the index leaves out most entries; greedy tokens are those of the logits."""
+    config, machine, dtype = CASES[name]
+    plan = make_plan(decoder_ops(config), config.schedule, weight_dtype=dtype, cache_dtype=dtype)
+    weights, ids = small.make_weights(config, dtype), small.prompt_of(config, 75)
+    session = emulated.open_session(plan, weights, machine=machine)
+    outputs, _ = jitted(session, room=ROOM, logits=True)(
+        small.make_inputs(ids, 20, room=ROOM), small.make_state(config, 100, dtype)
+    )
+    assert session.failure is None
+    expected = interpret(plan, weights, [*ids, *outputs.tokens[:19].tolist()])[74:]
+    tolerance = 1e-4 if dtype == "float32" else 2e-2  # vectors that differ where one is rounded up or down
+    assert np.abs(outputs.logits[:20] - expected).max() < tolerance * np.abs(expected).max() > 1e-4
+    if dtype == "float32":
+        assert outputs.tokens[:20].tolist() == np.argmax(expected, -1).tolist()
+
+
+@pytest.mark.slow
+def test_of_equal_scores_those_with_the_lowest_numbers_are_chosen():
+    """The index has no weight in one layer: all scores are 0. More entries than a CTA keeps the scores of."""
+    config = small.make_config(**COMPRESSED["compressed attention of many heads"])
+    plan = make_plan(decoder_ops(config), config.schedule)
+    weights = small.make_weights(config)
+    weights["layers.0.attention.indexer.weights"][:] = 0
+    ids = small.prompt_of(config, 90)
+    session = emulated.open_session(plan, weights)
+    outputs, _ = jitted(session, room=8, logits=True)(small.make_inputs(ids, 2, room=8), small.make_state(config, 100))
+    expected = interpret(plan, weights, [*ids, int(outputs.tokens[0])])[89:]
+    assert np.abs(outputs.logits[:2] - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+@pytest.fixture(scope="module")
+def session():
+    return emulated.make_session(CONFIG, WEIGHTS)
+
+
+@pytest.fixture(scope="module")
+def call(session):
+    return jitted(session, room=ROOM, logits=True)
+
+
+answer = partial(gpu_cases.answer, CONFIG, ROOM)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [[15, 2, 24], *(pytest.param(n, marks=pytest.mark.slow) for n in ([1] * 4 + [37], [16, 16, 9], [32, 1, 8]))],
+    ids=str,
+)
+def test_any_split_of_a_prompt_has_the_same_bits(call, sizes):
+    ids = small.prompt_of(CONFIG, 41)
+    assert small.same(answer(call, ids, sizes)[0], answer(call, ids, [41])[0])
+
+
+def test_an_empty_text_forgets_the_last_one(call):
+    ids = small.prompt_of(CONFIG, 19)
+    expected, _ = answer(call, ids, [19])
+    _, state = answer(call, small.prompt_of(CONFIG, 40), [40], 9)
+    names = ("positions", "compressed", "compressed_tail", "index_keys", "index_keys_tail")
+    state = state._replace(**{name: [jnp.full_like(x, jnp.nan) for x in getattr(state, name)] for name in names})
+    assert small.same(answer(call, ids, [19], state=state)[0], expected)
+
+
+def test_a_state_of_another_position_is_refused(session, call):
+    _, state = answer(call, small.prompt_of(CONFIG, 50), [50], 1)
+    for start in (20, 49 + 2 * ENTRIES):
+        outputs, state = call(small.make_inputs([1], 1, start=start, room=ROOM), state)
+        assert outputs.status.tolist()[:2] == [0, len(ENDS)]
+        assert "a recurrent state is not that before the position" in session.failure
+        session.begin()
+
+
+def test_a_launch_for_each_op_has_the_same_bits(call):
+    ids = small.prompt_of(CONFIG, 18)
+    stepwise = jitted(emulated.make_session(CONFIG, WEIGHTS, launch="graph"), room=ROOM, logits=True)
+    assert small.same(answer(stepwise, ids, [11, 7], 20), answer(call, ids, [11, 7], 20))
+
+
+@pytest.mark.slow
+@emulated.only_emulated
+def test_several_devices_and_delays_change_no_bit(call):
+    ids, axes = small.prompt_of(CONFIG, 18), (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, 2), ("data", "lane"), axis_types=axes, devices=jax.devices()[:2])
+    half = dataclasses.replace(emulated.SMALL, ctas=4)
+    divided = emulated.make_session(CONFIG, WEIGHTS, machine=half, mesh=mesh, chaos_us=20)
+    found, _ = answer(
+        jitted(divided, mesh, room=ROOM, logits=True), ids, [11, 7], 20, small.make_state(CONFIG, 128, mesh=mesh)
+    )
+    assert small.same(found, answer(call, ids, [11, 7], 20)[0])
+
+
+@emulated.only_emulated
+@pytest.mark.exhaustive
+def test_timeout_ends_the_call_before_a_wrong_token(monkeypatch):
+    fail_often(emulated.make_session(CONFIG, WEIGHTS, timeout_ms=50), CONFIG, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", [14, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 31))])
+def test_drafts_change_no_bit_and_leave_no_trace(call, prompt):
+    """Right ones, wrong ones and those of every third place, across the ends of entries; the text then continues in a
+    session of one row.
+    """
+    several = emulated.make_session(CONFIG, WEIGHTS, rows=4, chaos_us=20)
+    ids, drafting = small.prompt_of(CONFIG, prompt), jitted(several, room=ROOM, logits=True)
+    expected, state = answer(call, ids, [prompt], 25)
+    tokens, end = expected[1].tolist(), prompt + 24
+    rest, _ = answer(call, tokens[-1:], [1], 20, state=state, start=end)
+    for most, wrong in ((0, 1), (3, 1), (3, 3), (3, 100), (2, 4)):
+        several.speculate(most, [1.0] * 4)
+        drafts = [(token + (n % wrong == wrong - 1)) % CONFIG.vocab_size for n, token in enumerate(tokens)]
+        several.give_texts(given=drafts)
+        found, state = answer(drafting, ids, [prompt], 25)
+        assert small.same(found, expected), (most, wrong)
+        assert small.same(answer(call, tokens[-1:], [1], 20, state=state, start=end)[0], rest), (most, wrong)
+    assert sum(several.drafting.rows[1:]) > 0
+
+
+@pytest.mark.slow
+@emulated.only_emulated
+def test_a_text_of_the_cpu_continues(call):
+    """And the other way round: both kernels keep the same arrays."""
+    cpu = small.jitted(small.make_session(CONFIG, WEIGHTS, threads=1), room=ROOM, logits=True)
+    for size in (5, 16, 33, 47):
+        ids = small.prompt_of(CONFIG, size)
+        (logits, tokens), _ = answer(call, ids, [size], 12)
+        for first, then in ((cpu, call), (call, cpu)):
+            _, state = answer(first, ids[:-1], [size - 1], 1)
+            found, _ = answer(then, ids[-1:], [1], 12, state=state, start=size - 1)
+            assert found[1].tolist() == tokens.tolist()
+            assert np.abs(found[0] - logits).max() < 1e-5 * np.abs(logits).max()
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "message"),
+    [
+        (ProductName.GROUPS, {"blocks": None}, "product GROUPS does not read groups of whole heads"),
+        (ProductName.GROUPS, {"blocks": Blocks(2, 24)}, "product GROUPS does not read groups of whole heads"),
+        (CompressedAttend, {"index": None}, "its ops are STREAM -> PROJECTED .*HIDDEN -> INDEX"),
+    ],
+)
+def test_other_ops_are_refused(kind, changes, message):
+    plan = make_plan(decoder_ops(CONFIG), CONFIG.schedule)
+    ops = plan.ops.layers[0].ops
+    number = next(
+        n for n, op in enumerate(ops) if (op.name if isinstance(op, Product) else type(op)) in (kind, type(kind))
+    )
+    with pytest.raises(ValueError, match=f"cannot run layer 0: {message}.*; use backend xla"):
+        Layout(small.with_op(plan, 0, number, **changes), H200, 2)
