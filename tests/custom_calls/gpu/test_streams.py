@@ -14,7 +14,7 @@ from custom_calls.plan import Plan, make_plan
 from laneformer.config import ResidualStreams
 from laneformer.decoder import decoder_ops
 from tests.support import emulated, small
-from tests.support.decode_cases import STREAMS
+from tests.support.decode_cases import COMPRESSED, STREAMS
 from tests.support.gpu_cases import AMD, check, logits_of, same, some, weights_of
 from tests.support.several_rows import Model
 
@@ -53,10 +53,18 @@ def test_logits_are_those_of_the_interpreter(name):
     check(plan, weights_of(plan), machine=machine)
 
 
-@pytest.mark.parametrize("name", some({"three": {}, "roots and a table": ROOTS}, {"three"}, {"roots and a table"}))
+LAUNCHED = {
+    "three": {},
+    "roots and a table": ROOTS,
+    "compressed attention": COMPRESSED["compressed attention, several streams"] | {"num_hidden_layers": 3},
+}
+
+
+@pytest.mark.parametrize("name", some(LAUNCHED, {"three"}, {"roots and a table"}))
 def test_a_launch_for_each_op_has_the_same_bits(name):
-    plan = plan_of(**({} if name == "three" else ROOTS))
-    one, other = (check(plan, weights_of(plan), launch=launch) for launch in ("persistent", "graph"))
+    plan = plan_of(**LAUNCHED[name])
+    weights, ids = weights_of(plan), small.prompt_of(small.make_config(), 21)
+    one, other = (check(plan, weights, launch=launch, ids=ids) for launch in ("persistent", "graph"))
     assert same(one, other)
 
 
