@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-CPU = tuple(HERE / "cpu" / part for part in (".", "kernels", "ops", "packing"))
+CPU = tuple(HERE / "cpu" / part for part in (".", "kernels", "kernels/attention", "ops", "packing"))
 SOURCES = (HERE / "common", *CPU, HERE / "gpu" / "host")
 SHARED = HERE / "gpu" / "kernel" / "params.h"  # with the GPU kernel, which gpu/compile.py compiles for each model
 GENERATED = "plan_ops.h"  # from laneformer/ops.py, which is part of the key through it

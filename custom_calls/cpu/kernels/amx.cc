@@ -8,11 +8,11 @@
 //
 // Compiled for one set (LF_ISA); its table has the functions of another for all else. No library templates in here, as
 // in kernels.cc.
+#include "attention/tile_latents.h"
 #include "bf12_decode.h"
 #include "formats.h"
 #include "kernels.h"
 #include "simd.h"
-#include "tile_latents.h"
 #include "tile_operands.h"
 
 #define LF_JOIN2(a, b) a##b

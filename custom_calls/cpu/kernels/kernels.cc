@@ -4,10 +4,10 @@
 
 #include <cmath>
 
-#include "attention.h"
+#include "attention/attention.h"
+#include "attention/compress.h"
+#include "attention/latents.h"
 #include "bf12.h"
-#include "compress.h"
-#include "latents.h"
 #include "prepare.h"
 #include "product.h"
 #include "recurrence.h"

@@ -10,8 +10,8 @@
 // for the values.
 #pragma once
 
+#include "../tile_operands.h"
 #include "latent_queries.h"
-#include "tile_operands.h"
 
 namespace LF_ISA {
 namespace {

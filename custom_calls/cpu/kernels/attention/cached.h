@@ -1,8 +1,8 @@
 // Cached keys, values and latents as float32. Included by the files that attend to them.
 #pragma once
 
-#include "kernels.h"
-#include "simd.h"
+#include "../kernels.h"
+#include "../simd.h"
 
 namespace LF_ISA {
 namespace {
