@@ -1,5 +1,8 @@
 """Named models. `python -m infer bench --checkpoint NAME` runs them with random weights; recipes train ours."""
 
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 from laneformer.config import (
@@ -280,6 +283,54 @@ DEEPSEEK_V3 = ModelConfig(
 DEEPSEEK_V3_4 = DEEPSEEK_V3.replace(
     vocab_size=16_384, num_hidden_layers=4, num_experts=16, mlp_only_layers=(), max_position_embeddings=16_384
 )
+DEEPSEEK_V4_FLASH = ModelConfig(
+    vocab_size=129_280,
+    hidden_size=4096,
+    intermediate_size=2048,
+    num_hidden_layers=43,
+    num_attention_heads=64,
+    num_key_value_heads=1,
+    head_dim=512,
+    compressed_attention=CompressedAttention(
+        ratios=(0, 0, *(4, 128) * 20, 4),
+        window=128,
+        q_lora_rank=1024,
+        qk_rope_head_dim=64,
+        o_groups=8,
+        o_lora_rank=1024,
+        index_heads=64,
+        index_head_dim=128,
+        index_topk=512,
+        rope_scaling=RopeScaling(
+            type="yarn", factor=16.0, original_max_position_embeddings=65_536, attention_factor=1.0
+        ),
+    ),
+    residual_streams=ResidualStreams(count=4),
+    max_position_embeddings=1_048_576,
+    layout="tp",
+    norm_eps=1e-6,
+    num_experts=256,
+    num_experts_per_tok=6,
+    moe_intermediate_size=2048,
+    scoring_func="sqrtsoftplus",
+    router_correction=True,
+    hash_layers=3,
+    routed_scaling_factor=1.5,
+    swiglu_limit=10.0,
+    swiglu_alpha=1.0,
+    swiglu_plus_one=False,
+    shared_expert_intermediate_size=2048,
+)
+# Its first layers with fewer experts to choose from, and a smaller vocabulary: 2.0 GB are read for a token.
+DEEPSEEK_V4_8 = DEEPSEEK_V4_FLASH.replace(
+    vocab_size=16_384,
+    num_hidden_layers=8,
+    compressed_attention=dataclasses.replace(
+        DEEPSEEK_V4_FLASH.compressed_attention, ratios=DEEPSEEK_V4_FLASH.compressed_attention.ratios[:8]
+    ),
+    num_experts=32,
+    max_position_embeddings=20_480,
+)
 KIMI_K2 = DEEPSEEK_V3.replace(
     vocab_size=163_840,
     num_attention_heads=64,
@@ -333,10 +384,13 @@ class PackedModel(NamedTuple):
     """A model some of whose matrices are quantized. Recipes may return one."""
 
     config: ModelConfig
-    format: str | None = None
-    """mxfp4, in groups of 32, or fp8, in blocks of 128 x 128."""
-    matrices: tuple[str, ...] = ()
-    """Paths without the layer."""
+    formats: Mapping[str, str] = MappingProxyType({})
+    """Path of a matrix without the layer -> mxfp4, in groups of 32, or fp8, in blocks of 128 x 128."""
+
+
+def packed(config: ModelConfig, **matrices: tuple[str, ...]) -> PackedModel:
+    """The model with these matrices in the formats that they are named by."""
+    return PackedModel(config, {path: format for format, paths in matrices.items() for path in paths})
 
 
 EXPERTS = ("feed_forward.w1", "feed_forward.w3", "feed_forward.w2")
@@ -344,20 +398,23 @@ ATTENTION = ("attention.wq", "attention.wk", "attention.wv", "attention.wo")
 SHARED_EXPERT = tuple(f"feed_forward.shared.{name}" for name in ("w1", "w3", "w2"))
 LATENT = tuple(f"attention.{name}" for name in ("wq_a", "wq_b", "wkv_a", "wkv_b", "wo"))
 BESIDE = ("attention.wg", "attention.win", *SHARED_EXPERT)
+COMPRESSED = tuple(f"attention.{name}" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq"))
 # In the precisions in which they are published, all else in bfloat16; but the experts of moonlight_16b, published in
 # bfloat16, are in fp8 to fit a memory of 24 GiB.
 PACKED: dict[str, PackedModel] = {
-    "gpt_oss_20b": PackedModel(GPT_OSS_20B, "mxfp4", EXPERTS),
-    "gpt_oss_120b": PackedModel(GPT_OSS_120B, "mxfp4", EXPERTS),
-    "qwen3_next_80b": PackedModel(QWEN3_NEXT_80B, "fp8", EXPERTS + ATTENTION + BESIDE),
-    "qwen3_next_20b": PackedModel(QWEN3_NEXT_20B, "fp8", EXPERTS + ATTENTION + BESIDE),
+    "gpt_oss_20b": packed(GPT_OSS_20B, mxfp4=EXPERTS),
+    "gpt_oss_120b": packed(GPT_OSS_120B, mxfp4=EXPERTS),
+    "qwen3_next_80b": packed(QWEN3_NEXT_80B, fp8=EXPERTS + ATTENTION + BESIDE),
+    "qwen3_next_20b": packed(QWEN3_NEXT_20B, fp8=EXPERTS + ATTENTION + BESIDE),
     "qwen3_next_12": PackedModel(QWEN3_NEXT_12),
-    "qwen3_30b_a3b": PackedModel(QWEN3_30B_A3B, "fp8", EXPERTS + ATTENTION),
-    "deepseek_v3": PackedModel(DEEPSEEK_V3, "fp8", EXPERTS + SHARED_EXPERT + LATENT),
-    "deepseek_v3_4": PackedModel(DEEPSEEK_V3_4, "fp8", EXPERTS + SHARED_EXPERT + LATENT),
-    "kimi_k2": PackedModel(KIMI_K2, "fp8", EXPERTS + SHARED_EXPERT + LATENT),
+    "qwen3_30b_a3b": packed(QWEN3_30B_A3B, fp8=EXPERTS + ATTENTION),
+    "deepseek_v3": packed(DEEPSEEK_V3, fp8=EXPERTS + SHARED_EXPERT + LATENT),
+    "deepseek_v3_4": packed(DEEPSEEK_V3_4, fp8=EXPERTS + SHARED_EXPERT + LATENT),
+    "deepseek_v4_flash": packed(DEEPSEEK_V4_FLASH, mxfp4=EXPERTS, fp8=SHARED_EXPERT + COMPRESSED),
+    "deepseek_v4_8": packed(DEEPSEEK_V4_8, mxfp4=EXPERTS, fp8=SHARED_EXPERT + COMPRESSED),
+    "kimi_k2": packed(KIMI_K2, fp8=EXPERTS + SHARED_EXPERT + LATENT),
     "kimi_k2_latents": PackedModel(KIMI_K2_LATENTS),
-    "moonlight_16b": PackedModel(MOONLIGHT_16B, "fp8", EXPERTS),
+    "moonlight_16b": packed(MOONLIGHT_16B, fp8=EXPERTS),
 }
 
 # By the name of the recipe that trains it, as its last phase leaves it.

@@ -228,7 +228,7 @@ def shape_of(packed: PackedModel, config: ModelConfig, options: Options) -> Shap
         )
     experts = {}
     if config.num_experts:
-        if packed.format != "mxfp4" or not config.attention_sinks or options.weights != "bfloat16":
+        if set(packed.formats.values()) != {"mxfp4"} or not config.attention_sinks or options.weights != "bfloat16":
             raise ConfigError(
                 f"--shape {options.shape} has experts, which are compared as in gpt-oss, mxfp4 beside bfloat16:"
                 " choose gpt_oss_20b or scripts.peers.shapes:gpt_oss_third, and leave --weights out"

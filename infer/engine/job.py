@@ -75,6 +75,6 @@ def open_engine(options: EngineOptions, layout: str | None = None, **more: Any) 
     packed = recipe_model(options.checkpoint, options.lanes)
     config = packed.config if layout is None else packed.config.replace(layout=layout)
     mesh = make_mesh(config.num_lanes, lane=options.devices) if options.devices != 1 else None
-    packing = {"format": packed.format, "matrices": packed.matrices}
-    source = RandomSource(config, options.dtype or "bfloat16", mesh=mesh, precision=precision, **packing)
+    dtype = options.dtype or "bfloat16"
+    source = RandomSource(config, dtype, mesh=mesh, precision=precision, formats=packed.formats)
     return Engine(source, options.backend, name=options.checkpoint.rsplit(":", 1)[-1], **chosen)

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import os
 import zlib
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -37,14 +37,14 @@ class RandomSource:
         *,
         mesh: Mesh | None = None,
         precision: Precision | None = None,
-        format: str | None = None,
-        matrices: Collection[str] = (),
+        formats: Mapping[str, str] | None = None,
     ):
-        """dtype: of the weights. precision: by default `Precision.default(dtype)`. format, matrices: those that are
-        records; see PackedModel in configs/models.py.
+        """dtype: of the weights. precision: by default `Precision.default(dtype)`. formats: of those that are records;
+        see PackedModel in configs/models.py.
         """
-        self.config, self.mesh, self.stored_dtype, self._format = config, mesh, jnp.dtype(dtype).name, format
-        self.quantized = _quantized(config, matrices)
+        self.config, self.mesh, self.stored_dtype = config, mesh, jnp.dtype(dtype).name
+        self._formats = _quantized(config, formats or {})
+        self.quantized = tuple(self._formats)
         self.precision = dataclasses.replace(precision or Precision.default(dtype), param=self.stored_dtype)
 
     def weights(self) -> Iterator[tuple[str, np.ndarray | Quantized]]:
@@ -56,13 +56,13 @@ class RandomSource:
         outputs = 0.02 / math.sqrt(2 * self.config.num_hidden_layers)
         deviations = {"normal": 0.02, "embedding": 0.02, "output": outputs}
         scaled = {name: (one * normal).astype(self.stored_dtype) for name, one in deviations.items()}
-        codes = _random_codes(self._format, normal) if self.quantized else None
-        table, packed = parameter_table(self.config), frozenset(self.quantized)
+        codes = {kind: _random_codes(kind, normal) for kind in set(self._formats.values())}
+        table = parameter_table(self.config)
         for path in packing_order(self.config):
             parameter = table[path]
-            if path in packed:
-                block = np.roll(codes, zlib.crc32(path.encode()) % size)
-                yield path, _record(self._format, block, parameter.shape, deviations[parameter.initial])
+            if kind := self._formats.get(path):
+                block = np.roll(codes[kind], zlib.crc32(path.encode()) % size)
+                yield path, _record(kind, block, parameter.shape, deviations[parameter.initial])
             elif parameter.initial in scaled:
                 block = np.roll(scaled[parameter.initial], zlib.crc32(path.encode()) % size)
                 yield path, np.resize(block, parameter.shape)
@@ -78,10 +78,10 @@ class RandomSource:
         return model_of(self)
 
 
-def _quantized(config: ModelConfig, matrices: Collection[str]) -> tuple[str, ...]:
-    """The paths of these matrices, given without the layer, in all layers."""
-    table = parameter_table(config)
-    return tuple(path for path in table if table[path].group == "matrix" and path.split(".", 2)[-1] in matrices)
+def _quantized(config: ModelConfig, formats: Mapping[str, str]) -> dict[str, str]:
+    """The format of each of these matrices, given without the layer, in all layers."""
+    matrices = (path for path, weight in parameter_table(config).items() if weight.group == "matrix")
+    return {path: kind for path in matrices if (kind := formats.get(path.split(".", 2)[-1]))}
 
 
 def _random_codes(kind: str, normal: np.ndarray) -> np.ndarray:
@@ -148,8 +148,8 @@ def _made(name: str) -> PackedModel:
 
 def packed_bytes(name: str) -> dict[str, float]:
     """Bytes of one weight of each quantized matrix of a recipe's model, by its path; see laneformer.checkpoint."""
-    config, format, matrices = recipe_model(name)
-    return {path: FORMATS[format].bytes for path in _quantized(config, matrices)}
+    model = recipe_model(name)
+    return {path: FORMATS[kind].bytes for path, kind in _quantized(model.config, model.formats).items()}
 
 
 def model_config(checkpoint: str, lanes: int | None = None) -> ModelConfig:

@@ -5,6 +5,7 @@
 import dataclasses
 import os
 import time
+from collections.abc import Iterable
 
 import jax
 import jaxlib
@@ -36,7 +37,7 @@ def full_attention(config: ModelConfig) -> ModelConfig:
 
 class Ours:
     def __init__(self, task: Task):
-        _, format, matrices = packed = shape_model(task.checkpoint)
+        packed = shape_model(task.checkpoint)
         config = full_attention(packed.config)
         if task.option == XLA:
             os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: task.threads])  # XLA uses a thread per core
@@ -44,7 +45,7 @@ class Ours:
         else:
             weights = BF12 if task.option == BF12 else task.weights
             precision = dataclasses.replace(Precision.default("bfloat16"), compute=task.compute)
-            source = RandomSource(config, "bfloat16", precision=precision, format=format, matrices=matrices)
+            source = RandomSource(config, "bfloat16", precision=precision, formats=packed.formats)
             serves = {"parallel": task.slots, "speculation": None if task.slots > 1 else 0}
             slowdown = task.most_slowdown
             self._backend = CpuBackend(source, threads=task.threads, weights=weights, most_slowdown=slowdown, **serves)
@@ -54,7 +55,7 @@ class Ours:
             "weights": c["weights_dtype"],
             **{name: c[name] for name in FACTS if name in c},
             "compute": c["compute_dtype"],
-            "activations": _activations(task, format),
+            "activations": _activations(task, packed.formats.values()),
             "kv": c["kv_dtype"],
             "threads": c.get("threads", task.threads),
             "load": f"layout {config.layout}, {config.num_lanes} lanes",
@@ -81,11 +82,11 @@ def shape_model(shape: str) -> PackedModel:
     return recipe_model(shape) if is_recipe(shape) else PackedModel(model_config(shape))
 
 
-def _activations(task: Task, format: str | None) -> str:
+def _activations(task: Task, formats: Iterable[str]) -> str:
     """What they are rounded to."""
     by_digits = DIGITS[task.compute]
-    if format in BY_DIGITS:
-        return f"{task.compute}; {by_digits} for {format}"
+    if named := sorted(set(BY_DIGITS).intersection(formats)):
+        return f"{task.compute}; {by_digits} for {', '.join(named)}"
     return by_digits if task.weights in BY_DIGITS else task.compute
 
 

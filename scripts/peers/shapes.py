@@ -1,6 +1,6 @@
 """Shapes to compare on besides the models of configs/: `--shape scripts.peers.shapes:quarter_billion`."""
 
-from configs.models import EXPERTS, GPT_OSS_20B, PackedModel
+from configs.models import EXPERTS, GPT_OSS_20B, PackedModel, packed
 from laneformer.config import ModelConfig
 
 
@@ -27,4 +27,4 @@ def gpt_oss_third() -> PackedModel:
     config = GPT_OSS_20B.replace(
         num_hidden_layers=8, swa_layers=tuple(range(0, 8, 2)), vocab_size=GPT_OSS_20B.vocab_size // 3, eos_token_id=()
     )
-    return PackedModel(config, "mxfp4", EXPERTS)
+    return packed(config, mxfp4=EXPERTS)

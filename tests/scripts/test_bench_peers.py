@@ -53,13 +53,13 @@ def small():
     model = config.model.replace(vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2)
     return dataclasses.replace(config, model=model, then={})
 def mixture():
-    from configs.models import EXPERTS, GPT_OSS_20B, PackedModel
+    from configs.models import EXPERTS, GPT_OSS_20B, packed
     model = GPT_OSS_20B.replace(
         vocab_size=50, hidden_size=64, moe_intermediate_size=96, num_hidden_layers=2, swa_layers=(0,), num_experts=8,
         num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts_per_tok=2, sliding_window=4,
         eos_token_id=(), max_position_embeddings=64,
     )
-    return PackedModel(model, "mxfp4", EXPERTS)
+    return packed(model, mxfp4=EXPERTS)
 def unpacked():
     return mixture().config
 """

@@ -88,10 +88,10 @@ def of_experts(name: str, machine=H200, rows: int = 1) -> Layout:
     precision = Precision(param="bfloat16", compute="bfloat16")
     plan = plan_of(types.SimpleNamespace(config=config, precision=precision, stored_dtype="bfloat16"))
     packed = {
-        path: format[model.format]
+        path: format[kind]
         for paths in product_weights(plan)
         for path in paths
-        if path.split(".", 2)[-1] in model.matrices
+        if (kind := model.formats.get(path.split(".", 2)[-1]))
     }
     return Layout(plan, machine, 1, codes=packed, rows=rows)
 
@@ -362,7 +362,7 @@ def test_nvidia_code_of_experts(name, rows, folder):
     assert decode["registers"] <= 255 and decode["stack"] <= 256 * rows and decode["loads"] <= {1: 640, 2: 1600}[rows]
     code = Code(image)
     loops = [(a, b) for a, b in code.loops() if code.counts(range(a, b + 1))["IMMA"] == 12 and b - a < 1000]
-    assert len(loops) == 2 * rows * (PACKED[name].format == "mxfp4")
+    assert len(loops) == 2 * rows * ("mxfp4" in PACKED[name].formats.values())
     for first, last in loops:
         inside = code.counts(range(first, last + 1))
         assert inside["LDL"] + inside["STL"] <= 14 * (rows > 1)

@@ -16,6 +16,7 @@ from infer.bench.record import weights_of
 from infer.engine.engine import Engine
 from infer.engine.sources import RandomSource, is_recipe, recipe_config, recipe_model
 from infer.engine.xla import XlaBackend
+from infer.roofline.published import DEEPSEEK_V4_FLASH
 from laneformer import ConfigError, ModelConfig, make_mesh, parameter_count
 from laneformer.hf import config_from_hf
 from laneformer.weights import packing_order, parameter_table
@@ -210,7 +211,7 @@ EXPERTS_ALONE = CONFIG.replace(
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
 def test_random_records(kind):
     """Of the deviation of other random weights, to a power of 2; the bytes that one token reads count them so."""
-    source = RandomSource(EXPERTS_ALONE, format=kind, matrices=("feed_forward.w1", "feed_forward.w2"))
+    source = RandomSource(EXPERTS_ALONE, formats={"feed_forward.w1": kind, "feed_forward.w2": kind})
     assert source.quantized == ("layers.0.feed_forward.w1", "layers.0.feed_forward.w2")
     weights = dict(source.weights())
     records = [weights[path] for path in source.quantized]
@@ -237,7 +238,13 @@ def test_published_mixtures_are_those_of_their_config_json():
     # The published files have 13.8 GB.
     total, experts = parameter_count(recipe_config("gpt_oss_20b")), 24 * 32 * 3 * 2880 * 2880
     assert round((2 * (total - experts) + experts * 4.25 / 8) / 1e9, 1) == 13.8
-    assert recipe_model("gpt_oss_20b").format == "mxfp4" and recipe_model("stdlib").format is None
+    assert set(recipe_model("gpt_oss_20b").formats.values()) == {"mxfp4"} and not recipe_model("stdlib").formats
+
+
+def test_deepseek_v4_is_that_of_its_config_json():
+    scaling = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65_536}
+    flash, ours = config_from_hf(DEEPSEEK_V4_FLASH | {"rope_scaling": scaling}), recipe_config("deepseek_v4_flash")
+    assert flash == ours.replace(bos_token_id=flash.bos_token_id, eos_token_id=flash.eos_token_id)
 
 
 @pytest.mark.parametrize("devices", [1, 2])

@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs.models import QWEN3_NEXT_80B
+from configs.models import DEEPSEEK_V4_FLASH, QWEN3_NEXT_80B
 from infer.engine.sources import packed_bytes
 from infer.roofline.devices import make_node
 from infer.roofline.model import Work, bytes_by_part
@@ -122,8 +122,12 @@ def test_unknown_names_are_refused():
 
 
 def test_a_model_that_runs_reads_what_its_dimensions_say():
-    """Of Qwen3-Next the blocks' own weights and state, against the published dimensions, which leave out vectors."""
+    """The blocks' own weights and state against the published dimensions. These leave out the vectors of Qwen3-Next,
+    and have compressors and indexers of DeepSeek-V4 in FP8, which are in bfloat16 here.
+    """
     found, work = MOE["qwen3-coder-next"], Work(context=100, packed=packed_bytes("qwen3_next_80b"))
     assert sum(bytes_by_part(QWEN3_NEXT_80B, work).values()) == pytest.approx(
         found.weight_bytes + found.kv_bytes(100, "bfloat16"), rel=4e-3
     )
+    found, work = MOE["deepseek-v4-flash"], Work(context=1, packed=packed_bytes("deepseek_v4_flash"))
+    assert sum(bytes_by_part(DEEPSEEK_V4_FLASH, work).values()) == pytest.approx(found.weight_bytes, rel=4e-2)
