@@ -28,6 +28,8 @@ from scripts.peers.load import QUIET, beside, quiet
 from scripts.peers.process import ROOT, Process
 
 PEER = "llama.cpp"
+QUESTIONS = {"clients": "several clients", "drafts": "drafts", "turn": "first token"}
+"""By their words in --questions."""
 HEADS = (
     "question",
     "case",
@@ -73,6 +75,8 @@ class Options:
     """
     turn: str = "512,64,64"
     """Tokens of an agent's prompt, its answer, and what is new in the second turn."""
+    questions: str = ",".join(QUESTIONS)
+    """Comma-separated questions to ask."""
     rounds: int = 6
     """Rounds of each case, in which the engines take turns."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
@@ -151,11 +155,14 @@ def cases(options: Options) -> list[Case]:
     for name, least in (("clients", 1), ("prompt", 1), ("tokens", 2), ("copied_tokens", 3), ("rounds", 1)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
+    asked = options.questions.split(",")
+    if unknown := [word for word in asked if word not in QUESTIONS]:
+        raise ConfigError(f"--questions {','.join(unknown)}: choose among {', '.join(QUESTIONS)}")
     found = []
     for clients in dict.fromkeys((1, options.clients)):
         verb = ("together", options.prompt, options.tokens, clients)
         name = f"{clients} at once, prompts of {options.prompt}, {options.tokens} tokens each"
-        found.append(Case("several clients", name, verb, (verb,), "tokens/s"))
+        found.append(Case(QUESTIONS["clients"], name, verb, (verb,), "tokens/s"))
     prompt, edited = texts(options)
     drafts = numbers("drafts", options.drafts)
     for name, answer in (("a file rewritten", edited), ("another file", pieces(options.other))):
@@ -163,12 +170,14 @@ def cases(options: Options) -> list[Case]:
         plain = ("copied", text, 0)
         tried = tuple(("copied", text, most) for most in drafts)
         size = f"{name}, prompt of {len(prompt)}, {len(text[1])} tokens"
-        found.append(Case("drafts", f"{size}, no drafts", plain, (plain,), "tokens/s"))
-        found.append(Case("drafts", f"{size}, with drafts", ("copied", text, -1), (plain, *tried), "tokens/s"))
+        found.append(Case(QUESTIONS["drafts"], f"{size}, no drafts", plain, (plain,), "tokens/s"))
+        found.append(
+            Case(QUESTIONS["drafts"], f"{size}, with drafts", ("copied", text, -1), (plain, *tried), "tokens/s")
+        )
     turn = ("turn", *numbers("turn", options.turn, 3))
     name = f"second turn of an agent: prompt {turn[1]}, answer {turn[2]}, {turn[3]} new"
-    found.append(Case("first token", name, turn, (turn,), "ms"))
-    return found
+    found.append(Case(QUESTIONS["turn"], name, turn, (turn,), "ms"))
+    return [case for case in found if case.question in {QUESTIONS[word] for word in asked}]
 
 
 def texts(options: Options) -> tuple[list[str], list[str]]:
@@ -242,7 +251,7 @@ def table(record: dict) -> str:
         figures = []
         for who in ("ours", "peer"):
             figure = statistics.median(one[who]["figure"] for one in rounds)
-            passes = rounds[0][who]["passes"] if case["question"] == "drafts" else 0
+            passes = rounds[0][who]["passes"] if case["question"] == QUESTIONS["drafts"] else 0
             figures.append(
                 f"{figure:.1f} {case['unit']}" + (f", {rounds[0][who]['tokens'] / passes:.2f} a pass" if passes else "")
             )

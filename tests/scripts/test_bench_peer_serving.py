@@ -98,6 +98,8 @@ def test_engines_take_turns_and_the_best_drafts_of_the_peer_count(tmp_path, reci
     ]
     assert [case["best"][2] for case in found[2:6]] == [0, 2, 0, 2] and all(len(case["rounds"]) == 2 for case in found)
     assert "| 2.00 (2.00 to 2.00) | 3.0 tokens/s | 1.5 tokens/s |" in out and "with 2 drafts" in out
+    assert command(tmp_path, recipe, "--questions", "turn") == 0
+    assert [case["question"] for case in json.loads((tmp_path / "r.json").read_text())["cases"]] == ["first token"]
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,7 @@ def test_engines_take_turns_and_the_best_drafts_of_the_peer_count(tmp_path, reci
         (("--edit", "width"), "--edit must be OLD=NEW"),
         (("--edit", "nosuch=word"), "has no word 'nosuch'"),
         (("--turn", "600,6,5"), "and the context of"),
+        (("--questions", "turn,turns"), "--questions turns: choose among clients, drafts, turn"),
         ((), "llama.cpp is not installed: python -m scripts.bench_peers --setup"),
     ],
 )
