@@ -10,11 +10,14 @@
 namespace laneformer {
 
 // This worker's units of attention, where each run has some chunks, without their keys. Heads are cut too where workers
-// share lanes, into as many groups of at least `least` heads as there are workers.
+// share lanes, into as many groups of at least `least` heads as there are workers; not where chunks are enough to share
+// out, since each group reads all keys.
 std::vector<Worker::Unit>& Worker::share_units(int heads, int least) {
+  constexpr int64_t kEnough = 6;  // chunks of each worker
   const int64_t chunks = std::accumulate(chunks_, chunks_ + pass_->runs, int64_t{0});
   // Units are in the order of runs, then lanes, then groups of heads, then chunks.
-  const int groups = d_.lanes_shared ? std::max(1, std::min(count_, heads / least)) : 1;
+  const bool cut = d_.lanes_shared && m_.lanes * chunks < kEnough * count_;
+  const int groups = cut ? std::max(1, std::min(count_, heads / least)) : 1;
   const int64_t first_lane = d_.lanes_shared ? 0 : first_lane_,
                 of_chunk = ((d_.lanes_shared ? m_.lanes : last_lane_) - first_lane) * groups;
   int64_t first = 0, last = of_chunk * chunks;
