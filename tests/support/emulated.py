@@ -8,7 +8,9 @@ import hashlib
 import os
 import platform
 import subprocess
+import threading
 import types
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -34,72 +36,64 @@ needs_gpu = pytest.mark.skipif(
 only_emulated = pytest.mark.skipif(REAL is not None, reason="of the emulated GPUs")
 
 
-def _compiled(target: Path, command: list[str]) -> Path:
+FLAGS = ("-std=c++17", "-fPIC", "-Wall", "-Wextra", f"-I{gpu_build.SOURCES}", f"-I{EMULATOR}")
+# Compiling takes longer than most calls of a kernel.
+KERNEL_FLAGS = (
+    "-std=c++17",
+    "-Og",
+    "-fPIC",
+    "-shared",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Wno-unused-function",
+    "-Wno-maybe-uninitialized",
+    "-Wno-uninitialized",
+    "-Wno-unused-variable",
+    f"-I{EMULATOR}",
+    f'-DLF_EMULATED="{EMULATOR / "port_host.h"}"',
+)
+
+
+def _compiled(name: str, suffix: str, sources: Iterable[Path], *options: str, work: Path = EMULATOR) -> Path:
+    """A file that the compiler makes in `work` with these options, once for every state of them and of the sources."""
+    digest = hashlib.sha256(repr(options).encode())
+    for path in sources:
+        digest.update(path.name.encode() + path.read_bytes())
+    folder = build.cache() / "emulator"
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / f"{name}-{digest.hexdigest()[:16]}{suffix}"
     if not target.exists():
-        unfinished = target.with_suffix(f".{id(command)}")
-        done = subprocess.run([*command, "-o", str(unfinished)], capture_output=True, text=True, check=False)
+        unfinished = target.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+        command = [*build.compiler(), *options, "-o", str(unfinished)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=work)
         assert done.returncode == 0, done.stderr
         unfinished.replace(target)
     return target
 
 
-def _folder() -> Path:
-    folder = build.cache() / "emulator"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
 @cache
 def driver() -> Path:
     """A driver of emulated devices, in place of libcuda.so.1."""
-    source = EMULATOR / "driver.cc"
-    params = gpu_build.SOURCES / "params.h"
-    name = hashlib.sha256(source.read_bytes() + params.read_bytes()).hexdigest()[:16]
-    command = [
-        *build.compiler(),
-        "-std=c++17",
-        "-O1",
-        "-fPIC",
-        "-shared",
-        "-Wall",
-        "-Wextra",
-        f"-I{params.parent}",
-        str(source),
-        "-ldl",
-        "-pthread",
-    ]
-    return _compiled(_folder() / f"driver-{name}.so", command)
+    source, params = EMULATOR / "driver.cc", gpu_build.SOURCES / "params.h"
+    return _compiled("driver", ".so", (source, params), *FLAGS, "-O1", "-shared", str(source), "-ldl", "-pthread")
+
+
+@cache
+def emulator() -> Path:
+    """An object file of what runs a kernel's threads."""
+    sources = (EMULATOR / "emulator.cc", EMULATOR / "emulator.h", gpu_build.SOURCES / "params.h")
+    return _compiled("emulator", ".o", sources, *FLAGS, "-O1", "-c", str(sources[0]))
 
 
 def compile_with(machine: Machine):
     """For custom_calls.gpu.compile.image: the image is the path of a library."""
 
     def compile_kernel(folder: Path, out: Path, architecture: str) -> None:
-        digest = hashlib.sha256(repr(machine).encode())
-        for path in (*sorted(folder.iterdir()), *sorted(EMULATOR.iterdir())):
-            digest.update(path.name.encode() + path.read_bytes())
-        command = [
-            *build.compiler(),
-            "-std=c++17",
-            "-O1",
-            "-fPIC",
-            "-shared",
-            "-ffp-contract=off",
-            "-Wall",
-            "-Wextra",
-            "-Wno-unused-function",
-            "-Wno-maybe-uninitialized",
-            "-Wno-uninitialized",
-            "-Wno-unused-variable",
-            f'-DLF_EMULATED="{EMULATOR / "port_host.h"}"',
-            f"-DLF_WARP_SIZE={machine.warp_size}",
-            f"-DLF_BULK={int(machine.bulk_copies)}",
-            f"-I{folder}",
-            "-x",
-            "c++",
-            str(EMULATOR / "emulator.cc"),
-        ]
-        library = _compiled(_folder() / f"kernel-{digest.hexdigest()[:16]}.so", command)
+        sources = (*sorted(folder.iterdir()), *(EMULATOR / name for name in ("kernel.cc", "emulator.h", "port_host.h")))
+        options = [*KERNEL_FLAGS, f"-DLF_WARP_SIZE={machine.warp_size}", f"-DLF_BULK={int(machine.bulk_copies)}"]
+        code = ["-I.", str(EMULATOR / "kernel.cc"), str(emulator())]
+        library = _compiled("kernel", ".so", sources, *options, *code, work=folder)
         out.write_bytes(str(library).encode() + b"\0")
 
     return compile_kernel

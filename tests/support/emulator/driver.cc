@@ -1,6 +1,6 @@
 // A CUDA driver whose devices are emulated on the CPU, for tests: the functions that custom_calls/gpu/host/driver.cc
-// asks for. A module's image is the path of a library made from emulator.cc; its kernel runs on the thread that
-// launches it, to its end.
+// asks for. A module's image is the path of a library made from kernel.cc and emulator.cc; its kernel runs on the
+// thread that launches it, to its end.
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>

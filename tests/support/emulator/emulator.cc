@@ -1,15 +1,19 @@
-// Runs the decode kernel on the CPU: see port_host.h. Compiled for one model, like the kernel itself.
+// Runs the decode kernel on the CPU: see port_host.h. Compiled once, and linked to the kernel of each model
+// (kernel.cc).
+#include "emulator.h"
+
 #include <algorithm>
-#include <cstdio>
-#include <cstdlib>
+#include <cstring>
 #include <iterator>
 #include <vector>
 
-#include "kernel.cu"
+#include "params.h"
+
+extern "C" const emulator::Kernel laneformer_kernel;
 
 namespace emulator {
 
-thread_local Fiber* self = nullptr;
+__thread Fiber* self = nullptr;
 
 namespace {
 
@@ -77,30 +81,10 @@ struct Still {
   }
 };
 
-// Whether no CTA of this launch may wait for another: then they run one after the other.
-bool in_turn(const laneformer::gpu::Params& p) {
-  using namespace laneformer::gpu;
-  if (!kSteps || reading || p.op == kStepBegin || p.op == kStepHead) return false;
-  if (p.op == kStepEmbed) return true;
-#if LF_STEPS
-  return p.op >= kStepOp && !step_of(p.op, p.layer).waits;
-#else
-  return false;
-#endif
-}
-
 void leave() { laneformer_switch(&self->stack_pointer, main_stack); }
 
 void body() {
-  if (reading) {
-    laneformer_read(*parameters);
-  } else {
-#if LF_STEPS
-    laneformer_step(*parameters);
-#else
-    laneformer_decode(*parameters);
-#endif
-  }
+  (reading ? laneformer_kernel.read : laneformer_kernel.run)(*parameters);
   self->ended = true;
   leave();
 }
@@ -127,8 +111,9 @@ void meet(Group* group) {
 }
 
 void read(const void* from) {
-  if (from < self->shared || from >= self->shared + laneformer::gpu::kRingBytes) return;
-  if (self->num_reads == std::size(self->reads)) std::fprintf(stderr, "reads_done is never called\n"), std::abort();
+  if (from < self->shared || from >= self->shared + laneformer_kernel.ring_bytes) return;
+  if (self->num_reads == (int)std::size(self->reads))
+    std::fprintf(stderr, "reads_done is never called\n"), std::abort();
   self->reads[self->num_reads++] = from;
 }
 
@@ -149,33 +134,32 @@ void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* b
 extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int grid, int64_t shared_bytes,
                                   uint64_t seed) {
   using namespace emulator;
-  using laneformer::gpu::kThreads;
-  using laneformer::gpu::kWarpSize;
+  const int threads = laneformer_kernel.threads, warp_size = laneformer_kernel.warp_size;
   parameters = params;
   random_state = seed * 0x9e3779b97f4a7c15ull + 1;
   copies.clear();
-  const int warps = kThreads / kWarpSize, count = grid * kThreads;
+  const int warps = threads / warp_size, count = grid * threads;
   std::vector<Fiber> fibers(count);
   all = &fibers;
   std::vector<Group> blocks(grid), warp_groups((size_t)grid * warps);
   std::vector<char*> shared(grid);
   for (int c = 0; c < grid; c++) {
-    blocks[c] = {kThreads, 0, 0, {}, {}};
+    blocks[c] = {threads, 0, 0, {}, {}};
     shared[c] = (char*)std::aligned_alloc(
         128, (size_t)(shared_bytes + 127) / 128 * 128);  // exactly: a sanitizer detects accesses beyond
     std::memset(shared[c], 0xff, shared_bytes);
-    for (int w = 0; w < warps; w++) warp_groups[(size_t)c * warps + w] = {kWarpSize, 0, 0, {}, {}};
+    for (int w = 0; w < warps; w++) warp_groups[(size_t)c * warps + w] = {warp_size, 0, 0, {}, {}};
   }
   for (int i = 0; i < count; i++) {
     Fiber& f = fibers[i];
-    const int c = i / kThreads, t = i % kThreads;
+    const int c = i / threads, t = i % threads;
     f = {nullptr,
          (char*)std::malloc(kStackBytes),
          shared[c],
          t,
          c,
          false,
-         &warp_groups[(size_t)c * warps + t / kWarpSize],
+         &warp_groups[(size_t)c * warps + t / warp_size],
          &blocks[c],
          0,
          nullptr,
@@ -188,7 +172,8 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     f.stack_pointer = top;
   }
   std::vector<int> asleep((size_t)grid * warps);  // rounds that a warp still sleeps
-  const bool alone = in_turn(*params);
+  // Then CTAs run one after the other.
+  const bool alone = !reading && laneformer_kernel.in_turn(*params);
   const Still still;
   int running = count, result = 0;
   for (uint64_t idle = 0; running > 0;) {
@@ -199,22 +184,22 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     for (int n = 0; n < grid; n++) {
       const int c = (first + n) % grid;
       const auto ended = [](const Fiber& f) { return f.ended; };
-      if (alone && c > 0 && !std::all_of(fibers.begin() + (c - 1) * kThreads, fibers.begin() + c * kThreads, ended))
+      if (alone && c > 0 && !std::all_of(fibers.begin() + (c - 1) * threads, fibers.begin() + c * threads, ended))
         break;
       if (!alone && idle < 100 && still.pauses(c)) {  // later it is all that is left
         if (!still.lost) continue;
-        for (int i = c * kThreads; i < (c + 1) * kThreads; i++) running -= !fibers[i].ended, fibers[i].ended = true;
+        for (int i = c * threads; i < (c + 1) * threads; i++) running -= !fibers[i].ended, fibers[i].ended = true;
       }
       if (random_bits() % 8 == 0) continue;
       const int first_warp = (int)(random_bits() % (uint64_t)warps), step = random_bits() % 2 ? 1 : warps - 1;
-      for (int k = 0; k < kThreads; k++) {
-        const int i = c * kThreads + (first_warp + k / kWarpSize * step) % warps * kWarpSize + k % kWarpSize;
-        if (k % kWarpSize == 0) {
-          int& rounds = asleep[i / kWarpSize];
+      for (int k = 0; k < threads; k++) {
+        const int i = c * threads + (first_warp + k / warp_size * step) % warps * warp_size + k % warp_size;
+        if (k % warp_size == 0) {
+          int& rounds = asleep[i / warp_size];
           if (rounds == 0 && random_bits() % 16 == 0) rounds = 1 << random_bits() % 5;
           if (rounds > 0) {
             rounds--;
-            k += kWarpSize - 1;
+            k += warp_size - 1;
             continue;
           }
         }

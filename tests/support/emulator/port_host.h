@@ -4,11 +4,10 @@
 #pragma once
 
 #include <cmath>
-#include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
 #include <ctime>
+
+#include "emulator.h"
 
 #define LF_DEVICE inline
 #define LF_COLD inline
@@ -23,36 +22,6 @@
 #ifndef LF_WARP_SIZE
 #define LF_WARP_SIZE 32
 #endif
-
-namespace emulator {
-
-struct Fiber {
-  void* stack_pointer;
-  char* stack;
-  char* shared;
-  int thread, cta;
-  bool ended;
-  struct Group *warp, *block;
-  uint64_t blocked_until;  // generation of `waits` that it waits for
-  Group* waits;
-  int num_reads;
-  const void* reads[512];  // that a bulk copy may still overtake
-};
-
-struct Group {  // threads that meet
-  int size, arrived;
-  uint64_t generation;
-  uint32_t values[2][64];
-  uint32_t matrices[2][64][6];  // registers of multiply_bytes
-};
-
-extern thread_local Fiber* self;
-void yield();                 // lets others run
-void meet(Group*);            // waits for all of the group
-void read(const void* from);  // 16 bytes
-void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* barrier);
-
-}  // namespace emulator
 
 namespace laneformer {
 namespace gpu {

@@ -1,0 +1,29 @@
+// A model's kernel for emulator.cc.
+#include "kernel.cu"
+
+namespace {
+
+using namespace laneformer::gpu;
+
+bool in_turn(const Params& p) {
+  if (!kSteps || p.op == kStepBegin || p.op == kStepHead) return false;
+  if (p.op == kStepEmbed) return true;
+#if LF_STEPS
+  return p.op >= kStepOp && !step_of(p.op, p.layer).waits;
+#else
+  return false;
+#endif
+}
+
+#if LF_STEPS
+constexpr auto run = laneformer_step;
+#else
+constexpr auto run = laneformer_decode;
+#endif
+
+}  // namespace
+
+extern "C" const emulator::Kernel laneformer_kernel;
+const emulator::Kernel laneformer_kernel = {
+    kThreads, kWarpSize, kRingBytes, [](const Params& p) { run(p); }, [](const Params& p) { laneformer_read(p); },
+    in_turn};
