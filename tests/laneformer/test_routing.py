@@ -49,15 +49,21 @@ def routing(logits) -> Routing:
     return Routing(jnp.float32(logits), jax.lax.top_k(jnp.float32(logits), USED)[1])
 
 
+@partial(jax.jit, static_argnames="lanes")
+def summed(layers, weights, lanes: int):
+    """Sums of the routers, and both losses."""
+    sums = router_sums([routing(logits) for logits in layers], weights)
+    return sums, router_losses(sums, load_of(sums.chosen_nle, USED), lanes)
+
+
 def test_losses_and_figures_of_given_logits():
     """Also with an expert that no token uses, and with tokens of different weights."""
     layers = np.random.default_rng(0).normal(size=(3, 2, 4, 12, EXPERTS)).astype(np.float32)
     layers[1, ..., 4] -= 9
-    sums = router_sums([routing(logits) for logits in layers], jnp.asarray(WEIGHTS))
-    losses = router_losses(sums, load_of(sums.chosen_nle, USED), 2)
+    sums, losses = summed(layers, WEIGHTS, 2)
     *expected, figures = reference(layers, WEIGHTS)
     np.testing.assert_allclose(np.array(losses) / WEIGHTS.sum(), expected, rtol=1e-5)
-    found = router_figures(sums, USED)
+    found = jax.jit(router_figures, static_argnums=1)(sums, USED)
     assert found["dead"].tolist() == figures["dead"] == [0, 1, 0]
     for name, values in figures.items():
         np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
@@ -68,11 +74,11 @@ def test_the_load_balancing_loss_of_one_layer_and_lane_is_that_of_mixtral():
     logits = np.random.default_rng(1).normal(size=(24, EXPERTS))
     one_hot = np.eye(EXPERTS)[np.argsort(-logits, -1)[:, :USED]]
     wanted = (one_hot.mean(0) * softmax(logits).mean(0)[None]).sum() * EXPERTS
-    sums = router_sums([routing(logits[None, None])], jnp.ones((1, 24)))
-    balance, _ = router_losses(sums, load_of(sums.chosen_nle, USED), 1)
+    _, (balance, _) = summed(logits[None, None, None], np.ones((1, 24)), 1)
     assert float(balance) / 24 == pytest.approx(wanted, rel=1e-6)
-    even = router_sums([routing(np.zeros((1, 1, 3, EXPERTS)))], jnp.ones((1, 3)))
-    assert float(router_losses(even, jnp.full((1, 1, EXPERTS), USED / EXPERTS), 1)[0]) / 3 == pytest.approx(USED)
+    even, _ = summed(np.zeros((1, 1, 1, 3, EXPERTS)), np.ones((1, 3)), 1)
+    loss = jax.jit(router_losses, static_argnums=2)(even, jnp.full((1, 1, EXPERTS), USED / EXPERTS), 1)[0]
+    assert float(loss) / 3 == pytest.approx(USED)
 
 
 def test_experts_in_common():
@@ -85,7 +91,7 @@ def test_experts_in_common():
         for b in range(3)
         if a != b
     ]
-    assert float(in_common(users, 3, USED)) == pytest.approx(np.mean(pairs))
+    assert float(jax.jit(in_common, static_argnums=(1, 2))(users, 3, USED)) == pytest.approx(np.mean(pairs))
 
 
 @cache
@@ -146,7 +152,7 @@ def test_the_gradient_passes_through_the_shares_alone():
         sums = router_sums([Routing(logits, jax.lax.top_k(logits, USED)[1])], jnp.float32(weights))
         return router_losses(sums, load_of(sums.chosen_nle, USED), 1)[0]
 
-    slope = (np.asarray(jax.grad(loss)(jnp.float32(logits))) * direction).sum()
+    slope = (np.asarray(jax.jit(jax.grad(loss))(jnp.float32(logits))) * direction).sum()
     load = np.eye(EXPERTS)[np.argsort(-logits[0, 0], -1)[:, :USED]].sum((0, 1)) / 5
     step = 1e-6
     ends = [EXPERTS * (load * softmax(logits + sign * step * direction).sum((0, 1, 2))).sum() for sign in (1, -1)]

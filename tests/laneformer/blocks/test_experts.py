@@ -40,6 +40,9 @@ def block(own: ExpertsOptions, seed: int = 0) -> Experts:
     return Experts({name: jnp.float32(w) for name, w in weights.items()}, own, Precision())
 
 
+choose = jax.jit(Experts.route)  # operation by operation each would be compiled
+
+
 def route(own: Experts, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The experts that a token with these logits uses, the best first, and their shares."""
     options = own.options
@@ -120,11 +123,11 @@ def test_float64_reference(changes, tokens):
 def test_equal_logits_choose_the_lower_number():
     own = block(options())
     own.router[...] = jnp.zeros_like(own.router[...])
-    shares, routing = own.route(jnp.ones((2, 1, 3, 8)))
+    shares, routing = choose(own, jnp.ones((2, 1, 3, 8)))
     assert (routing.chosen_lbsj == jnp.array([0, 1])).all() and (shares == 0.5).all()
     own = block(options(**GROUPED))
     own.router[...], own.correction[...] = jnp.zeros_like(own.router[...]), jnp.zeros(12)
-    shares, routing = own.route(jnp.ones((2, 1, 3, 8)))
+    shares, routing = choose(own, jnp.ones((2, 1, 3, 8)))
     assert (routing.chosen_lbsj == jnp.array([0, 1, 2])).all() and np.allclose(shares, 2.5 / 3)
 
 
@@ -132,11 +135,11 @@ def test_the_correction_chooses_and_has_no_gradient():
     """With a correction that decides alone: shares are the scores, and the gradient of the router is theirs."""
     own, h_lbsd = block(options(**GROUPED, num_lanes=1)), jnp.ones((1, 1, 1, 8))
     own.correction[...] = jnp.arange(12.0) * 100
-    shares, routing = own.route(h_lbsd)
+    shares, routing = choose(own, h_lbsd)
     assert routing.chosen_lbsj.tolist() == [[[[11, 10, 9]]]]
     scores = jax.nn.sigmoid(own.router[...].sum(-1))[np.array([11, 10, 9])]
     np.testing.assert_allclose(shares[0, 0, 0], 2.5 * scores / scores.sum(), rtol=1e-5)
-    gradients = jax.grad(lambda own: own.route(h_lbsd)[0][..., 0].sum())(own)
+    gradients = jax.jit(jax.grad(lambda own: own.route(h_lbsd)[0][..., 0].sum()))(own)
     assert (
         not gradients.correction[...].any() and gradients.router[...][9:].all() and not gradients.router[...][:9].any()
     )
@@ -145,8 +148,8 @@ def test_the_correction_chooses_and_has_no_gradient():
 def test_load_balance_of_sigmoids():
     """Shares of the loss sum to 1, and are the sigmoids over their sum."""
     own = block(options(**GROUPED))
-    _, routing = own.route(jnp.float32(np.random.default_rng(3).normal(size=(2, 1, 5, 8))))
-    sums = router_sums([routing], jnp.ones((1, 5)))
+    _, routing = choose(own, np.random.default_rng(3).normal(size=(2, 1, 5, 8)).astype(np.float32))
+    sums = jax.jit(router_sums)([routing], np.ones((1, 5), np.float32))
     scores = 1 / (1 + np.exp(-np.float64(routing.logits_lbse)))
     shares = scores / scores.sum(-1, keepdims=True)
     np.testing.assert_allclose(sums.share_nle[0], shares.sum((1, 2)), rtol=1e-5)
