@@ -8,6 +8,7 @@ Nothing here imports JAX: an installation runs this file by itself.
 """
 
 import fcntl
+import functools
 import hashlib
 import importlib.util
 import os
@@ -103,6 +104,7 @@ def key() -> str:
     return digest.hexdigest()[:16]
 
 
+@functools.cache
 def ops_header() -> str:
     """Text of GENERATED: the C++ structs of the ops (custom_calls/ops_header.py)."""
     spec = importlib.util.spec_from_file_location("ops_header", HERE / "ops_header.py")

@@ -20,9 +20,8 @@ from infer.agent.task import Task, load_task
 from infer.agent.tools import execute
 from infer.agent.turns import Workspace
 from infer.evaluate.scoring import Judge
-from infer.sandbox.sandbox import Sandbox
-from laneformer.errors import ConfigError
 from tests.support.checkpoints import CHATML, save_checkpoint
+from tests.support.sandboxes import usual_level
 from tests.support.serve_cases import BACKEND, ROOT
 from tests.support.serving.agent_cases import Scripted
 
@@ -44,17 +43,11 @@ def merge(intervals):
 """
 ONE = ("--base-url", "URL")
 PROGRAM = RIGHT.split("```")[1].removeprefix("python\n")
-# The sandbox that is taken by itself where there is one; resource limits where this machine has none.
-try:
-    Sandbox().close()
-    BOX = "auto"
-except ConfigError:
-    BOX = "rlimits"
 
 
 @pytest.fixture(scope="module")
 def judge():
-    with Judge(BOX, 1) as judge:
+    with Judge(usual_level(), 1) as judge:
         yield judge
 
 
@@ -65,7 +58,7 @@ def known_judge(judge, monkeypatch):
 
 
 def agent(*args):
-    return ["agent", "--sandbox", BOX, *map(str, args)]
+    return ["agent", "--sandbox", usual_level(), *map(str, args)]
 
 
 @contextlib.contextmanager

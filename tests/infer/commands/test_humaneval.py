@@ -10,21 +10,13 @@ import sys
 import pytest
 
 import infer.commands.humaneval
-import laneformer
 from infer.__main__ import main
 from infer.evaluate.scoring import Judge
 from infer.sandbox import levels
-from infer.sandbox.sandbox import Sandbox
 from tests.support.checkpoints import CHATML, save_checkpoint
 from tests.support.evaluation_cases import ADD, LEAST, TWICE, write_jsonl
 from tests.support.paths import ROOT
-
-# The sandbox that is taken by itself where there is one; resource limits where this machine has none.
-try:
-    Sandbox().close()
-    BOX = "auto"
-except laneformer.errors.ConfigError:
-    BOX = "rlimits"
+from tests.support.sandboxes import usual_level
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +32,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judge():
-    with Judge(BOX) as judge:
+    with Judge(usual_level()) as judge:
         yield judge
 
 
@@ -51,7 +43,7 @@ def known_judge(judge, monkeypatch):
 
 
 def humaneval(*args):
-    return ["humaneval", "--sandbox", BOX, *map(str, args)]
+    return ["humaneval", "--sandbox", usual_level(), *map(str, args)]
 
 
 # Runs a command that kills itself, so that it cannot tidy up, after its record of that class has that many entries.
@@ -207,8 +199,9 @@ def test_generate_only_writes_samples(folder, capsys):
 
 
 @pytest.mark.usefixtures("known_judge")
-@pytest.mark.skipif(BOX == "rlimits", reason="without isolation programs can read all files")
 def test_data_that_programs_can_read_is_refused(folder, capsys, monkeypatch):
+    if usual_level() == "rlimits":
+        pytest.skip("without isolation programs can read all files")
     (folder / "link.jsonl").symlink_to(folder / "he.jsonl")
     monkeypatch.setattr(levels, "needed", lambda: {"python": folder})
     assert main(humaneval("--data", folder / "link.jsonl", "--samples", folder / "none.jsonl")) == 2

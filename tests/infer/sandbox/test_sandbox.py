@@ -16,7 +16,7 @@ import pytest
 from infer.sandbox import levels, sandbox
 from infer.sandbox.sandbox import HarnessError, Limits, Sandbox
 from laneformer.errors import ConfigError
-from tests.support.sandboxes import LIMITS, attack, open_sandbox, verdict
+from tests.support.sandboxes import LIMITS, attack, open_sandbox, usual_level, verdict
 
 SHORT = Limits(cpu_seconds=1, wall_seconds=2)
 MARK = "laneformer-left-behind"
@@ -32,11 +32,7 @@ def box(request):
 @pytest.fixture(scope="module")
 def usual_box():
     """The sandbox of level auto, or resource limits, for what does not depend on the level."""
-    try:
-        made = Sandbox()
-    except ConfigError:
-        made = Sandbox("rlimits")
-    with made:
+    with Sandbox(usual_level()) as made:
         yield made
 
 
@@ -191,6 +187,7 @@ def test_replaced_functions_do_not_change_the_verdict(box):
 # ---- limits
 
 
+@pytest.mark.parametrize("box", ["bwrap", "unshare", pytest.param("rlimits", marks=pytest.mark.slow)], indirect=True)
 def test_time_limits_end_programs(box):
     for spin in ("while True: pass", "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass"):
         assert verdict(box, spin, limits=Limits(cpu_seconds=1, wall_seconds=60)) == (

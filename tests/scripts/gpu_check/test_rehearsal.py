@@ -9,11 +9,10 @@ import time
 
 import pytest
 
-from infer.sandbox.sandbox import Sandbox
-from laneformer.errors import ConfigError
 from scripts.gpu_check.__main__ import UNFINISHED
 from tests.support.evaluation_cases import ADD, TWICE, write_jsonl
 from tests.support.paths import ROOT
+from tests.support.sandboxes import usual_level
 
 pytestmark = pytest.mark.slow
 
@@ -50,14 +49,9 @@ def test_stages_measure_and_report(tmp_path):
 
 
 def test_a_model_is_trained_scored_and_measured_over_three_commands(tmp_path):
-    try:
-        Sandbox().close()
-        sandbox = "auto"
-    except ConfigError:
-        sandbox = "rlimits"
     problems, out = tmp_path / "he.jsonl", tmp_path / "results"
     write_jsonl(problems, [ADD, TWICE])
-    options = ("--budget", 3600, "--humaneval", problems, "--sandbox", sandbox, "--corpus", ROOT / "configs")
+    options = ("--budget", 3600, "--humaneval", problems, "--sandbox", usual_level(), "--corpus", ROOT / "configs")
     # The first command has no time for a measured step, which cannot be interrupted.
     text = finish(start(out, *options, "--seconds", 500), UNFINISHED)
     assert "corpus: passed" in text and "pace" not in text
