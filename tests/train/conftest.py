@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.tiny_recipe import RECIPE, finish, records, start, weights_of, write_store
+from tests.support.tiny_recipe import RECIPE, finish, losses, records, start, weights_of, write_store
 from tests.support.workers import made_once
 from train.__main__ import main
 from train.metrics.records import MetricsLog
@@ -45,9 +45,9 @@ def final_weights(finished):
 def command(store, capsys):
     """Runs the command in this process: command(run, *options) -> (exit status, stdout, stderr)."""
 
-    def run_command(run: Path, *options: str, path: Path = store):
+    def run_command(run: Path, *options: str, path: Path = store, recipe: str = RECIPE):
         capsys.readouterr()
-        status = main([RECIPE, "--run", str(run), "--data.path", str(path), *options])
+        status = main([recipe, "--run", str(run), "--data.path", str(path), *options])
         return status, *capsys.readouterr()
 
     return run_command
@@ -69,13 +69,36 @@ def stop_at(monkeypatch):
     return arm
 
 
+def check_same_end(run: Path, whole: Path, weights: dict[str, np.ndarray]) -> None:
+    """Asserts that `run` has the records of `whole` and ended with these weights, bitwise."""
+    assert records(run) == records(whole)
+    found = weights_of(run)
+    assert found.keys() == weights.keys()
+    for path, weight in found.items():
+        np.testing.assert_array_equal(weight, weights[path], err_msg=path)
+
+
 @pytest.fixture
 def same_end(finished, final_weights):
     """same_end(run): asserts that a run ended bitwise like the uninterrupted one, in weights and records."""
+    return lambda run: check_same_end(run, finished, final_weights)
 
-    def check(run: Path):
-        assert records(run) == records(finished)
-        for path, weight in weights_of(run).items():
-            np.testing.assert_array_equal(weight, final_weights[path], err_msg=path)
+
+@pytest.fixture
+def resumed(tmp_path, command, stop_at, monkeypatch):
+    """resumed(step, *options): a run that was stopped in the step after `step` and resumed, and the output of one
+    without interruption, with whose bits it ended -> (run's folder, stdout). Keywords are those of `command`.
+    """
+
+    def check(step: int, *options: str, **named) -> tuple[Path, str]:
+        whole, run = tmp_path / "whole", tmp_path / "run"
+        status, out, err = command(whole, *options, **named)
+        assert (status, err) == (0, "")
+        stop_at(step)
+        assert command(run, *options, **named)[0] == 143 and len(losses(run)) == step + 1
+        monkeypatch.undo()
+        assert command(run, *options, **named)[0] == 0
+        check_same_end(run, whole, weights_of(whole))
+        return run, out
 
     return check

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from laneformer import ConfigError, Laneformer, load, make_mesh, parameter_count
+from laneformer import ConfigError, Laneformer, make_mesh, parameter_count
 from laneformer.weights import initial_weights, matmul_parameters, parameter_table, parameters_per_token
 from tests.support.tiny_recipe import changed, losses, records, tiny
 from train.config import LaterPhase, OptimizerConfig
@@ -151,14 +151,10 @@ def test_a_token_counts_the_experts_that_it_uses():
 
 
 @pytest.mark.slow
-def test_a_run_reports_its_experts_and_resumes_bitwise(tmp_path, command, stop_at, monkeypatch):
-    """Then its checkpoint loads."""
-    options = [*FLAGS, "--steps", "20", "--save-every", "8", "--validate-every", "10"]
-    whole, run = tmp_path / "whole", tmp_path / "run"
-    status, out, err = command(whole, *options)
-    assert (status, err) == (0, "") and " per token), 8 lanes" in out
-    assert "step 10/20  loss " in out and "  fullest expert " in out
-    found = records(whole)
+def test_a_run_reports_its_experts_and_resumes_bitwise(resumed):
+    run, out = resumed(11, *FLAGS, "--steps", "20", "--save-every", "8", "--validate-every", "10")
+    assert " per token), 8 lanes" in out and "step 10/20  loss " in out and "  fullest expert " in out
+    found = records(run)
     step = next(line for line in found if line["step"] == 20 and "loss" in line)
     assert {name: len(x) for name, x in step["experts"].items()} == {"fullest": 2, "dead": 2, "entropy": 2}
     assert all(1 <= x <= 2 for x in step["experts"]["fullest"]) and set(step["experts"]["dead"]) == {0.0}
@@ -167,13 +163,7 @@ def test_a_run_reports_its_experts_and_resumes_bitwise(tmp_path, command, stop_a
     lanes = next(line["lanes"] for line in found if "lanes" in line)
     assert len(lanes["experts_in_common"]) == 2 and all(0 < x <= 1 for x in lanes["experts_in_common"])
     assert not any("bf12" in line for line in found)
-    stop_at(11)
-    assert command(run, *options)[0] == 143
-    monkeypatch.undo()
-    assert command(run, *options)[0] == 0
-    assert records(run) == found and losses(run)[-1] < losses(run)[0] - 0.5
-    for (path, weight), other in zip(load(run).weights().items(), load(whole).weights().values(), strict=True):
-        np.testing.assert_array_equal(weight, other, err_msg=path)
+    assert losses(run)[-1] < losses(run)[0] - 0.5
     assert json.loads((run / "run.json").read_text())["config"]["model.num_experts"] == 4
 
 
