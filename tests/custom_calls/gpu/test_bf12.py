@@ -53,10 +53,15 @@ def unpacked(lines, listed, table, vectors: int, selector_bits: int) -> np.ndarr
 
 def encoded(matrix: np.ndarray, table: np.ndarray, tiling):
     """Steps of lines and exceptions of each warp, as the session packs them."""
-    steps = tiling.deal(tiling.format.encode(jnp.asarray(matrix.view(BF16)), jnp.asarray(table)))
-    lines, words = tiling.format.pack(steps), tiling.format.listed(steps)
-    most = int((words != np.uint32(BF12_END)).sum(-1).max())
-    return np.asarray(lines), np.asarray(gathered(words, most + 1))
+
+    @jax.jit
+    def packed(matrix, table):
+        steps = tiling.deal(tiling.format.encode(matrix, table))
+        return tiling.format.pack(steps), tiling.format.listed(steps)
+
+    lines, words = packed(matrix.view(BF16), table)
+    most = int((np.asarray(words) != BF12_END).sum(-1).max())
+    return np.asarray(lines), np.asarray(jax.jit(gathered, static_argnums=1)(words, most + 1))
 
 
 PACKED = [
@@ -80,7 +85,7 @@ def test_packing_gives_every_bit_back(machine, rows, columns, kind):
     if kind == "random bits":
         matrix = rng.integers(0, 1 << 16, (rows, columns)).astype(np.uint16)
     tiling = tile(rows, columns, 2, machine, Bf12.of(machine.selector_bits))
-    numbers = np.asarray(tiling.deal(jnp.arange(1, rows * columns + 1).reshape(rows, columns)))
+    numbers = np.asarray(jax.jit(tiling.deal)(np.arange(1, rows * columns + 1).reshape(rows, columns)))
     wanted = None
     table = bf12_table(np.bincount((matrix >> 8 & 0x7F).reshape(-1), minlength=128))
     if kind == "in one unit":  # 33 in the last unit of a warp, one in the first of another
