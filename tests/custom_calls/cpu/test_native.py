@@ -66,28 +66,24 @@ def run(
     return done.stdout
 
 
-def few_sets(names: Sequence[str], *others: str) -> dict[str, tuple[str, ...]]:
-    """Flags of the first of these instruction sets that the machine runs, and of those without which the library does
-    not link, with the flags `others`.
-    """
-    chosen = next(name for name in names if name in instruction_sets())
-    needed = (chosen, "amx", "portable")
-    return {
-        name: flags if name == chosen else (*flags, *others)
-        for name, flags in build.instruction_sets().items()
-        if name in needed
-    }
+def chosen_set(names: Sequence[str]) -> str:
+    """The first of these instruction sets that the machine runs."""
+    return next(name for name in names if name in instruction_sets())
 
 
-def emulated_amx(work: Path, checked: list[str]) -> str:
-    """An object file of AMX's products with its registers in plain code, beside those of the library."""
-    target = str(work / "amx_emulated.o")
-    fused = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
-    named = ["-DLF_ISA=amx_emulated", "-DLF_EMULATE_TILES"]
-    source = str(build.HERE / "cpu" / "kernels" / "amx.cc")
-    command = [*build.compiler(), *build.FLAGS, "-O1", *checked, *fused, *named, "-c", source, "-o", target]
+def table(work: Path, source: str, isa: str, *flags: str) -> str:
+    """An object file of the functions of an instruction set."""
+    target = str(work / f"{isa}.o")
+    path = str(build.HERE / "cpu" / "kernels" / source)
+    command = [*build.compiler(), *build.FLAGS, "-O1", *flags, f"-DLF_ISA={isa}", "-c", path, "-o", target]
     subprocess.run(command, check=True, capture_output=True)
     return target
+
+
+def emulated_amx(work: Path, checked: list[str], isa: str = "amx_emulated") -> str:
+    """AMX's products with its registers in plain code: by that name beside those of the library."""
+    fused = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
+    return table(work, "amx.cc", isa, *checked, *fused, "-DLF_EMULATE_TILES")
 
 
 @pytest.mark.parametrize(
@@ -108,13 +104,19 @@ def test_as_shipped(program, tmp_path):
 ])  # fmt: skip
 def test_under_a_checker(sanitizer, programs, sets, tmp_path):
     """All programs in one test: what they share takes long to compile. The kernels are one source, of which the
-    checkers see the first of these sets that the machine runs: the longest vectors, or what all machines have. Those
-    that the library cannot do without are compiled unchecked.
+    checkers see the first of these sets that the machine runs: the longest vectors, or what all machines have. Of
+    those that the library cannot do without, kernels are compiled unchecked, and quantized products are the checked.
     """
-    chosen = few_sets(sets, "-fno-sanitize=all")
+    flags, chosen = build.instruction_sets(), chosen_set(sets)
+    compiled = {name: flags[name] for name in (chosen, "amx") if name in flags}
     if "undefined" in sanitizer:
-        chosen = {name: (UNCHECKED, *flags) for name, flags in chosen.items()}
-    objects = build.compile_objects(build.compiler(), tmp_path, sanitizer, api=False, sets=chosen)
+        compiled[chosen] = (UNCHECKED, *compiled[chosen])
+    if "amx" in compiled:
+        compiled["amx"] = (*compiled["amx"], "-fno-sanitize=all")
+    objects = build.compile_objects(build.compiler(), tmp_path, sanitizer, api=False, sets=compiled)
+    if chosen != "portable":
+        objects.append(table(tmp_path, "kernels.cc", "portable"))
+        objects.append(f"-Wl,--defsym=laneformer_quantized_portable=laneformer_quantized_{chosen}")
     for program in programs:
         run(program, sanitizer, objects, tmp_path)
 
@@ -122,16 +124,21 @@ def test_under_a_checker(sanitizer, programs, sets, tmp_path):
 @pytest.mark.slow
 def test_instructions_on_a_machine_without_them(tmp_path):
     """The same code with the instruction replaced by arithmetic: pairs of operands, their order, and positions side by
-    side; and with AMX's, which whole models then run.
+    side; and with AMX's, which whole models then run. These take the place of the library's.
     """
-    sets = few_sets(("avx512", "avx2", "portable"))
-    sets = {name: (*flags, "-DLF_DOT", "-O1") for name, flags in sets.items()}
-    if "amx" in sets:
-        sets["amx"] = ("-march=x86-64-v3", "-DLF_EMULATE_TILES", "-O1")
-    objects = build.compile_objects(build.compiler(), tmp_path, api=False, sets=sets)
-    printed = run("kernels_test", None, objects, tmp_path)
-    assert "portable" in printed and ("amx" in printed) == ("amx" in sets)
-    run("decoder_test", None, objects, tmp_path)
+    flags = build.instruction_sets()
+    sets = {chosen_set(("avx512", "avx2", "portable")), "portable"}
+    objects = [table(tmp_path, "kernels.cc", name, *flags[name], "-DLF_DOT") for name in sets]
+    if "amx" in flags:
+        objects.append(emulated_amx(tmp_path, [], "amx"))
+    link = [*objects, str(build.find()), f"-Wl,-rpath,{build.find().parent}"]
+    printed = run("kernels_test", None, link, tmp_path)
+    assert "portable" in printed and ("amx" in printed) == ("amx" in flags)
+    run("decoder_test", None, link, tmp_path)
+    for program in ("kernels_test", "decoder_test"):
+        listed = subprocess.run(["nm", "-D", "--defined-only", tmp_path / program], capture_output=True, check=True)
+        names = [f"laneformer_kernels_{name}" for name in (*sets, *({"amx"} & flags.keys()))]
+        assert all(name in listed.stdout.decode() for name in names), "the library found its own"
 
 
 @pytest.mark.skipif(not (shutil.which(ARM[0]) and shutil.which(ARM_EMULATOR)), reason=f"no {ARM[0]} and {ARM_EMULATOR}")
