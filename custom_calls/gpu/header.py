@@ -266,8 +266,8 @@ def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tupl
     of_layers: the op by layer, or the module by time; they differ in their weights and windows alone. A number, a truth
     value or an enumeration is a constant, an integer that may be None a function, 0 for None, a float that may be None
     its value and a constant ...ed. A norm is constants ...ed, ...Eps and ...Stride and the function of its gain's
-    offset; a vector likewise, constants ...Given and ...Stride. Matrices, rotations, lists and the
-    choice of experts are the layout's.
+    offset; a vector likewise, constants ...Given and ...Stride, and -1 for a layer that has none while others do.
+    Matrices, rotations, lists and the choice of experts are the layout's.
     """
     op = next(iter(of_layers.values()))
     constants, functions = {}, {}
@@ -282,11 +282,12 @@ def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tupl
                 layer: _at(layout, getattr(own, field).gain) if value else 0 for layer, own in of_layers.items()
             }
         elif kinds == [Weight] and (value is None or not value.is_matrix):
+            of_own = {layer: getattr(own, field) for layer, own in of_layers.items()}
+            value = next(filter(None, of_own.values()), None)
             constants[f"{title}Given"] = value is not None
             constants[f"{title}Stride"] = layout.plan.places[value.path].stride if value else 0
-            functions[field] = {
-                layer: _at(layout, getattr(own, field)) if value else 0 for layer, own in of_layers.items()
-            }
+            missing = -1 if value else 0
+            functions[field] = {layer: _at(layout, own) if own else missing for layer, own in of_own.items()}
         elif kinds == [float] and optional:
             constants[f"{title}ed"], constants[title] = value is not None, float(value or 0)
         elif kinds == [int] and optional:

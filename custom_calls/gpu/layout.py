@@ -32,6 +32,7 @@ from laneformer.ops import (
     Module,
     Op,
     Product,
+    RootRoute,
     Rotary,
     Weight,
 )
@@ -51,7 +52,7 @@ WIDTH = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers whose ops differ in their weights and windows alone."""
+    """Layers whose ops differ in their weights, windows and tables of experts alone."""
 
     stages: tuple[Stage, ...]
     """Those of its first layer."""
@@ -88,9 +89,15 @@ class Kind:
 
 
 def _signature(value):
-    """What the kernel is compiled for: an op without the weights' names and the window."""
+    """What the kernel is compiled for: an op without the weights' names and the window, and a router with a table of
+    experts as if it had a correction.
+    """
     if isinstance(value, Weight):
         return value.shape, value.lane_sharded, value.experts
+    if isinstance(value, RootRoute):
+        others = dataclasses.replace(value, matrix=None, norm=None, correction=None, by_token=None)
+        chosen = value.correction is not None or value.by_token is not None
+        return others, *map(_signature, (value.matrix, value.norm, chosen))
     if isinstance(value, Attend) and value.window is not None:
         return _signature(dataclasses.replace(value, window=None))
     if dataclasses.is_dataclass(value):

@@ -108,8 +108,11 @@ def test_equal_logits_choose_the_lowest_numbers():
 
 @emulated.only_emulated
 def test_scores_of_any_size_and_each_launch():
-    """Roots of the softplus far from 0 on either side; a launch for each op knows its token for the table."""
+    """Roots of the softplus far from 0 on either side; a launch for each op knows its token for the table. Layers with
+    a table and with a correction have the same code.
+    """
     plan = plan_of(**ROOTS, hash_layers=1)
+    assert len(Layout(plan, H200, 2).kinds) == 1
     weights = weights_of(plan)
     for layer, factor in ((0, 30.0), (1, 8.0)):
         weights[f"layers.{layer}.feed_forward.router"] *= np.float32(factor)

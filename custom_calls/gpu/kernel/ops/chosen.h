@@ -50,12 +50,15 @@ class ChosenOps : public StreamOps {
       for (int m = 0; m < run.count(); m++) {
         const u64* board = boards_ + (i64)m * kLaneWords + kRoutesBoard;
         Routes found;
+        bool has_table = false;
         if constexpr (Router::kByTokenGiven) {
-          const float* table = small(Router::by_token(layer), Router::kByTokenStride);
-          found = look_up<Router>(board, tag + layer, watch_, table + (i64)shared_.tokens[m] * Router::kUsed);
-        } else {
-          found = choose<Router>(board, tag + layer, watch_, correction);
+          has_table = Router::by_token(layer) >= 0;
+          if (has_table) {
+            const float* table = small(Router::by_token(layer), Router::kByTokenStride);
+            found = look_up<Router>(board, tag + layer, watch_, table + (i64)shared_.tokens[m] * Router::kUsed);
+          }
         }
+        if (!has_table) found = choose<Router>(board, tag + layer, watch_, correction);
         LF_UNROLL for (int row = 0; row < most; row++) if (row == m) routes_[row] = found;
       }
       order<Op>(stream_, layer, c_, routes_, run);
