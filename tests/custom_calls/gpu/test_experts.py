@@ -107,6 +107,7 @@ def test_equal_logits_choose_the_lowest_numbers():
 
 
 @emulated.only_emulated
+@pytest.mark.slow
 def test_scores_of_any_size_and_each_launch():
     """Roots of the softplus far from 0 on either side; a launch for each op knows its token for the table. Layers with
     a table and with a correction have the same code.
