@@ -6,7 +6,8 @@ from custom_calls.gpu.tiling import Machine
 from laneformer.ops import Attend, CompressedAttend, CompressedKeep, Compressor, LatentAttend
 
 MAX_SPLITS = 16  # of the keys: merging them costs every CTA
-LEAST_KEYS = 16  # of compressed attention that are worth another CTA: it has few, and merges each channel once
+# Of compressed attention, which has few keys and merges each channel once: splits, and keys that are worth another CTA
+MORE_SPLITS, LEAST_KEYS = 32, 16
 MOST_KEY_THREADS = 32
 MOST_SUMS = 64  # of a thread, in registers
 BUCKETS, LEAST_PLACES = 1 << 11, 32  # as in gpu/kernel/mixers/compressed.h
@@ -76,7 +77,7 @@ class CompressedSizes(AttentionSizes):
     def of(cls, op: CompressedAttend, ctas: int, width: int) -> "CompressedSizes":
         at_once = max(1, MOST_SUMS // _own(op.head_dim, width))
         groups = min(n for n in range(1, op.heads + 1) if op.heads % n == 0 and op.heads // n <= at_once)
-        return cls(op.heads, groups, op.head_dim, op.head_dim, _splits(ctas, groups), True, op)
+        return cls(op.heads, groups, op.head_dim, op.head_dim, _splits(ctas, groups, MORE_SPLITS), True, op)
 
     @property
     def merged_floats(self) -> int:
@@ -108,9 +109,9 @@ def _own(key_dim: int, width: int) -> int:
     return -(-pieces // threads) * per
 
 
-def _splits(ctas: int, groups: int) -> int:
+def _splits(ctas: int, groups: int, most: int = MAX_SPLITS) -> int:
     """As many as there are CTAs for."""
-    return max(1, min(MAX_SPLITS, ctas // groups))
+    return max(1, min(most, ctas // groups))
 
 
 def rotated(op: Attend | LatentAttend | CompressedAttend | CompressedKeep | Compressor) -> int:

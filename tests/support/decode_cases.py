@@ -306,7 +306,7 @@ STREAMS = {
 
 ON_CPU = SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET | COMPRESSED
 """Models that the shared tests of the kernel on GPUs leave out: its tests of experts, latents, DeltaNet and compressed
-attention have them.
+attention have others.
 """
 
 

@@ -21,8 +21,8 @@ from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import Layout
 from custom_calls.gpu.tiling import H200, MI300X
 from infer.engine.native import plan_of
-from laneformer import Precision
-from laneformer.config import ResidualStreams
+from laneformer import ModelConfig, Precision
+from laneformer.config import CompressedAttention, ResidualStreams
 from laneformer.decoder import decoder_ops
 from laneformer.ops import without_kernel
 from tests.support.gpu_cases import mixed_plan
@@ -103,6 +103,27 @@ def of_delta_net(machine=H200) -> Layout:
     precision = Precision(param="bfloat16", compute="bfloat16")
     plan = plan_of(types.SimpleNamespace(config=config, precision=precision, stored_dtype="bfloat16"))
     return Layout(plan, machine, 1)
+
+
+def of_compressed(machine=H200, rows: int = 1) -> Layout:
+    """Layers of DeepSeek-V4-Flash's sizes in bfloat16 on one device, with one stream and MLPs. rows: of a pass."""
+    sizes = {"q_lora_rank": 1024, "qk_rope_head_dim": 64, "o_groups": 8, "o_lora_rank": 1024}
+    config = ModelConfig(
+        vocab_size=129_280,
+        hidden_size=4096,
+        head_dim=512,
+        num_hidden_layers=6,
+        num_attention_heads=64,
+        num_key_value_heads=1,
+        num_lanes=1,
+        intermediate_size=12_288,
+        max_position_embeddings=8192,
+        layout="tp",
+        compressed_attention=CompressedAttention(ratios=(0, 0, 4, 128, 4, 128), window=128, **sizes),
+    )
+    precision = Precision(param="bfloat16", compute="bfloat16")
+    plan = plan_of(types.SimpleNamespace(config=config, precision=precision, stored_dtype="bfloat16"))
+    return Layout(plan, machine, 1, rows=rows)
 
 
 @cache
@@ -420,6 +441,22 @@ def test_amd_registers_of_delta_net(folder):
     kernels, _ = amd_code(model_header(of_delta_net(MI300X)), folder / "delta_net.hsaco")
     decode = kernels["laneformer_decode"]
     assert decode["vgpr_count"] <= 256 and decode["vgpr_spill_count"] <= 400
+
+
+@needs_nvcc
+@pytest.mark.parametrize("source", [gpu_build.PERSISTENT, pytest.param(gpu_build.STEPS, marks=pytest.mark.exhaustive)])
+def test_nvidia_registers_of_compressed_attention(source):
+    """What is kept over all passes may be spilled."""
+    kernels = figures(model_header(of_compressed()), source)
+    decode = kernels["laneformer_decode" if source == gpu_build.PERSISTENT else "laneformer_step"]
+    assert decode["registers"] <= 255 and decode["stack"] <= 384 and decode["loads"] <= 2400
+
+
+@needs_clang
+@pytest.mark.exhaustive
+def test_amd_compiles_compressed_attention():
+    model = model_header(of_compressed(MI300X))
+    assert gpu_build.image(model, "gfx942", gpu_build.compiler("gfx942")).startswith(b"\x7fELF")
 
 
 @needs_nvcc
