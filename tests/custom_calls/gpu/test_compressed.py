@@ -14,36 +14,21 @@ from custom_calls import ENDS
 from custom_calls.gpu.layout import Layout
 from custom_calls.gpu.tiling import H200, Machine
 from custom_calls.plan import ENTRIES, make_plan
-from laneformer.config import CompressedAttention, RopeScaling
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Blocks, CompressedAttend, Product, ProductName
 from tests.support import emulated, gpu_cases, small
 from tests.support.decode_cases import COMPRESSED
-from tests.support.gpu_cases import AMD, fail_often, jitted, some
+from tests.support.gpu_cases import AMD, compressed, fail_often, jitted, some
 from tests.support.plan_interpreter import interpret
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 
 ROOM = 96
-SIZES = {
-    "ratios": (4, 3, 0),
-    "window": 5,
-    "q_lora_rank": 7,
-    "qk_rope_head_dim": 4,
-    "o_groups": 4,
-    "o_lora_rank": 3,
-    "index_heads": 3,
-    "index_head_dim": 5,
-    "index_topk": 2,
-    "rope_scaling": RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=8, attention_factor=1.0),
-}
 MANY_CTAS = Machine(warp_size=32, ctas=14, warps=2, shared_bytes=300_000, bulk_copies=True)
 
 
 def config_of(sizes: dict | None = None, **changes):
-    attention = CompressedAttention(**SIZES | (sizes or {}))
-    shared = {"layout": "tp", "heads": 4, "num_key_value_heads": 1, "compressed_attention": attention}
-    return small.make_config(**shared | changes)
+    return small.make_config(**compressed(sizes, **changes))
 
 
 CONFIG = config_of()
