@@ -14,10 +14,10 @@ from functools import cached_property
 
 from custom_calls.gpu.attention import AttentionSizes, rotated
 from custom_calls.gpu.codes import Codes
-from custom_calls.gpu.formats import MOST_UNITS, Bf12, Plain
+from custom_calls.gpu.kinds import Kind, Tiler, signature
 from custom_calls.gpu.stages import Stage, stages
 from custom_calls.gpu.supported import Router, unknown
-from custom_calls.gpu.tiling import Machine, Pieces, Tiling, tile
+from custom_calls.gpu.tiling import Machine, Tiling
 from custom_calls.library import ring_slots
 from custom_calls.plan import ENTRIES, Dtype, Plan
 from laneformer.ops import (
@@ -32,9 +32,7 @@ from laneformer.ops import (
     Module,
     Op,
     Product,
-    RootRoute,
     Rotary,
-    Weight,
 )
 
 # Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
@@ -43,66 +41,10 @@ SPLIT_KEYS = 64  # keys that are worth another CTA in attention
 FEW_SLOTS = 5  # of the ring; a head of many rows is computed in turns to leave room for as many
 ORDER_BYTES = 104  # of a warp's orders, without its pieces
 TURNS = (1, 2, 4, 8, 16)
-MORE_TURNS = 8  # of a block-diagonal product beyond the fewest, to share rows out evenly
 MOST_ROWS = 8  # of a pass; kMaxRows of gpu/kernel/params.h
 STEPS = ("begin", "embed", "final", "head", "op")  # as in gpu/kernel/params.h; ops of a layer follow each other
 ATTENDS = Attend | LatentAttend | CompressedAttend
 WIDTH = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Layers whose ops differ in their weights, windows and tables of experts alone."""
-
-    stages: tuple[Stage, ...]
-    """Those of its first layer."""
-    tilings: tuple[Tiling | None, ...]
-    """For each stage that is a product, or a router."""
-    layers: tuple[int, ...]
-
-    @property
-    def ops(self) -> tuple[Op, ...]:
-        """Of the stages."""
-        return tuple(stage.op for stage in self.stages)
-
-    @property
-    def lines(self) -> int:
-        """Lines that a warp reads for a layer, without those of experts."""
-        return self.lines_before(len(self.ops))
-
-    def lines_before(self, op: int) -> int:
-        return sum(tiling.all_lines for tiling in self.tilings[:op] if tiling and not tiling.pieces)
-
-    @property
-    def of_experts(self) -> list[tuple[int, Tiling]]:
-        """Ops that are products with experts."""
-        return [(op, tiling) for op, tiling in enumerate(self.tilings) if tiling and tiling.pieces]
-
-    @property
-    def stored_lines(self) -> int:
-        """Lines of all experts of a layer in the memory of a warp."""
-        return sum(tiling.stored_lines for _, tiling in self.of_experts)
-
-    def ends_module(self, op: int) -> bool:
-        """Whether it is its module's last op."""
-        return all(stage.module != self.stages[op].module for stage in self.stages[op + 1 :])
-
-
-def _signature(value):
-    """What the kernel is compiled for: an op without the weights' names and the window, and a router with a table of
-    experts as if it had a correction.
-    """
-    if isinstance(value, Weight):
-        return value.shape, value.lane_sharded, value.experts
-    if isinstance(value, RootRoute):
-        others = dataclasses.replace(value, matrix=None, norm=None, correction=None, by_token=None)
-        chosen = value.correction is not None or value.by_token is not None
-        return others, *map(_signature, (value.matrix, value.norm, chosen))
-    if isinstance(value, Attend) and value.window is not None:
-        return _signature(dataclasses.replace(value, window=None))
-    if dataclasses.is_dataclass(value):
-        return type(value), *(_signature(getattr(value, field.name)) for field in dataclasses.fields(value))
-    return tuple(map(_signature, value)) if isinstance(value, tuple) else value
 
 
 @dataclass(frozen=True)
@@ -141,7 +83,7 @@ class Layout:
                 raise ValueError(f"the GPU kernel cannot run layer {number}: {problem}; use backend xla")
         if not any(isinstance(op, ATTENDS) for op in self._ops):
             raise ValueError("the GPU kernel attends in one layer at least; use backend xla")
-        if len({_signature(dataclasses.replace(module, ops=())) for module in self.modules}) > 1:
+        if len({signature(dataclasses.replace(module, ops=())) for module in self.modules}) > 1:
             raise ValueError("the GPU kernel needs modules that differ in their ops and weights alone; use backend xla")
 
     @property
@@ -190,66 +132,6 @@ class Layout:
         ]
         return {place: number for number, place in enumerate(places)}
 
-    def _tile(
-        self, path: str, all_rows: int, columns: int, ctas: int, unit: int = 1, machine: Machine | None = None
-    ) -> Tiling:
-        """The tiling of a product in its format, that of a matrix's path. machine: with other warps, for experts."""
-        if path in self.codes:
-            format = replace(self.codes[path], selector_bits=self.machine.selector_bits)
-            tilings = (tile(all_rows, columns, ctas, machine or self.machine, way, unit) for way in format.ways)
-            return min(tilings, key=lambda tiling: tiling.cost)
-        if path in self.bf12 and machine is None:
-            tiling = tile(all_rows, columns, ctas, self.machine, Bf12.of(self.machine.selector_bits), unit)
-            if 0 < tiling.units <= MOST_UNITS:
-                return tiling
-        return tile(all_rows, columns, ctas, machine or self.machine, Plain(self.plan.weight_dtype), unit)
-
-    def _tile_stage(self, stage: Stage) -> Tiling | None:
-        op = stage.op
-        if isinstance(op, GatherStreams):
-            return self._tile_mixture(op)
-        if isinstance(op, Router):  # float32, whatever products are
-            rows = sum(matrix.rows for matrix in stage.matrices)
-            return tile(rows, self.hidden, self.ctas, self.machine, Plain(Dtype.float32))
-        if not isinstance(op, Product):
-            return None
-        path, unit = op.matrices[0].weight.path, 2 if op.gated else 1
-        if op.blocks:
-            return self._tile_blocks(path, op)
-        if not op.chosen:
-            return self._tile(path, op.rows, op.columns, self.ctas, unit)
-        return self._tile_experts(path, op, unit)
-
-    def _tile_mixture(self, op: GatherStreams) -> Tiling:
-        """A CTA has all rows, and of the columns those of its channels of each stream: as `by_ctas` packs them."""
-        columns = op.count * self.stream_rows
-        return tile(self.ctas * op.mix.rows, columns, self.ctas, self.machine, Plain(Dtype.float32))
-
-    def _tile_blocks(self, path: str, op: Product) -> Tiling:
-        """With the products of a CTA that take the fewest lines; of equal ones the fewest products."""
-        fewest, found = -(-op.blocks.count // self.ctas), []
-        for turns in range(fewest, fewest + MORE_TURNS):
-            parts = self.ctas * turns // op.blocks.count
-            one = self._tile(path, op.rows, op.columns, parts, machine=self.machine)
-            found.append(replace(one, ctas=self.ctas * turns, turns=turns, blocks=op.blocks.count))
-        return min(found, key=lambda tiling: (tiling.all_lines, tiling.turns))
-
-    def _tile_experts(self, path: str, op: Product, unit: int) -> Tiling:
-        """With the pieces that take the least time; of equal ones the fewest."""
-        used, summed, ctas, warps = op.chosen.used, op.chosen.summed, self.ctas, self.machine.warps
-        found = []
-        for each in range(1, used + 1):
-            parts = (warps if summed else ctas) * each // used
-            if parts == 0:
-                continue
-            machine = replace(self.machine, warps=parts if summed else warps)
-            tiling = self._tile(path, op.rows, op.columns, ctas if summed else parts, unit, machine)
-            pieces = Pieces(op.matrices[0].weight.experts, used, summed, each, ctas, warps)
-            cost = tiling.cost / (15 + tiling.segments) if path in self.codes else tiling.lines
-            time = each * cost * (15 + each * tiling.segments)
-            found.append((time, each, replace(tiling, pieces=pieces)))
-        return min(found, key=lambda one: one[:2])[2]
-
     @cached_property
     def ctas(self) -> int:
         """CTAs of a lane. Every one has rows of the residual stream: that makes its edges a barrier."""
@@ -262,12 +144,16 @@ class Layout:
         return -(-self.hidden // self.ctas)
 
     @cached_property
+    def tiler(self) -> Tiler:
+        return Tiler(self.machine, self.ctas, self.hidden, self.plan.weight_dtype, self.bf12, self.codes)
+
+    @cached_property
     def kinds(self) -> tuple[Kind, ...]:
         """In the order of their first layers."""
         by_signature: dict = {}
         for number, layer in enumerate(self.plan.ops.layers):
-            tilings = tuple(map(self._tile_stage, self.stages[number]))
-            by_signature.setdefault((_signature(layer), tilings), []).append(number)
+            tilings = tuple(map(self.tiler.stage, self.stages[number]))
+            by_signature.setdefault((signature(layer), tilings), []).append(number)
         return tuple(
             Kind(self.stages[layers[0]], tilings, tuple(layers)) for (_, tilings), layers in by_signature.items()
         )
@@ -285,7 +171,9 @@ class Layout:
         columns = self.hidden * (self.lanes if head.kind == HeadKind.LANE else 1)
 
         def in_turns(turns: int) -> Tiling:
-            return replace(self._tile(head.weight.path, head.weight.shape[0], columns, ctas * turns), turns=turns)
+            return replace(
+                self.tiler.product(head.weight.path, head.weight.shape[0], columns, ctas * turns), turns=turns
+            )
 
         # Whatever rows a pass has, as turns may decide the order of sums.
         enough = FEW_SLOTS if self.machine.bulk_copies else 1
@@ -302,7 +190,7 @@ class Layout:
     def head_mixture(self) -> Tiling | None:
         """Of what the head reads of several streams: its lines are those before the head's."""
         gather = self.plan.ops.head.gather
-        return self._tile_mixture(gather) if gather else None
+        return self.tiler.mixture(gather) if gather else None
 
     @property
     def gather_lines(self) -> int:
