@@ -50,7 +50,7 @@ class Sizes:
     experts: str
     """Recipe of the mixture of experts that decodes."""
     hybrids: tuple[str, ...]
-    """Recipes of mixtures with gated DeltaNet and with latent attention."""
+    """Recipes of mixtures with gated DeltaNet, with latent and with compressed attention."""
     contexts: tuple[str, str, str]
     """Prompt lengths of long answers, of one of them, and of short ones."""
     tokens: tuple[int, int]
@@ -75,7 +75,7 @@ GPU = Sizes(
     dtypes=("float16", "bfloat16"),
     dense="laneformer_2b",
     experts="gpt_oss_20b",
-    hybrids=("qwen3_next_12", "deepseek_v3_4"),
+    hybrids=("qwen3_next_12", "deepseek_v3_4", "deepseek_v4_8"),
     # XLA reads a prompt in blocks of powers of two and compiles a program per block and cache size: these need few.
     contexts=("1025,3073,64", "1025", "64,3073"),
     tokens=(1023, 128),
@@ -92,7 +92,7 @@ REHEARSAL = Sizes(
     dtypes=("bfloat16", "bfloat16"),
     dense="stdlib",
     experts="moe_tiny",
-    hybrids=("delta_tiny", "latent_tiny"),
+    hybrids=("delta_tiny", "latent_tiny", "v4_tiny"),
     contexts=("17,65", "17", "17"),
     tokens=(8, 4),
     runs=(2, 1),
@@ -134,7 +134,7 @@ def stages(sizes: Sizes = GPU) -> list[Stage]:
         Stage("compare", 140, (bench("compare-float16", "--compare", compared, *short),)),
         Stage("sampled", 80, (bench("sampled-float16", *drawn), bench("filtered-float16", *drawn, "--top-p", "0.95"))),
         Stage("experts", 240, (bench("decode-experts", *other, *long, *sustained, model=sizes.experts),)),
-        Stage("hybrids", 240, tuple(hybrids)),
+        Stage("hybrids", 300, tuple(hybrids)),
         Stage("rank", 90, (_rank(sizes),)),
         Stage("formats", 420, tuple(formats)),
         rows(sizes),

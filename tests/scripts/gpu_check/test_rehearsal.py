@@ -33,7 +33,7 @@ def test_stages_measure_and_report(tmp_path):
     finish(start(tmp_path, "--stages", "decode,trace,train,experts,hybrids,formats,rows", "--seconds", "1500"), 0)
     report = json.loads((tmp_path / "report.json").read_text())
     assert {stage["status"] for stage in report["stages"]} == {"passed"}
-    hybrids = {"decode-delta_tiny", "decode-latent_tiny"}
+    hybrids = {"decode-delta_tiny", "decode-latent_tiny", "decode-v4_tiny"}
     assert {*report["bench"]} == {
         "decode-float16",
         "decode-experts",
