@@ -193,10 +193,14 @@ int main() {
   }
 #if defined(__x86_64__)
   if (!laneformer_emulates_amx()) chooses();
-  if (const Kernels* kernels = choose_kernels("amx")) {
+  const Kernels* kernels = choose_kernels("amx");
+  // The set that AMX is added to may not be compiled, and a processor that has AMX does not refuse all of it.
+  const bool runs = kAmxQueries.in_processor() && kAmxQueries.in_system() && kAmxQueries.permitted();
+  if (runs && !kernels) kernels = laneformer_kernels_amx(&others);
+  if (kernels) {
     all_of(*kernels, true);
     std::printf("amx\n");
-  } else if (choose_kernels("avx512")) {
+  } else if (choose_kernels("avx512") && !kAmxQueries.in_processor()) {
     trap_tiles();
     CHECK(laneformer_agrees_amx(), "one position and several differ");
     all_of(*laneformer_kernels_amx(&others), false);
