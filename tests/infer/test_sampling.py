@@ -159,7 +159,18 @@ def test_equals_are_kept_together():
         assert set(tokens.tolist()) == set(range(6))
 
 
-@pytest.mark.parametrize("pair, kept", [((0.0, -0.0), {2, 5}), ((1.0, np.nextafter(np.float32(1), 2)), {5})], ids=str)
+ONE = np.float32(1)
+
+
+@pytest.mark.parametrize(
+    "pair, kept",
+    [
+        ((0.0, -0.0), {2, 5}),
+        ((ONE, np.nextafter(ONE, 2)), {5}),
+        ((np.nextafter(ONE, 0), ONE), {5}),
+    ],  # odd and even bits
+    ids=str,
+)
 def test_zeros_of_both_signs_are_equal_and_neighbours_are_not(pair, kept):
     logits = np.full(V, -9, np.float32)
     logits[[2, 5]] = pair
