@@ -237,22 +237,25 @@ DELTA_NET = {
 """Models whose layers have gated DeltaNet, but for one at least."""
 
 
+COMPRESSED_SIZES = {
+    "ratios": (4, 3, 0),
+    "window": 5,
+    "q_lora_rank": 7,
+    "qk_rope_head_dim": 4,
+    "o_groups": 4,
+    "o_lora_rank": 3,
+    "index_heads": 3,
+    "index_head_dim": 5,
+    "index_topk": 2,
+    "rope_scaling": RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=8, attention_factor=1.0),
+}
+"""Of CompressedAttention: entries that overlap and an index, others, and none."""
+
 COMPRESSED = {
     "compressed attention, several streams": {
         "heads": 4,
         "num_key_value_heads": 1,
-        "compressed_attention": CompressedAttention(
-            ratios=(4, 3, 0),
-            window=5,
-            q_lora_rank=7,
-            qk_rope_head_dim=4,
-            o_groups=4,
-            o_lora_rank=3,
-            index_heads=3,
-            index_head_dim=5,
-            index_topk=2,
-            rope_scaling=RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=8, attention_factor=1.0),
-        ),
+        "compressed_attention": CompressedAttention(**COMPRESSED_SIZES),
         "residual_streams": ResidualStreams(count=3, iterations=4),
         "num_experts": 5,
         "scoring_func": "sqrtsoftplus",

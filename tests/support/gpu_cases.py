@@ -16,12 +16,13 @@ from custom_calls.gpu.tiling import Machine, Tiling
 from custom_calls.plan import Plan, make_plan
 from infer.engine.native import plan_of
 from laneformer import Precision
-from laneformer.config import CompressedAttention, RopeScaling
+from laneformer.config import CompressedAttention
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Norm, Weight
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
+from tests.support.decode_cases import COMPRESSED_SIZES
 from tests.support.plan_interpreter import interpret
 
 ROOM = 160
@@ -45,19 +46,7 @@ def compressed(sizes: dict | None = None, **changes) -> dict:
     """Of a config with compressed attention and one stream: entries that overlap and an index, others, and none. sizes:
     others of the attention.
     """
-    own = {
-        "ratios": (4, 3, 0),
-        "window": 5,
-        "q_lora_rank": 7,
-        "qk_rope_head_dim": 4,
-        "o_groups": 4,
-        "o_lora_rank": 3,
-        "index_heads": 3,
-        "index_head_dim": 5,
-        "index_topk": 2,
-        "rope_scaling": RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=8, attention_factor=1.0),
-    }
-    attention = CompressedAttention(**own | (sizes or {}))
+    attention = CompressedAttention(**COMPRESSED_SIZES | (sizes or {}))
     return {"layout": "tp", "heads": 4, "num_key_value_heads": 1, "compressed_attention": attention} | changes
 
 
