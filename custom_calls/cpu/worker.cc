@@ -287,12 +287,11 @@ Worker::Vectors Worker::vectors_of(const Product& product, int lane, int block) 
     found = {stream(lane, 0), m_.hidden_size, positions_};
   } else if (product.reads == plan::Value::streams) {
     found = {streams(lane, 0), (int64_t)m_.streams() * m_.hidden_size, positions_};
-  } else if (product.reads == plan::Value::attended && attend_) {
-    merge(lane);
-  } else if (product.reads == plan::Value::attended && latent_) {
-    merge(lane, block);
-  } else if (product.reads == plan::Value::attended && compressed_) {
-    merge_group(lane, block, product.columns);
+  } else if (product.reads == plan::Value::attended && attended_.index()) {
+    const auto merge_of = [&](const auto& op) {
+      if constexpr (!std::is_same_v<decltype(op), const std::monostate&>) merge(*op, {lane, block, product.columns});
+    };
+    std::visit(merge_of, attended_);
   } else {
     found.x = target(product.reads, 0, lane, &found.stride) + block * product.block_step;
   }

@@ -2,6 +2,7 @@
 // token.
 #pragma once
 
+#include <variant>
 #include <vector>
 
 #include "packing/bf12.h"
@@ -121,11 +122,16 @@ class Worker {
   const std::vector<Unit>& cut_keys(int64_t window, int heads, int least);
   void queries(const plan::Attend& op, const Run& run, int lane);
   void attend(const plan::Attend& op, int layer, const Unit& unit, const Unit* next, int64_t window);
-  void merge(int lane);
   void merge_chunks(int run, int lane, int p, int64_t head, int64_t heads, int64_t channels, float sink, float* a);
+  struct Heads {  // of all positions of a lane: those that a block of a product reads
+    int lane, block;
+    int64_t columns;
+  };
+  void merge_heads(const Heads& wanted, int64_t heads, int64_t channels, const float* sinks);
+  void merge(const plan::Attend& op, const Heads& wanted);
   void queries(const plan::LatentAttend& op, const Unit& unit);
   void attend(const plan::LatentAttend& op, int layer, const Unit& unit, const Unit* next);
-  void merge(int lane, int head);
+  void merge(const plan::LatentAttend& op, const Heads& wanted);
   void round_trip(float* x, int64_t n);
 
   // Compressed attention.
@@ -142,7 +148,7 @@ class Worker {
   }
   void queries(const plan::CompressedAttend& op, const Unit& unit);
   void attend(const plan::CompressedAttend& op, int layer, const Unit& unit);
-  void merge_group(int lane, int group, int64_t columns);
+  void merge(const plan::CompressedAttend& op, const Heads& wanted);
 
   // Several residual streams.
   float* streams(int lane, int p) {
@@ -249,13 +255,8 @@ class Worker {
 
   const Pass* pass_ = nullptr;
   int positions_ = 0;                                   // of the pass
-  const plan::Attend* attend_ = nullptr;                // the module's, once it has attended
-  const plan::LatentAttend* latent_ = nullptr;          // likewise
-  const plan::CompressedAttend* compressed_ = nullptr;  // likewise; all null: ATTENDED is held
-  void attended(const plan::Attend* attend, const plan::LatentAttend* latent,
-                const plan::CompressedAttend* compressed) {
-    attend_ = attend, latent_ = latent, compressed_ = compressed;
-  }
+  // The module's op whose parts are to be merged into ATTENDED; none: it is written already.
+  std::variant<std::monostate, const plan::Attend*, const plan::LatentAttend*, const plan::CompressedAttend*> attended_;
   int chunks_[kMostRows] = {};  // into which it cut a lane's keys, of each run
   std::vector<Unit> units_;     // of these, the worker's
 

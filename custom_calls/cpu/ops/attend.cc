@@ -62,7 +62,7 @@ void Worker::run(const plan::Attend& op, int module) {
     if (i == 0 || units[i].chunk == 0) queries(op, *units[i].run, units[i].keys.lane);
     attend(op, module / 2, units[i], i + 1 < units.size() ? &units[i + 1] : nullptr, window);
   }
-  attended(&op, nullptr, nullptr);
+  attended_ = &op;
 }
 
 // Rotates the pairs of x, at block position p.
@@ -151,18 +151,23 @@ void Worker::merge_chunks(int r, int lane, int p, int64_t head, int64_t heads, i
   for (int64_t i = 0; i < channels; i++) a[i] /= sum;
 }
 
-// All of a lane into a[p][heads][head_dim], through the gates.
-void Worker::merge(int lane) {
-  const int64_t e = attend_->head_dim, heads = attend_->heads;
-  const float* sinks = attend_->sinks ? d_.small(*attend_->sinks, lane) : nullptr;
+// Into a[p][columns]. heads, channels, sinks: of the lane.
+void Worker::merge_heads(const Heads& wanted, int64_t heads, int64_t channels, const float* sinks) {
+  const int64_t count = wanted.columns / channels, first = wanted.block * count;
   for (int r = 0; r < pass_->runs; r++)
     for (int p = pass_->run[r].first; p < pass_->run[r].first + pass_->run[r].count; p++)
-      for (int64_t head = 0; head < heads; head++)
-        merge_chunks(r, lane, p, head, heads, e, sinks ? sinks[head] : -INFINITY, a_.data() + (p * heads + head) * e);
+      for (int64_t i = 0; i < count; i++)
+        merge_chunks(r, wanted.lane, p, first + i, heads, channels, sinks ? sinks[first + i] : -INFINITY,
+                     a_.data() + p * wanted.columns + i * channels);
+}
+
+// Through the gates.
+void Worker::merge(const plan::Attend& op, const Heads& wanted) {
+  merge_heads(wanted, op.heads, op.head_dim, op.sinks ? d_.small(*op.sinks, wanted.lane) : nullptr);
   const auto& projected = d_.of(plan::Value::projected);
-  for (int p = 0; p < positions_ && attend_->attention_gate; p++)
-    k_.gate(projected.floats() + (lane * kBlock + p) * projected.padded + plan::values_end(*attend_), heads * e,
-            a_.data() + p * heads * e);
+  for (int p = 0; p < positions_ && op.attention_gate; p++)
+    k_.gate(projected.floats() + (wanted.lane * kBlock + p) * projected.padded + plan::values_end(op), wanted.columns,
+            a_.data() + p * wanted.columns);
 }
 
 // ------------------------------------------------------------------------------------------------------------- latents
@@ -197,7 +202,7 @@ void Worker::run(const plan::LatentAttend& op, int module) {
     if (i == 0 || units[i].chunk == 0) queries(op, units[i]);
     attend(op, module / 2, units[i], i + 1 < units.size() ? &units[i + 1] : nullptr);
   }
-  attended(nullptr, &op, nullptr);
+  attended_ = &op;
 }
 
 // Those of a unit's heads and positions, into q[p][heads][rank + rotating].
@@ -236,11 +241,8 @@ void Worker::attend(const plan::LatentAttend& op, int layer, const Unit& unit, c
                      next ? (next->keys.last - next->keys.first) * bytes : 0, space_.data()});
 }
 
-// A head of all positions, into a[p][rank].
-void Worker::merge(int lane, int head) {
-  for (int r = 0; r < pass_->runs; r++)
-    for (int p = pass_->run[r].first; p < pass_->run[r].first + pass_->run[r].count; p++)
-      merge_chunks(r, lane, p, head, latent_->heads, latent_->rank, -INFINITY, a_.data() + (int64_t)p * latent_->rank);
+void Worker::merge(const plan::LatentAttend& op, const Heads& wanted) {
+  merge_heads(wanted, op.heads, op.rank, nullptr);
 }
 
 }  // namespace laneformer

@@ -193,7 +193,7 @@ void Worker::run(const plan::CompressedAttend& op, int module) {
     if (i == 0 || units[i].chunk == 0) queries(op, units[i]);
     attend(op, layer, units[i]);
   }
-  attended(nullptr, nullptr, &op);
+  attended_ = &op;
 }
 
 // Those of a unit's heads and positions, into q[p][heads][head_dim].
@@ -253,19 +253,12 @@ void Worker::attend(const plan::CompressedAttend& op, int layer, const Unit& uni
   }
 }
 
-// Heads that a block of the next product reads, into a[p][columns].
-void Worker::merge_group(int lane, int group, int64_t columns) {
-  const plan::CompressedAttend& op = *compressed_;
-  const int64_t n = op.head_dim, heads = columns / n;
-  const float* const sinks = d_.small(op.sinks, lane);
-  for (int r = 0; r < pass_->runs; r++)
-    for (int p = pass_->run[r].first; p < pass_->run[r].first + pass_->run[r].count; p++)
-      for (int64_t i = 0; i < heads; i++) {
-        const int64_t head = group * heads + i;
-        float* const a = a_.data() + p * columns + i * n;
-        merge_chunks(r, lane, p, head, op.heads, n, sinks[head], a);
-        turn_last(a, n, op.rotary, p, true);
-      }
+// Turned back, as they hold values that were turned as keys.
+void Worker::merge(const plan::CompressedAttend& op, const Heads& wanted) {
+  merge_heads(wanted, op.heads, op.head_dim, d_.small(op.sinks, wanted.lane));
+  for (int p = 0; p < positions_; p++)
+    for (int64_t i = 0; i < wanted.columns; i += op.head_dim)
+      turn_last(a_.data() + p * wanted.columns + i, op.head_dim, op.rotary, p, true);
 }
 
 }  // namespace laneformer

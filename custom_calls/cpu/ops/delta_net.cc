@@ -32,7 +32,7 @@ Worker::Recurrence::Recurrence(const plan::DeltaNet& op)
 
 // The unit of work is a key head of a lane with its value heads, always of the same worker.
 void Worker::run(const plan::DeltaNet& op, int module) {
-  attended(nullptr, nullptr, nullptr);
+  attended_ = {};
   const int64_t first_lane = d_.lanes_shared ? 0 : first_lane_;
   const int64_t units = ((d_.lanes_shared ? m_.lanes : last_lane_) - first_lane) * op.key_heads;
   const int64_t first = d_.lanes_shared ? units * index_ / count_ : 0;
