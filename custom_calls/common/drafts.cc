@@ -22,6 +22,7 @@ constexpr float kTrusted = 0.8f, kTrustedLoss = 1;  // a rate from which one pas
 
 // Of what a pass took counts for the next ones: less with each later pass, and less for other numbers of rows.
 constexpr float kKept = 0.8f, kKnown = 0.5f;
+constexpr float kFaster = 0.9f;  // of the time of one row: what several rows took shows that something else disturbed it
 constexpr float kSaved = 0.003f, kMostSaved = 1;  // of each pass for trials, in passes of one row
 
 // By their rows. A pass costs some microseconds less with a table.
@@ -58,20 +59,26 @@ void Prices::begin(const Speculation& speculation) {
 float Prices::took(int rows, double time) {
   if (!corrected_) return of(rows);
   savings_ = std::min(savings_ + kSaved, kMostSaved);
-  if (rows == 1) {
+  float found = cost(time);
+  if (rows == 1 || (found > 0 && found < kFaster)) {  // a pass of one row would take no longer
     singles_.insert(singles_.begin(), time);
     if (singles_.size() > kSingles) singles_.pop_back();
-    return 1;
+    if (rows == 1) return 1;
+    found = cost(time);
   }
-  if (singles_.empty()) return of(rows);
+  if (found == 0) return of(rows);
+  add(rows, std::log(found / list_[rows - 1]));
+  most_rows_ = std::min(std::max(most_rows_, 2 * rows), kMostRows);
+  correct();
+  return std::clamp(found, of(rows), (float)rows);
+}
+
+float Prices::cost(double time) const {
+  if (singles_.empty() || !corrected_) return 0;
   std::vector<double> sorted = singles_;
   const auto middle = sorted.begin() + (int64_t)(sorted.size() - 1) / 2;
   std::nth_element(sorted.begin(), middle, sorted.end());
-  const double cost = std::max(time, 1e-9) / std::max(*middle, 1e-9);
-  add(rows, (float)std::log(cost / list_[rows - 1]));
-  most_rows_ = std::min(std::max(most_rows_, 2 * rows), kMostRows);
-  correct();
-  return std::clamp((float)cost, of(rows), (float)rows);
+  return (float)(std::max(time, 1e-9) / std::max(*middle, 1e-9));
 }
 
 void Prices::add(int rows, float ratio) {

@@ -38,6 +38,7 @@ class Prices {
   float listed(int rows) const { return list_[rows - 1]; }  // before any correction
   int most_rows() const { return most_rows_; }  // twice those that were measured: a wrong list is found out cheaply
   float took(int rows, double time);            // a pass; returns what it has cost
+  float cost(double time) const;                // of a pass that took so long; 0 while that is unknown
   bool knows(int rows) const;                   // from passes of about that many
   // Whether to make a pass that seems to lose `cost`, to see what it takes: some of each pass's time is saved for that.
   bool try_for(float cost);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
@@ -230,25 +231,44 @@ End Schedule::leave(Slot& slot) {
 
 // ----------------------------------------------------------------------------------------------------------- planning
 
-// Of a pass of that many rows over one of a single row. Beyond those that were measured it grows as it did at their
-// end.
+// Of a pass of that many rows over one of a single row. Beyond those of the list it grows as the list does at its end,
+// corrected by what such passes took.
 double Schedule::price(int rows) const {
   if (rows <= kMostRows) return prices_.of(rows);
-  const double of_row = std::max(0.0f, prices_.of(kMostRows) - prices_.of(kMostRows - 4)) / 4.0;
-  return prices_.of(kMostRows) + (rows - kMostRows) * of_row;
+  const double end = prices_.listed(kMostRows), of_row = std::max(0.0, (end - prices_.listed(kMostRows - 4)) / 4);
+  return std::max((double)prices_.of(kMostRows), long_ * (end + (rows - kMostRows) * of_row));
 }
 
 float Schedule::cost_of(const Pass& pass) {
   const int64_t before = ended_ns_;
   ended_ns_ = now_ns();
   unshared_ = pass.runs > 1 ? 0 : unshared_ + 1;
+  const double time = (double)(ended_ns_ - before);
   bool given = false;  // drafts that no price has chosen, or masks to wait for: the times say nothing of usual passes
+  int prompts = 0;
   for (int i = 0; i < pass.runs; i++) {
-    if (pass.run[i].slot->drawn == 0) return 1;  // a prompt
+    prompts += pass.run[i].slot->drawn == 0;
     given |= !pass.run[i].slot->call->speculation.given.empty() || pass.run[i].slot->call->masked;
   }
-  return (given ? prices_.of(pass.rows) : prices_.took(pass.rows, (double)(ended_ns_ - before))) /
-         prices_.of(pass.runs);
+  if (prompts > 0) {
+    if (prompts < pass.runs) credit_ = std::min(most_credit_, credit_ + most_slowdown_ - spent(pass, given ? 0 : time));
+    return 1;
+  }
+  return (given ? prices_.of(pass.rows) : prices_.took(pass.rows, time)) / prices_.of(pass.runs);
+}
+
+// What a pass with positions of a prompt beside calls that draw has cost, by its time where that is known. Few
+// positions cost what rows do. Something else that held a pass up does not hold up the prompt for long.
+double Schedule::spent(const Pass& pass, double time) {
+  const double expected = price(pass.positions), cost = time > 0 ? prices_.cost(time) : 0;
+  if (cost <= 0) return expected;
+  const double found = std::clamp(cost, expected / 2, expected * 2);
+  if (pass.positions <= kMostRows) {
+    prices_.took(pass.positions, time);
+  } else {
+    long_ *= std::sqrt(found / expected);
+  }
+  return found;
 }
 
 // Lets calls in, in the order in which they came, while a pass with a row of each slows none of them too much. A price
@@ -279,7 +299,7 @@ void Schedule::admit() {
 }
 
 // Positions of a prompt beside that many rows of other calls, at least one. On average passes may take as long as these
-// calls allow: where a larger pass makes more of the time, short ones save for it.
+// calls allow: where a larger pass makes more of the time, short ones save for it (`cost_of` counts what they took).
 int Schedule::prompt_rows(int beside) {
   if (beside == 0) return kBlock;
   const double least = price(beside + 1), room = most_slowdown_ - least;
@@ -291,9 +311,8 @@ int Schedule::prompt_rows(int beside) {
     if (found > most) best = count, most = found;
   }
   const double over = price(beside + best) - most_slowdown_;
-  const int count = over <= credit_ ? best : 1;
-  credit_ = std::min(room, credit_ + most_slowdown_ - price(beside + count));
-  return count;
+  most_credit_ = std::max(room, over);
+  return over <= credit_ ? best : 1;
 }
 
 // Calls whose masks are missing have no rows, nor have those that wait for keys and values of others. Rows in order of

@@ -194,6 +194,7 @@ class Schedule {
   void wait_for_lead();
   void admit();
   double price(int rows) const;
+  double spent(const Pass& pass, double time);
   int prompt_rows(int beside);
 
   std::vector<std::unique_ptr<Slot>> slots_;
@@ -210,7 +211,9 @@ class Schedule {
   std::vector<Slot*> stopped_;     // of the leader, not yet published
   Speculation usual_;              // guarded by lock_
   Prices prices_;                  // of the leader
+  double long_ = 1;                // of the leader: what passes of more than kMostRows take, over what the list says
   double credit_ = 0;              // of the leader: by how much passes with prompts stayed below the most slowdown
+  double most_credit_ = 0;         // of the leader: what the best pass with positions of a prompt needs
   int64_t ended_ns_ = 0;           // of the leader: when the last pass ended
   int64_t unshared_ = 0;           // of the leader: passes since one that calls shared
 };
