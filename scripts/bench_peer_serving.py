@@ -110,6 +110,11 @@ def run(options: Options) -> str:
         )
     listed = cases(options)
     config, task = bench_peers.prepare(bench_peers.Options(**base, rounds=1, context=1, tokens=2, prompt_rounds=0))
+    if config.delta_layers and any(case.question == QUESTIONS["drafts"] for case in listed):
+        raise ConfigError(
+            f"--shape {options.shape} has recurrent layers, from which llama.cpp cannot take drafts back: give"
+            " --questions clients,turn"
+        )
     longest = max(positions(case) for case in listed)
     if longest > config.max_position_embeddings:
         raise ConfigError(

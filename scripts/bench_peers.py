@@ -5,9 +5,9 @@
     python -m scripts.bench_peers peers --peers llama.cpp --weights int4
 
 All engines run one model shape with random weights, as a dense Llama, at batch 1, greedily, with the same threads; ours
-with its lanes. They take turns, with the machine's speed measured in between: tokens after a context with the memory
-bandwidth, first tokens of prompts with the arithmetic peak. Each is a separate process (scripts/peers), stopped while
-another one is measured.
+with its lanes. llama.cpp also runs shapes like gpt-oss, Qwen3-Next and DeepSeek-V3. The engines take turns, with the
+machine's speed measured in between: tokens after a context with the memory bandwidth, first tokens of prompts with the
+arithmetic peak. Each is a separate process (scripts/peers), stopped while another one is measured.
 """
 
 import json
@@ -31,7 +31,7 @@ from laneformer.errors import ConfigError, run_command
 from laneformer.quantized.rounding import USUAL as QUANTIZED
 from laneformer.quantized.rounding import Kind
 from laneformer.weights import kv_bytes_per_token
-from scripts.peers import prompts
+from scripts.peers import gguf_model, prompts
 from scripts.peers.environments import OURS, PEERS, Engine, set_up
 from scripts.peers.load import QUIET, beside, quiet
 from scripts.peers.ours import full_attention, shape_model
@@ -100,6 +100,7 @@ def run(options: Options) -> str:
         "date_utc": utc_now(),
         "shape": options.shape,
         "sizes": asdict(task.shape),
+        "mixers": mixers(config),
         "prompt_tokens": options.context,
         "output_tokens": options.tokens,
         "threads": task.threads,
@@ -154,8 +155,8 @@ def chosen(names: str) -> list[Engine]:
 
 def refusal(engine: Engine, options: Options, shape: Shape) -> str | None:
     """Why the engine does not take part; None if it does."""
-    if shape.experts and not engine.experts:
-        return "no mixtures of experts there; choose llama.cpp"
+    if shape.architecture != "llama" and not engine.beyond_llama:
+        return f"no models like {options.shape} there; choose llama.cpp"
     if options.weights in QUANTIZED and options.weights not in engine.quantized:
         having = ", ".join(engine.quantized)
         return f"no {options.weights} weights" + (f" there; choose {having}" if having else "")
@@ -203,6 +204,8 @@ def prepare(options: Options) -> tuple[ModelConfig, Task]:
         weights=options.weights,
         compute=options.compute,
         longest_prompt=longest,
+        model=asdict(config),
+        formats=dict(packed.formats),
     )
     return config, task
 
@@ -226,17 +229,26 @@ def shape_of(packed: PackedModel, config: ModelConfig, options: Options) -> Shap
         raise ConfigError(
             f"--shape {options.shape} has a head per lane (lm_head_type lane), unlike a dense model; choose another"
         )
+    try:
+        architecture = gguf_model.architecture(config)
+    except ConfigError as error:
+        raise ConfigError(f"--shape {options.shape} {error}") from None
+    formats = set(packed.formats.values())
+    if formats - {"mxfp4"}:
+        raise ConfigError(
+            f"--shape {options.shape} has matrices in {', '.join(sorted(formats - {'mxfp4'}))}, which llama.cpp lacks:"
+            " choose a shape in bfloat16, such as qwen3_next_12 or scripts.peers.shapes:deepseek_v3_bfloat16"
+        )
+    if formats and options.weights != "bfloat16":
+        raise ConfigError(
+            f"--shape {options.shape} has experts in mxfp4 beside bfloat16 in all engines: leave --weights out"
+        )
     experts = {}
     if config.num_experts:
-        if set(packed.formats.values()) != {"mxfp4"} or not config.attention_sinks or options.weights != "bfloat16":
-            raise ConfigError(
-                f"--shape {options.shape} has experts, which are compared as in gpt-oss, mxfp4 beside bfloat16:"
-                " choose gpt_oss_20b or scripts.peers.shapes:gpt_oss_third, and leave --weights out"
-            )
         experts = {
             "experts": config.num_experts,
             "experts_used": config.num_experts_per_tok,
-            "window": config.sliding_window,
+            "window": config.sliding_window or 0,
         }
     return Shape(
         hidden=config.hidden_size,
@@ -249,7 +261,19 @@ def shape_of(packed: PackedModel, config: ModelConfig, options: Options) -> Shap
         tied=config.tie_word_embeddings,
         norm_eps=config.norm_eps,
         rope_theta=config.rope_theta,
+        architecture=architecture,
         **experts,
+    )
+
+
+def mixers(config: ModelConfig) -> str:
+    """What attends in the layers, in words."""
+    if sizes := config.latent_attention:
+        return f"latents of {sizes.kv_lora_rank} + {sizes.qk_rope_head_dim} values for a position"
+    if config.delta_layers:
+        return f"gated DeltaNet in {len(config.delta_layers)} layers, gated attention in the others"
+    return (
+        f"every second layer with a window of {config.sliding_window}" if config.sliding_window else "all layers full"
     )
 
 
@@ -360,7 +384,7 @@ def table(record: dict) -> str:
         (
             f"{record['shape']}: width {size['hidden']}, {size['layers']} layers, {size['heads']} heads,"
             f" {size['kv_heads']} key/value heads of {size['head_dim']}, {_feed_forward(size)}, vocabulary"
-            f" {size['vocab']}, {_windows(size)}; random weights, batch 1, greedy, prompt {record['prompt_tokens']},"
+            f" {size['vocab']}, {record['mixers']}; random weights, batch 1, greedy, prompt {record['prompt_tokens']},"
             f" {record['output_tokens']} tokens a sample, rate over those after the first."
         ),
         (
@@ -425,10 +449,6 @@ def _feed_forward(size: dict) -> str:
     if not size["experts"]:
         return f"feed-forward {size['ff']}"
     return f"{size['experts']} experts of {size['ff']}, of which a token uses {size['experts_used']} (random routing)"
-
-
-def _windows(size: dict) -> str:
-    return f"every second layer with a window of {size['window']}" if size["window"] else "all layers full"
 
 
 def _all_rounds(pair: dict) -> list[dict]:

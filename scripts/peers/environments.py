@@ -39,8 +39,8 @@ class Engine:
     """Environment variables of the process."""
     quantized: tuple[str, ...] = ()
     """Kinds of quantized weights that it can hold."""
-    experts: bool = False
-    """Whether it runs mixtures of experts."""
+    beyond_llama: bool = False
+    """Whether it runs other architectures than a dense Llama."""
 
     def python(self, folder: Path) -> str | None:
         """The interpreter to run the engine with; None if its environment is missing or of other versions."""
@@ -56,7 +56,7 @@ OURS = Engine("laneformer", "scripts.peers.ours")
 PEERS = {
     engine.name: engine
     for engine in (
-        Engine("llama.cpp", "scripts.peers.llama_cpp", "llama.cpp", quantized=tuple(QUANTIZED), experts=True),
+        Engine("llama.cpp", "scripts.peers.llama_cpp", "llama.cpp", quantized=tuple(QUANTIZED), beyond_llama=True),
         Engine("torch", "scripts.peers.torch_compiled", "torch", variables=INDUCTOR),
         Engine("openvino", "scripts.peers.openvino_ir", "openvino"),
         Engine("torch-cpp", "scripts.peers.torch_compiled", "torch", option=CPP_WRAPPER, variables=INDUCTOR),

@@ -1,23 +1,24 @@
-"""Writes a dense Llama with random weights, in bfloat16 or quantized, or a mixture of experts like gpt-oss, with its
-experts in mxfp4, as a GGUF file, version 3, for llama.cpp; needs numpy alone.
+"""Writes tensors and metadata as a GGUF file, version 3, for llama.cpp; random weights unless values are given. Needs
+numpy alone.
 
 https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; blocks of weights: src/ggml-common.h and ggml-quants.c there.
 """
 
+import hashlib
 import math
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from scripts.peers.protocol import LONGEST, Shape
-
 VERSION, ALIGNMENT = 3, 32
-UINT32, FLOAT32, STRING = 4, 6, 8  # value types
-EMBEDDING = "token_embd.weight"  # as our kernel holds it: bfloat16, also where it is the head as well
+FORMS = {bool: (7, "<?"), int: (4, "<I"), float: (6, "<f")}  # types of metadata: their numbers and bytes
+STRING, ARRAY = 8, 9
 NORMALS = 64 * 131_071  # blocks of 32 and 64 weights with a large prime factor, so that the rows of a matrix differ
+CONSTANTS = {"norm.weight": 1.0, "ssm_a": -1.0}  # of random weights, by the ends of names; ssm_a is below zero
 MIDDLES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)  # between the sizes of E2M1
 
 
@@ -36,8 +37,17 @@ class Type:
     pack: Callable[[np.ndarray], np.ndarray]
     """Rounds float32 [blocks, weights] to blocks, [blocks, bytes] as uint8."""
 
-    def bytes(self, sizes: tuple[int, ...]) -> int:
-        return math.prod(sizes) // self.weights * self.size
+
+@dataclass(frozen=True)
+class Tensor:
+    name: str
+    sizes: tuple[int, ...]
+    """From the outermost on."""
+    type: Type
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.sizes) // self.type.weights * self.type.size
 
 
 def _bytes(*parts: np.ndarray) -> np.ndarray:
@@ -96,122 +106,81 @@ QUANTIZED = {
 """The types nearest to ours, by the kinds of laneformer/quantized."""
 
 
-def write(path: Path, shape: Shape, type: Type = BF16) -> None:
-    """type: of the matrices but for the embedding's table, which is bfloat16, and experts, which are mxfp4. Raises
-    ValueError for a shape whose rows are not whole blocks.
+def write(
+    path: Path,
+    fields: Mapping[str, Any],
+    tensors: Sequence[Tensor],
+    values: Callable[[Tensor], np.ndarray] | None = None,
+) -> None:
+    """fields: metadata; a tuple is an array of its first value's type. values: of a tensor, with its sizes; by default
+    random normals of deviation 0.02. Raises ValueError for a tensor whose rows are not whole blocks.
     """
-    fields, listed = _fields(shape, type), [(*one, type_of(*one, type)) for one in tensors(shape)]
-    for name, sizes, stored in listed:
-        if sizes[-1] % stored.weights:
-            raise ValueError(
-                f"{name} has rows of {sizes[-1]} weights, {stored.name} has blocks of {stored.weights}: choose another"
-                " --shape, or --weights bfloat16"
-            )
-    header = bytearray(b"GGUF" + struct.pack("<IQQ", VERSION, len(listed), len(fields)))
-    for key, (kind, value) in fields.items():
-        header += _string(key) + struct.pack("<I", kind)
-        header += _string(value) if kind == STRING else struct.pack("<I" if kind == UINT32 else "<f", value)
-    offset = 0
-    for name, sizes, stored in listed:
-        # GGUF lists the sizes from the innermost on.
-        header += _string(name) + struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *reversed(sizes), stored.number, offset)
-        offset += _padded(stored.bytes(sizes))
-    normal = 0.02 * np.random.default_rng(0).standard_normal(NORMALS, np.float32)
-    kinds = dict.fromkeys(stored for *_, stored in listed)
-    blocks = {stored: stored.pack(normal.reshape(-1, stored.weights)) for stored in kinds}
+    start = header(fields, tensors)
+    values = values or _random(tensors)
     with path.open("wb") as file:
-        file.write(header.ljust(_padded(len(header)), b"\0"))
-        for number, (name, sizes, stored) in enumerate(listed):
-            if name.endswith("norm.weight"):
-                np.ones(sizes, np.float32).tofile(file)
-            else:  # another offset for each
-                np.resize(np.roll(blocks[stored], number * 10_007, 0), stored.bytes(sizes)).tofile(file)
+        file.write(start)
+        for tensor in tensors:
+            found = values(tensor)
+            if found.dtype != np.uint8:
+                found = tensor.type.pack(np.asarray(found, np.float32).reshape(-1, tensor.type.weights))
+            if found.nbytes != tensor.bytes:
+                raise ValueError(f"{tensor.name}: {found.nbytes} bytes in place of {tensor.bytes}")
+            found.tofile(file)
             file.write(b"\0" * (-file.tell() % ALIGNMENT))
 
 
-def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and sizes [outputs, inputs] of each tensor, of all experts [experts, outputs, inputs], in the order of the
-    file.
-    """
-    d, q, kv = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield EMBEDDING, (shape.vocab, d)
-    yield "output_norm.weight", (d,)
-    if not shape.tied:
-        yield "output.weight", (shape.vocab, d)
-    attention = [("attn_q", (q, d)), ("attn_k", (kv, d)), ("attn_v", (kv, d)), ("attn_output", (d, q))]
-    hidden = [("gate", (shape.ff, d)), ("up", (shape.ff, d)), ("down", (d, shape.ff))]
-    for n in range(shape.layers):
-        layer = [("attn_norm", (d,)), *attention]
-        if shape.experts:
-            layer += [("post_attention_norm", (d,)), ("attn_sinks", (shape.heads,))]
-            biased = [*attention, ("ffn_gate_inp", (shape.experts, d))]
-            experts = [(f"ffn_{name}_exps", (shape.experts, *sizes)) for name, sizes in hidden]
-            layer += [biased[-1], *experts]
-            yield from ((f"blk.{n}.{name}.bias", sizes[:-1]) for name, sizes in (*biased, *experts))
-        else:
-            layer += [("ffn_norm", (d,)), *((f"ffn_{name}", sizes) for name, sizes in hidden)]
-        yield from ((f"blk.{n}.{name}.weight", sizes) for name, sizes in layer)
+def header(fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes:
+    """What is in front of the tensors. Raises ValueError for one whose rows are not whole blocks."""
+    for tensor in tensors:
+        if tensor.sizes[-1] % tensor.type.weights:
+            raise ValueError(
+                f"{tensor.name} has rows of {tensor.sizes[-1]} weights, {tensor.type.name} has blocks of"
+                f" {tensor.type.weights}: choose another --shape, or --weights bfloat16"
+            )
+    fields = {"general.alignment": ALIGNMENT, **fields}
+    found = bytearray(b"GGUF" + struct.pack("<IQQ", VERSION, len(tensors), len(fields)))
+    for key, value in fields.items():
+        found += _string(key) + _value(value)
+    offset = 0
+    for tensor in tensors:
+        # GGUF lists the sizes from the innermost on.
+        sizes = tensor.sizes[::-1]
+        found += _string(tensor.name)
+        found += struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, tensor.type.number, offset)
+        offset += _padded(tensor.bytes)
+    return bytes(found.ljust(_padded(len(found)), b"\0"))
 
 
-def type_of(name: str, sizes: tuple[int, ...], type: Type) -> Type:
-    """The type of a tensor in a file of that type."""
-    if "_exps." in name:
-        return QUANTIZED["mxfp4"] if name.endswith("weight") else F32
-    if len(sizes) == 1 or "ffn_gate_inp" in name:
-        return F32
-    return BF16 if name == EMBEDDING else type
+def digest(fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> str:
+    """The same for equal files of random weights."""
+    return hashlib.sha256(header(fields, tensors)).hexdigest()[:12]
 
 
-def facts(shape: Shape, type: Type) -> dict[str, object]:
-    """The quantized weights that a token reads and their bytes, as our backends count theirs; empty if there are
-    none.
-    """
-    found = [(type_of(*one, type), one[1]) for one in tensors(shape)]
-    found = [(stored, sizes) for stored, sizes in found if stored not in (F32, BF16)]
-    if not found:
-        return {}
+def _random(tensors: Sequence[Tensor]) -> Callable[[Tensor], np.ndarray]:
+    """Bytes of random weights; those of a type start at another block in each tensor."""
+    normal = 0.02 * np.random.default_rng(0).standard_normal(NORMALS, np.float32)
+    types = dict.fromkeys(tensor.type for tensor in tensors)
+    blocks = {type: type.pack(normal.reshape(-1, type.weights)) for type in types}
+    numbers = {tensor.name: number for number, tensor in enumerate(tensors)}
 
-    def read(count: int, sizes: tuple[int, ...]) -> int:
-        return count * shape.experts_used // shape.experts if len(sizes) == 3 else count
+    def values(tensor: Tensor) -> np.ndarray:
+        for end, value in CONSTANTS.items():
+            if tensor.name.endswith(end):
+                return np.full(tensor.sizes, value, np.float32)
+        return np.resize(np.roll(blocks[tensor.type], numbers[tensor.name] * 10_007, 0), tensor.bytes)
 
-    return {
-        "quantized_formats": list(dict.fromkeys(stored.name for stored, _ in found)),
-        "quantized_weights": sum(read(math.prod(sizes), sizes) for _, sizes in found),
-        "quantized_bytes": sum(read(stored.bytes(sizes), sizes) for stored, sizes in found),
-    }
+    return values
 
 
-def _fields(shape: Shape, type: Type) -> dict[str, tuple[int, int | float | str]]:
-    """Type and value of each metadata field."""
-    architecture = "gpt-oss" if shape.experts else "llama"
-    numbers = {
-        "context_length": LONGEST,
-        "embedding_length": shape.hidden,
-        "block_count": shape.layers,
-        "feed_forward_length": shape.ff,
-        "vocab_size": shape.vocab,
-        "rope.dimension_count": shape.head_dim,
-        "attention.head_count": shape.heads,
-        "attention.head_count_kv": shape.kv_heads,
-        "attention.key_length": shape.head_dim,
-        "attention.value_length": shape.head_dim,
-    }
-    if shape.experts:
-        numbers |= {
-            "expert_count": shape.experts,
-            "expert_used_count": shape.experts_used,
-            "expert_feed_forward_length": shape.ff,
-            "attention.sliding_window": shape.window,
-        }
-    return {
-        "general.architecture": (STRING, architecture),
-        "general.alignment": (UINT32, ALIGNMENT),
-        "general.file_type": (UINT32, type.file),
-        "tokenizer.ggml.model": (STRING, "no_vocab"),
-        **{f"{architecture}.{name}": (UINT32, value) for name, value in numbers.items()},
-        f"{architecture}.attention.layer_norm_rms_epsilon": (FLOAT32, shape.norm_eps),
-        f"{architecture}.rope.freq_base": (FLOAT32, shape.rope_theta),
-    }
+def _value(value: Any) -> bytes:
+    """A value of metadata behind its type."""
+    if isinstance(value, str):
+        return struct.pack("<I", STRING) + _string(value)
+    if isinstance(value, tuple):
+        number, form = FORMS[type(value[0])]
+        return struct.pack("<IIQ", ARRAY, number, len(value)) + b"".join(struct.pack(form, one) for one in value)
+    number, form = FORMS[type(value)]
+    return struct.pack("<I", number) + struct.pack(form, value)
 
 
 def _string(text: str) -> bytes:

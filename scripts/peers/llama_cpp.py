@@ -2,32 +2,22 @@
 cache.
 """
 
+import ctypes
 import os
 import time
-from pathlib import Path
 
 import llama_cpp
 import numpy as np
 
-from scripts.peers import gguf_file
+from scripts.peers import gguf_model
 from scripts.peers.protocol import Task, serve
 
 BATCH = 512  # tokens of a prompt per batch
-ACTIVATIONS = {  # by whether matrices are quantized, and whether there are experts, in mxfp4
-    (False, False): "bfloat16",
-    (False, True): "bfloat16; 8 bits (Q8_0) for mxfp4",
-    (True, False): "8 bits (Q8_0)",
-}
 
 
 class LlamaCpp:
     def __init__(self, task: Task):
-        stored = gguf_file.QUANTIZED.get(task.weights, gguf_file.BF16)
-        path = Path(task.folder) / f"{task.shape.name}-{stored.name}.gguf"
-        if not path.exists():
-            part = path.with_suffix(".part")
-            gguf_file.write(part, task.shape, stored)
-            part.rename(path)
+        path, config, tensors = gguf_model.model_file(task)
         llama_cpp.llama_backend_init()
         of_model = llama_cpp.llama_model_default_params()
         of_model.n_gpu_layers, of_model.load_mode = 0, llama_cpp.LLAMA_LOAD_MODE_NONE
@@ -40,14 +30,13 @@ class LlamaCpp:
         if not self._context:
             raise SystemExit(f"llama.cpp could not load {path}")
         self._memory = llama_cpp.llama_get_memory(self._context)
-        self._vocab, self._absorbed = task.shape.vocab, 0
+        self._vocab, self._absorbed, self._kept = config.vocab_size, 0, None
         self.conditions = {
             "versions": {"llama-cpp-python": llama_cpp.__version__},
             "weights": "bfloat16",
-            **gguf_file.facts(task.shape, stored),
-            "compute": f"as llama.cpp chooses for {stored.name}",
-            # ggml-cpu.c: the vec_dot_type of each type
-            "activations": ACTIVATIONS[stored is not gguf_file.BF16, task.shape.experts > 0],
+            **gguf_model.facts(config, tensors),
+            "compute": f"as llama.cpp chooses for {gguf_model.type_of(task.weights).name}",
+            "activations": gguf_model.activations(tensors),
             "kv": "float16",
             "threads": task.threads,
             "load": "not mapped (load mode none)",
@@ -58,8 +47,9 @@ class LlamaCpp:
         ids = np.random.default_rng(0).integers(0, self._vocab, prompt).tolist()
         if self._absorbed != prompt:
             self._absorb(ids[:-1])
-            self._absorbed = prompt
-        llama_cpp.llama_memory_seq_rm(self._memory, 0, prompt - 1, -1)
+            self._absorbed, self._kept = prompt, self._state()
+        elif not llama_cpp.llama_memory_seq_rm(self._memory, 0, prompt - 1, -1):  # recurrent layers only move on
+            llama_cpp.llama_state_seq_set_data(self._context, self._kept, len(self._kept), 0)
         times, token = [], ids[-1]
         for _ in range(tokens):
             self._compute([token])
@@ -80,6 +70,15 @@ class LlamaCpp:
         llama_cpp.llama_memory_seq_rm(self._memory, 0, 0, -1)
         for start in range(0, len(ids), BATCH):
             self._compute(ids[start : start + BATCH])
+
+    def _state(self) -> ctypes.Array | None:
+        """The cache after a prompt, where the model has layers whose state cannot be cut."""
+        if not llama_cpp.llama_model_is_hybrid(self._model):
+            return None
+        size = llama_cpp.llama_state_seq_get_size(self._context, 0)
+        kept = (ctypes.c_uint8 * size)()
+        llama_cpp.llama_state_seq_get_data(self._context, kept, size, 0)
+        return kept
 
     def _best(self) -> int:
         logits = llama_cpp.llama_get_logits_ith(self._context, -1)

@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 XLA, CPP_WRAPPER, BF12 = "xla", "cpp_wrapper", "bf12"  # options
@@ -29,7 +29,7 @@ LONGEST = 131_072  # context length in the files of models, for any request
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a dense Llama, or of a mixture of experts like gpt-oss, which decide its speed with random weights."""
+    """Sizes of a dense Llama, which decide its speed with random weights, or the same of another architecture."""
 
     hidden: int
     layers: int
@@ -43,11 +43,13 @@ class Shape:
     norm_eps: float
     rope_theta: float
     experts: int = 0
-    """Of each layer, in mxfp4, with sinks, biases and clamped SwiGLU; 0: the model is a dense Llama."""
+    """Of each layer that has them; 0: there are none."""
     experts_used: int = 0
     """By one token."""
     window: int = 0
     """Of every second layer, from the first on; 0: all layers are full."""
+    architecture: str = "llama"
+    """Its name in llama.cpp."""
 
     @property
     def name(self) -> str:
@@ -77,6 +79,10 @@ class Task:
     """Dtype of our kernel's products; the other engines choose theirs."""
     longest_prompt: int = 0
     """Tokens of the longest prompt whose first token is measured."""
+    model: dict = field(default_factory=dict)
+    """The fields of its ModelConfig."""
+    formats: dict = field(default_factory=dict)
+    """Formats of its packed matrices, by path."""
     slots: int = 1
     """Sequences at a time; several for a program that serves requests."""
     most_slowdown: float = 1.5

@@ -1,6 +1,6 @@
 """Shapes to compare on besides the models of configs/: `--shape scripts.peers.shapes:quarter_billion`."""
 
-from configs.models import EXPERTS, GPT_OSS_20B, PackedModel, packed
+from configs.models import DEEPSEEK_V3_4, EXPERTS, GPT_OSS_20B, PackedModel, packed
 from laneformer.config import ModelConfig
 
 
@@ -28,3 +28,8 @@ def gpt_oss_third() -> PackedModel:
         num_hidden_layers=8, swa_layers=tuple(range(0, 8, 2)), vocab_size=GPT_OSS_20B.vocab_size // 3, eos_token_id=()
     )
     return packed(config, mxfp4=EXPERTS)
+
+
+def deepseek_v3_bfloat16() -> ModelConfig:
+    """Three layers of recipe deepseek_v3_4 in bfloat16, since llama.cpp has no FP8: 6.1 GB of weights."""
+    return DEEPSEEK_V3_4.replace(num_hidden_layers=3)

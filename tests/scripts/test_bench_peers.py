@@ -1,20 +1,14 @@
-"""scripts.bench_peers with engines that only speak the protocol, as real processes; the GGUF file as an independent
-reader sees it.
-"""
+"""scripts.bench_peers with engines that only speak the protocol, as real processes."""
 
 import dataclasses
 import json
-import math
 import os
 import signal
-import struct
 import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 import pytest
 
@@ -24,14 +18,14 @@ from infer.engine.backend import Request
 from infer.engine.cpu import CpuBackend
 from infer.sampling import Sampling
 from laneformer.errors import ConfigError
-from laneformer.quantized.rounding import relative_error, round_to
 from scripts import bench_peers
-from scripts.peers import environments, gguf_file
+from scripts.peers import environments, gguf_file, gguf_model
 from scripts.peers.environments import Engine
 from scripts.peers.load import quiet
 from scripts.peers.ours import Ours, full_attention, shape_model
 from scripts.peers.process import EngineError, Process
 from scripts.peers.protocol import XLA, Shape, Task
+from tests.support.paths import MOE
 
 SHAPE = Shape(
     hidden=64,
@@ -60,10 +54,13 @@ def mixture():
         eos_token_id=(), max_position_embeddings=64,
     )
     return packed(model, mxfp4=EXPERTS)
-def unpacked():
-    return mixture().config
+def narrow():
+    from configs.models import packed
+    return packed(mixture().config, fp8=("attention.wq",))
 """
-MIXTURE = dataclasses.replace(SHAPE, norm_eps=1e-5, rope_theta=150_000.0, experts=8, experts_used=2, window=4)
+MIXTURE = dataclasses.replace(
+    SHAPE, norm_eps=1e-5, rope_theta=150_000.0, experts=8, experts_used=2, window=4, architecture="gpt-oss"
+)
 # Draws a token every `option` seconds, by its own clock.
 FAKE = """
 import os, time
@@ -276,9 +273,12 @@ def test_engine_that_does_not_answer_is_killed(fakes):
         (["--rounds", "0", "--prompt-rounds", "0"], "leave nothing to measure"),
         (["--context", "5000"], "--context 5000"),
         (["--shape", "nosuch"], "nosuch"),
-        (["--shape", "{recipes}:mixture"], "none of slow can be measured: no mixtures of experts there"),
+        (["--shape", "{recipes}:mixture"], "none of slow can be measured: no models like"),
         (["--shape", "{recipes}:mixture", "--weights", "int4"], "leave --weights out"),
-        (["--shape", "{recipes}:unpacked"], "choose gpt_oss_20b"),
+        (["--shape", "{recipes}:narrow"], "has matrices in fp8, which llama.cpp lacks: choose a shape in bfloat16"),
+        (["--shape", "moe_tiny"], "--shape moe_tiny is a mixture of experts that is not compared: choose gpt_oss_20b"),
+        (["--shape", "v4_tiny"], "--shape v4_tiny has compressed attention or residual streams"),
+        (["--shape", "delta_tiny"], "--shape delta_tiny differs from qwen3next in llama.cpp, which has experts in"),
     ],
 )
 def test_bad_options_are_one_line(fakes, arguments, words, capsys):
@@ -350,12 +350,23 @@ def test_our_engine_holds_a_mixture_as_published(tmp_path):
     ours = Ours(task(tmp_path, MIXTURE, checkpoint=name))
     assert ours._backend.source.config.layer_windows == (4, None)
     assert ours.conditions["activations"] == "float32; 23 bits (3 digits) for mxfp4"
-    theirs = gguf_file.facts(MIXTURE, gguf_file.BF16)
+    config = shape_model(name).config
+    theirs = gguf_model.facts(config, gguf_model.tensors(config, formats=shape_model(name).formats))
     assert (theirs["quantized_formats"], theirs["quantized_weights"]) == (
         ["MXFP4"],
         ours.conditions["quantized_weights"],
     )
     assert theirs["quantized_bytes"] == 2 * 2 * 3 * 64 * 96 * 4.25 / 8
+    assert len(ours.decode(8, 5)) == 5
+
+
+@pytest.mark.parametrize("name", ["qwen3_next_1", "deepseek_v3_1"])
+def test_both_engines_quantize_the_same_matrices(tmp_path, name):
+    """Of DeltaNets beside gated attention, and of latent attention; the folder's sizes with random weights."""
+    config = shape_model(str(MOE / name)).config
+    ours = Ours(task(tmp_path, checkpoint=str(MOE / name), weights="int4"))
+    theirs = gguf_model.facts(config, gguf_model.tensors(config, gguf_file.QUANTIZED["int4"]))
+    assert ours.conditions["quantized_weights"] == theirs["quantized_weights"]
     assert len(ours.decode(8, 5)) == 5
 
 
@@ -369,135 +380,6 @@ def test_prompt_is_computed_once(small):
 
     (anew, wanted), first, again = drawn(CpuBackend(ours.source, threads=small.threads)), drawn(ours), drawn(ours)
     assert (anew, *first) == (0, 0, wanted) and again == (39, wanted)
-
-
-# Of the types of tensors: a block and its weights, after ggml-common.h.
-BITS = {"int8": 8.5, "int4": 4.5, "mxfp4": 4.25, "nvfp4": 4.5}
-HALVES = ("codes", np.uint8, 16)
-BLOCKS = {
-    0: (np.dtype([("of", "<f4", 1)]), lambda b: b["of"]),
-    30: (np.dtype([("of", "<u2", 1)]), lambda b: (b["of"].astype(np.uint32) << 16).view(np.float32)),
-    8: (np.dtype([("scale", "<f2"), ("codes", "i1", 32)]), lambda b: b["scale"][:, None] * b["codes"].astype("f4")),
-    2: (np.dtype([("scale", "<f2"), HALVES]), lambda b: b["scale"][:, None] * (in_order(b["codes"]).astype("f4") - 8)),
-    39: (
-        np.dtype([("exponent", "u1"), HALVES]),
-        lambda b: np.ldexp(e2m1(b["codes"]), b["exponent"].astype(int)[:, None] - 127),
-    ),
-    40: (
-        np.dtype([("scales", ml_dtypes.float8_e4m3fn, (4, 1)), ("codes", "u1", (4, 8))]),
-        lambda b: (b["scales"].astype("f4") * e2m1(b["codes"])).reshape(-1, 64),
-    ),
-}
-
-
-def in_order(halves):
-    return np.concatenate([halves & 15, halves >> 4], -1)
-
-
-def e2m1(halves):
-    return in_order(halves).view(ml_dtypes.float4_e2m1fn).astype("f4")
-
-
-class Reader:
-    """Just enough of GGUF version 3, after its specification."""
-
-    def __init__(self, path):
-        self.data, self.at, self.bytes = path.read_bytes(), 0, Counter()
-        assert self.take("<4sI") == (b"GGUF", 3)
-        tensors, fields = self.take("<QQ")
-        self.fields = {self.text(): self.value() for _ in range(fields)}
-        infos = [(self.text(), self.take(f"<{self.take('<I')[0]}Q"), *self.take("<IQ")) for _ in range(tensors)]
-        begin = -(-self.at // self.fields["general.alignment"]) * self.fields["general.alignment"]
-        self.tensors = {}
-        for name, sizes, kind, offset in infos:
-            assert offset % self.fields["general.alignment"] == 0
-            block, decode = BLOCKS[kind]
-            count = math.prod(sizes) // decode(np.zeros(1, block)).size
-            stored = np.frombuffer(self.data, block, count, begin + offset)
-            self.tensors[name] = decode(stored).reshape(sizes[::-1])
-            self.bytes[kind] += stored.nbytes
-            self.end = begin + offset + stored.nbytes
-
-    def take(self, form):
-        found = struct.unpack_from(form, self.data, self.at)
-        self.at += struct.calcsize(form)
-        return found
-
-    def text(self):
-        (size,) = self.take("<Q")
-        self.at += size
-        return self.data[self.at - size : self.at].decode()
-
-    def value(self):
-        (kind,) = self.take("<I")
-        return self.text() if kind == 8 else self.take({4: "<I", 6: "<f"}[kind])[0]
-
-
-@pytest.mark.parametrize("tied, kind", [(False, ""), (True, "int4"), *((False, kind) for kind in gguf_file.QUANTIZED)])
-def test_the_gguf_file_has_the_model(tmp_path, tied, kind):
-    stored = gguf_file.QUANTIZED.get(kind, gguf_file.BF16)
-    shape = dataclasses.replace(SHAPE, hidden=64 if kind else 40, ff=128, tied=tied)
-    gguf_file.write(tmp_path / "m.gguf", shape, stored)
-    read = Reader(tmp_path / "m.gguf")
-    matrices = 2 * shape.hidden * (2 * 64 + 2 * 32 + 3 * 128) + (0 if tied else 50 * shape.hidden)
-    assert read.bytes[stored.number] == (matrices * BITS[kind] // 8 if kind else 2 * (matrices + 50 * shape.hidden))
-    assert gguf_file.facts(shape, stored).get("quantized_bytes", 0) == (read.bytes[stored.number] if kind else 0)
-    assert {
-        name: read.fields[f"llama.{name}"] for name in ("embedding_length", "block_count", "attention.head_count_kv")
-    } == {"embedding_length": shape.hidden, "block_count": 2, "attention.head_count_kv": 2}
-    assert read.fields["general.architecture"] == "llama" and read.fields["llama.vocab_size"] == 50
-    assert read.fields["llama.attention.layer_norm_rms_epsilon"] == pytest.approx(1e-5)
-    assert ("output.weight" in read.tensors) != tied and len(read.tensors) == 2 * 9 + (2 if tied else 3)
-    assert read.tensors["blk.1.ffn_down.weight"].shape == (shape.hidden, 128)
-    assert read.tensors["blk.0.attn_k.weight"].shape == (32, shape.hidden)
-    assert (read.tensors["blk.0.attn_norm.weight"] == 1).all()
-    matrices = [t for t in read.tensors.values() if t.ndim == 2]
-    assert all(0.015 < m.std() < 0.025 and len(np.unique(m[:, :8], axis=0)) == len(m) for m in matrices)
-    starts = {m.tobytes()[:64] for m in matrices}
-    assert len(starts) == len(matrices), "no two are equal"
-    assert read.end <= len(read.data) < read.end + 32
-
-
-def test_the_gguf_file_has_the_experts(tmp_path):
-    gguf_file.write(tmp_path / "m.gguf", MIXTURE)
-    read = Reader(tmp_path / "m.gguf")
-    named = {name.removeprefix("blk.1."): t.shape for name, t in read.tensors.items() if name.startswith("blk.1.")}
-    hidden, columns, experts = 64, 96, 8
-    rows = {"attn_q": 64, "attn_k": 32, "attn_v": 32, "attn_output": hidden}
-    assert named == {
-        **{f"{name}.weight": (count, 64) for name, count in rows.items()},
-        **{f"{name}.bias": (count,) for name, count in rows.items()},
-        **{f"{name}.weight": (hidden,) for name in ("attn_norm", "post_attention_norm")},
-        **{"attn_sinks.weight": (4,), "ffn_gate_inp.weight": (experts, hidden), "ffn_gate_inp.bias": (experts,)},
-        **{f"ffn_{name}_exps.weight": (experts, columns, hidden) for name in ("gate", "up")},
-        **{f"ffn_{name}_exps.bias": (experts, columns) for name in ("gate", "up")},
-        **{"ffn_down_exps.weight": (experts, hidden, columns), "ffn_down_exps.bias": (experts, hidden)},
-    }
-    assert read.bytes[39] == 2 * 3 * experts * hidden * columns * 4.25 / 8
-    assert read.bytes[30] == 2 * (2 * hidden * (2 * 64 + 2 * 32) + 2 * 50 * hidden)
-    found = {name: read.fields[f"gpt-oss.{name}"] for name in ("expert_count", "expert_used_count")}
-    assert found == {"expert_count": 8, "expert_used_count": 2}
-    assert read.fields["gpt-oss.attention.sliding_window"] == 4
-    assert read.fields["gpt-oss.expert_feed_forward_length"] == columns
-    assert 0.015 < read.tensors["blk.0.ffn_up_exps.weight"].std() < 0.025
-
-
-@pytest.mark.parametrize("kind", gguf_file.QUANTIZED)
-def test_blocks_have_the_weights(kind):
-    stored, weights = gguf_file.QUANTIZED[kind], np.random.default_rng(3).normal(0, 0.02, (500, 64)).astype(np.float32)
-    block, decode = BLOCKS[stored.number]
-    found = decode(stored.pack(weights.reshape(-1, stored.weights)).view(block)[:, 0]).reshape(weights.shape)
-    error = np.linalg.norm(found - weights) / np.linalg.norm(weights)  # round_to chooses better scales for some kinds
-    assert error < 1.3 * relative_error(weights, round_to(weights, kind, 32 if kind == "int8" else None))
-
-
-def test_rows_of_a_gguf_file_are_whole_blocks(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"attn_q.weight has rows of 40 weights, Q4_0 has blocks of 32: choose another"
-    ):
-        gguf_file.write(
-            tmp_path / "m.gguf", dataclasses.replace(SHAPE, hidden=40, tied=True), gguf_file.QUANTIZED["int4"]
-        )
 
 
 def test_environments_are_reinstalled_when_versions_change(tmp_path, monkeypatch, capsys):
