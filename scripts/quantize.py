@@ -83,7 +83,6 @@ def quantize(options: Options) -> str:
     folder = HfFolder(options.model)
     if folder.quantized:
         raise CheckpointError(f"{options.model} is quantized already; give the model that it was made of")
-    folder.check_roundable()
     ids = None if options.data is None else read_rows(options.data, folder.config, options.rows)
     rounded = write(folder, options)
     for name in (name for name in TOKENIZER_FILES if (options.model / name).exists()):
@@ -99,10 +98,12 @@ def quantize(options: Options) -> str:
 
 def write(folder: HfFolder, options: Options) -> dict[str, Rounded]:
     """Writes the files, as many as the source has, one in memory at a time; what was rounded, by tensor name."""
-    tensors, matrices, kept = _tensors(folder), set(), set()
+    tensors, matrices, kept, integers = _tensors(folder), set(), set(), set()
     for path, source in folder.sources.items():
-        if folder.table[path].group == "matrix" or path == "lm_head":
-            exact = path.endswith(EXACT) or (path == "lm_head" and not options.head)
+        if source.integers:
+            integers.update(source.names)
+        elif folder.table[path].group == "matrix" or path == "lm_head":
+            exact = path.endswith((*EXACT, *folder.never_packed)) or (path == "lm_head" and not options.head)
             (kept if exact else matrices).update(source.names)
 
     def file_of(name: str) -> Path:
@@ -115,7 +116,7 @@ def write(folder: HfFolder, options: Options) -> dict[str, Rounded]:
             written = {}
             for name in names:
                 tensor = tensors[name]
-                if tensor.dtype not in DTYPES:
+                if tensor.dtype not in DTYPES and name not in integers:
                     continue
                 array = tensor.read(np.empty(tensor.size, np.uint8))
                 if name not in matrices:

@@ -48,6 +48,7 @@ CUT = {  # what lanes have shares of
 
 # Matrices that the published files have in 16 or 32 bits beside FP8 and FP4.
 NEVER_PACKED = (".router", ".mix", "compressor.wkv", "compressor.wgate", "indexer.weights")
+COMPRESSED = "compressed-tensors"  # a quant_method, which scripts.quantize writes
 EXPERTS = "ffn.experts"  # part of the names of their modules
 EXPERT_DTYPES = {"fp4": "mxfp4", "fp8": "fp8"}
 """Values of expert_dtype -> format."""
@@ -202,8 +203,9 @@ def _compressors(fields: Fields) -> int:
 
 
 def _expert_format(fields: Fields) -> str | None:
-    """Format of the routed experts, which have their own beside the quantization of the rest."""
-    if fields.mapping("quantization_config") is None:
+    """Format of the routed experts where they have their own beside the quantization of the rest."""
+    quantization = fields.mapping("quantization_config")
+    if quantization is None or quantization.get("quant_method") == COMPRESSED:
         return None
     return EXPERT_DTYPES[_expert_dtype(fields)]
 
@@ -216,10 +218,13 @@ def _expert_dtype(fields: Fields) -> str:
 
 
 def _rules(fields: Fields) -> Rules:
-    """quantization_config is about all matrices but those of routed experts in FP4. Raises ConfigError for settings
-    that are neither published form: FP8 in blocks of 128 x 128, and the experts in FP4 or FP8.
+    """quantization_config is about all matrices but those of routed experts in FP4, unless it is of compressed-tensors,
+    which states its own. Raises ConfigError for other settings than the published ones: FP8 in blocks of 128 x 128, and
+    the experts in FP4 or FP8.
     """
     quantization = Fields(fields.mapping("quantization_config") or {})
+    if quantization.get("quant_method") == COMPRESSED:
+        return []
     for name, known in (("quant_method", ("fp8",)), ("fmt", ("e4m3",)), ("scale_fmt", ("ue8m0", "float"))):
         if (value := quantization.get(name, known[0])) not in known:
             raise ConfigError(
@@ -240,5 +245,4 @@ FAMILY = Family(
     ignored=lambda fields: ("mtp.",),
     never_packed=NEVER_PACKED,
     rules=_rules,
-    roundable=False,
 )

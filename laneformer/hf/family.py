@@ -32,7 +32,5 @@ class Family:
     """
     rules: Callable[[Fields], Rules] = lambda fields: []
     """How matrices are packed of which fields outside of quantization_config say so, where there is one."""
-    roundable: bool = True
-    """Whether `scripts.quantize` rounds its weights."""
     dimensions: Callable[[Fields], Dimensions] | None = None
     """Sizes and formats of what `laneformer.load` cannot open yet, for the roofline."""

@@ -87,12 +87,10 @@ class HfFolder:
                 name = self.sources[weight].names[0]
                 raise CheckpointError(f"{path}: tensor {name} is quantized, which {what} cannot be; {REMEDY}")
 
-    def check_roundable(self) -> None:
-        """Raises CheckpointError if `scripts.quantize` does not round weights of the family."""
-        if not self._family.roundable:
-            raise CheckpointError(
-                f"{self.path}: weights of {self._family.name} cannot be rounded yet; leave them as is"
-            )
+    @property
+    def never_packed(self) -> tuple[str, ...]:
+        """What the paths of matrices end with that are refused where they are quantized."""
+        return self._family.never_packed
 
     @property
     def dtype(self) -> str:
