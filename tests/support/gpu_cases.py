@@ -137,6 +137,52 @@ def answer(config, room: int, call, ids, sizes, drawn=3, state=None, start=0, **
     return (np.asarray(outputs.logits[:drawn]), np.asarray(outputs.tokens[:drawn])), state
 
 
+def check_devices(config, weights, room: int, call) -> None:
+    """Two devices have the bits of one, under random delays. call: of a session of one device with as many CTAs."""
+    ids, axes = small.prompt_of(config, 18), (jax.sharding.AxisType.Auto,) * 2
+    mesh = jax.make_mesh((1, 2), ("data", "lane"), axis_types=axes, devices=jax.devices()[:2])
+    half = dataclasses.replace(emulated.SMALL, ctas=4)
+    divided = emulated.make_session(config, weights, machine=half, mesh=mesh, chaos_us=20)
+    state = small.make_state(config, 128, mesh=mesh)
+    found, _ = answer(config, room, jitted(divided, mesh, room=room, logits=True), ids, [11, 7], 20, state)
+    assert small.same(found, answer(config, room, call, ids, [11, 7], 20)[0])
+
+
+def check_drafts(config, room: int, call, several, prompt: int) -> None:
+    """Right ones, wrong ones and those of every third place change no bit; nor do they leave a trace, for the text then
+    continues in a session of one row, whose call is `call`. several: a session of several rows; prompt: its tokens.
+    """
+    ids, drafting = small.prompt_of(config, prompt), jitted(several, room=room, logits=True)
+    expected, state = answer(config, room, call, ids, [prompt], 25)
+    tokens, end = expected[1].tolist(), prompt + 24
+
+    def rest(state):
+        return answer(config, room, call, tokens[-1:], [1], 20, state=state, start=end)[0]
+
+    expected_rest = rest(state)
+    for most, wrong in ((0, 1), (3, 1), (3, 3), (3, 100), (2, 4)):
+        several.speculate(most, [1.0] * 4)
+        drafts = [(token + (n % wrong == wrong - 1)) % config.vocab_size for n, token in enumerate(tokens)]
+        several.give_texts(given=drafts)
+        found, state = answer(config, room, drafting, ids, [prompt], 25)
+        assert small.same(found, expected), (most, wrong)
+        assert small.same(rest(state), expected_rest), (most, wrong)
+    assert sum(several.drafting.rows[1:]) > 0
+
+
+def check_texts_of_the_cpu(config, weights, room: int, call) -> None:
+    """A text that the CPU kernel has kept continues in `call`, and the other way round: both keep the same arrays."""
+    cpu = small.jitted(small.make_session(config, weights, threads=1), room=room, logits=True)
+    for size in (5, 16, 33, 47):
+        ids = small.prompt_of(config, size)
+        (logits, tokens), _ = answer(config, room, call, ids, [size], 12)
+        for first, then in ((cpu, call), (call, cpu)):
+            _, state = answer(config, room, first, ids[:-1], [size - 1], 1)
+            found, _ = answer(config, room, then, ids[-1:], [1], 12, state=state, start=size - 1)
+            assert found[1].tolist() == tokens.tolist()
+            assert np.abs(found[0] - logits).max() < 1e-5 * np.abs(logits).max()
+
+
 def check(plan: Plan, weights: dict, tolerance: float = 1e-4, ids=(3, 1, 4, 1, 5), room: int = 64, **options):
     """Its logits are those of the interpreter, with the dequantized weights; returns the outputs."""
     exact = {path: w.dequantize(np.float32) if isinstance(w, Quantized) else w for path, w in weights.items()}

@@ -19,7 +19,7 @@ from laneformer.decoder import decoder_ops
 from laneformer.ops import Attend
 from tests.support import emulated, gpu_cases, small
 from tests.support.decode_cases import DELTA_NET
-from tests.support.gpu_cases import AMD, fail_often, jitted, some
+from tests.support.gpu_cases import AMD, check_devices, check_drafts, check_texts_of_the_cpu, fail_often, jitted, some
 from tests.support.plan_interpreter import interpret
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
@@ -139,14 +139,7 @@ def test_a_launch_for_each_op_has_the_same_bits(call):
 @pytest.mark.slow
 @emulated.only_emulated
 def test_several_devices_and_delays_change_no_bit(call):
-    ids, axes = small.prompt_of(CONFIG, 18), (jax.sharding.AxisType.Auto,) * 2
-    mesh = jax.make_mesh((1, 2), ("data", "lane"), axis_types=axes, devices=jax.devices()[:2])
-    half = dataclasses.replace(emulated.SMALL, ctas=4)
-    divided = emulated.make_session(CONFIG, WEIGHTS, machine=half, mesh=mesh, chaos_us=20)
-    found, _ = answer(
-        jitted(divided, mesh, room=ROOM, logits=True), ids, [11, 7], 20, small.make_state(CONFIG, 128, mesh=mesh)
-    )
-    assert small.same(found, answer(call, ids, [11, 7], 20)[0])
+    check_devices(CONFIG, WEIGHTS, ROOM, call)
 
 
 @emulated.only_emulated
@@ -163,36 +156,14 @@ def several():
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", [14, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 31))])
 def test_drafts_change_no_bit_and_leave_no_trace(call, several, prompt):
-    """Right ones, wrong ones and those of every third place, in passes across the ends of 16 positions; the text then
-    continues in a session of one row.
-    """
-    ids, drafting = small.prompt_of(CONFIG, prompt), jitted(several, room=ROOM, logits=True)
-    expected, state = answer(call, ids, [prompt], 25)
-    tokens, end = expected[1].tolist(), prompt + 24
-    rest, _ = answer(call, tokens[-1:], [1], 20, state=state, start=end)
-    for most, wrong in ((0, 1), (3, 1), (3, 3), (3, 100), (2, 4)):
-        several.speculate(most, [1.0] * 4)
-        drafts = [(token + (n % wrong == wrong - 1)) % CONFIG.vocab_size for n, token in enumerate(tokens)]
-        several.give_texts(given=drafts)
-        found, state = answer(drafting, ids, [prompt], 25)
-        assert small.same(found, expected), (most, wrong)
-        assert small.same(answer(call, tokens[-1:], [1], 20, state=state, start=end)[0], rest), (most, wrong)
-    assert sum(several.drafting.rows[1:]) > 0
+    """In passes across the ends of 16 positions."""
+    check_drafts(CONFIG, ROOM, call, several, prompt)
 
 
 @pytest.mark.slow
 @emulated.only_emulated
 def test_a_text_of_the_cpu_continues(call):
-    """And the other way round: both kernels keep the same arrays."""
-    cpu = small.jitted(small.make_session(CONFIG, WEIGHTS, threads=1), room=ROOM, logits=True)
-    for size in (5, 16, 33, 47):
-        ids = small.prompt_of(CONFIG, size)
-        (logits, tokens), _ = answer(call, ids, [size], 12)
-        for first, then in ((cpu, call), (call, cpu)):
-            _, state = answer(first, ids[:-1], [size - 1], 1)
-            found, again = answer(then, ids[-1:], [1], 12, state=state, start=size - 1)
-            assert again is not None and found[1].tolist() == tokens.tolist()
-            assert np.abs(found[0] - logits).max() < 1e-5 * np.abs(logits).max()
+    check_texts_of_the_cpu(CONFIG, WEIGHTS, ROOM, call)
 
 
 def test_models_without_attention_are_refused():
