@@ -12,6 +12,7 @@ from typing import get_args
 
 import numpy as np
 
+from custom_calls.gpu import edges
 from custom_calls.gpu.attention import LEAST_KEYS, CompressedSizes, rotated
 from custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
 from custom_calls.gpu.supported import Router
@@ -70,14 +71,14 @@ def model_header(layout: Layout) -> str:
         "SharedFloats": layout.shared_floats,
         "SplitKeys": SPLIT_KEYS,
         "Entries": ENTRIES,
-        "MailSlots": layout.mail_slots,
-        "PassTags": layout.pass_tags,
+        "MailSlots": edges.mail_slots(layout),
+        "PassTags": edges.pass_tags(layout),
         "History": layout.table.history,
         "NumSums": len(layout.table.sums),
-        "LaneWords": layout.lane_words,
+        "LaneWords": edges.lane_words(layout),
     }
-    numbers |= layout.places(layout.boards())[0]
-    numbers |= {f"{name}At": place for name, place in layout.places(layout.shared())[0].items()}
+    numbers |= edges.places(edges.boards(layout))[0]
+    numbers |= {f"{name}At": place for name, place in edges.places(edges.shared(layout))[0].items()}
     truths = {
         "AnyMean": any(total.stream_mean for total in layout.table.sums),
         "Listed": any(tiling.units for tiling in layout.tilings),
@@ -163,7 +164,7 @@ def _modules_struct(layout: Layout) -> Iterator[str]:
 def _structs(layout: Layout, index: int) -> Iterator[str]:
     """A struct for each op of a kind of layers, and their list."""
     kind, names, attended, router = layout.kinds[index], [], None, None
-    boards = layout.places(layout.boards())[0]
+    boards = edges.places(edges.boards(layout))[0]
     for number, stage in enumerate(kind.stages):
         op = stage.op
         name = f"{_name(op.name) if isinstance(op, Product) else type(op).__name__}{index}"

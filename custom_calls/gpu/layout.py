@@ -1,4 +1,4 @@
-"""How the GPU kernel lays a model out: the tilings of its products, the packed weights, the memory of the edges.
+"""How the GPU kernel lays a model out: the tilings of its products, the packed weights, the memory of a CTA.
 
 All of it follows from the model's plan (custom_calls/plan.py). Layers that differ in their weights and windows alone
 are of one kind; the kernel has its code once for each kind. Weights are packed once into the order in which each warp
@@ -16,9 +16,8 @@ from custom_calls.gpu.attention import AttentionSizes, rotated
 from custom_calls.gpu.codes import Codes
 from custom_calls.gpu.kinds import Kind, Tiler, signature
 from custom_calls.gpu.stages import Stage, stages
-from custom_calls.gpu.supported import Router, unknown
+from custom_calls.gpu.supported import unknown
 from custom_calls.gpu.tiling import Machine, Tiling
-from custom_calls.library import ring_slots
 from custom_calls.plan import ENTRIES, Dtype, Plan
 from laneformer.ops import (
     Attend,
@@ -26,7 +25,6 @@ from laneformer.ops import (
     CompressedKeep,
     Compressor,
     DeltaNet,
-    GatherStreams,
     HeadKind,
     LatentAttend,
     Module,
@@ -510,96 +508,6 @@ class Layout:
     @property
     def grid(self) -> int:
         return self.lanes_here * self.ctas + self.peer_ctas
-
-    @cached_property
-    def mail_slots(self) -> int:
-        """Slots of the ring of lane exchanges; a power of two, so that sequence numbers may wrap around."""
-        return 1 << (ring_slots(self.table.exchanges) - 1).bit_length()
-
-    @property
-    def pass_tags(self) -> int:
-        """Tags that a pass takes; a power of two, so that they may wrap around."""
-        return 1 << (2 * self.num_layers + 2).bit_length()
-
-    @property
-    def _between_ops(self) -> dict[str, int]:
-        """Words of the boards of products."""
-        words: dict[str, int] = {}
-        for kind in self.kinds:
-            for stage in kind.stages:
-                if stage.writes:
-                    words[stage.writes] = max(words.get(stage.writes, 0), stage.first + _words(stage))
-        return words
-
-    def boards(self) -> Iterator[tuple[str, int]]:
-        """Memory between the CTAs of a lane, for each of a pass's rows, in words."""
-        yield "StreamBoard", self.hidden
-        yield "OtherStreamBoard", self.hidden
-        yield from self._between_ops.items()
-        nets = [op.value_heads * (op.value_dim + op.head_tiles) for op in self.nets]
-        indexed = [op.ratio for op in self.attends if isinstance(op, CompressedAttend) and op.index]
-        yield "ScoresBoard", max((-(-self.plan.ops.context // ratio) for ratio in indexed), default=0)
-        yield "PartsBoard", max([self.sizes(op).part_words for op in self.attends] + nets)
-        yield "HeadBoard", self.head.columns
-        # Of each CTA a sum over its rows, for ops and for each event of the schedule.
-        yield "RowSumsBoard", self.ctas * (1 + sum(map(len, self.table.events)))
-        yield (
-            "RoutesBoard",
-            max(
-                (
-                    tiling.all_rows
-                    for kind in self.kinds
-                    for op, tiling in zip(kind.ops, kind.tilings, strict=True)
-                    if isinstance(op, Router)
-                ),
-                default=0,
-            ),
-        )
-        # Of each CTA its parts of a mixture of streams and the sum of their squares.
-        of_streams = [
-            stage.op.mix.rows + 1 for kind in self.kinds for stage in kind.stages if isinstance(stage.op, GatherStreams)
-        ]
-        yield "MixtureBoard", self.ctas * max((rows + rows % 2 for rows in of_streams), default=0)
-
-    def shared(self) -> Iterator[tuple[str, int]]:
-        """Memory between the lanes, on each device, in words. The first word is the call's failure."""
-        vocab, packets, turns = self.plan.ops.vocab_size, self.lanes * self.ctas, 2 * self.rows
-        yield "Abort", 16
-        yield "CheckIn", packets
-        yield "Packets", turns * packets * 6
-        yield "LargestZ", turns * packets
-        yield "Z", turns * vocab
-        yield "Logits", turns * vocab
-        yield "Mail", self.mail_slots * self.lanes * self.rows * self.hidden
-
-    @staticmethod
-    def places(parts: Iterator[tuple[str, int]]) -> tuple[dict[str, int], int]:
-        at, places = 0, {}
-        for name, words in parts:
-            places[name] = at
-            at += -(-words // 16) * 16
-        return places, at
-
-    @property
-    def lane_words(self) -> int:
-        return self.places(self.boards())[1]
-
-    @property
-    def shared_words(self) -> int:
-        return self.places(self.shared())[1]
-
-
-def _words(stage: Stage) -> int:
-    """Of a product's results: those of each expert, or head, begin at an even one."""
-    op = stage.op
-    if isinstance(op, CompressedKeep):
-        return sum(own.channels + own.channels % 2 for own in (op.entries, op.index_keys) if own)
-    if isinstance(op, CompressedAttend):
-        return op.heads * op.head_dim
-    if stage.of_head:
-        return op.channels // stage.of_head * (stage.of_head + stage.of_head % 2)
-    each = op.rows // 2 if op.gated else op.rows
-    return (each + each % 2) * op.chosen.used if op.chosen else op.channels
 
 
 def _parts(head: Tiling, wanted: int) -> int:

@@ -17,6 +17,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from custom_calls.gpu import edges
 from custom_calls.gpu.codes import CodesChoice, Header
 from custom_calls.gpu.compile import PERSISTENT, STEPS, image
 from custom_calls.gpu.formats import Bf12Choice
@@ -243,11 +244,11 @@ class GpuSession(DecodeSession):
             "grid": layout.grid,
             "threads": layout.threads,
             "shared_bytes": layout.shared_bytes,
-            "lane_words": layout.rows * layout.lane_words,
+            "lane_words": layout.rows * edges.lane_words(layout),
             "rows": layout.rows,
             "requests": layout.requests,
-            "shared_words": layout.shared_words,
-            "pass_tags": layout.pass_tags,
+            "shared_words": edges.shared_words(layout),
+            "pass_tags": edges.pass_tags(layout),
             "exchanges": len(layout.table.sums) + 1,
             "steps": [word for step in steps for word in step],
             "overlapping": int(launch == "overlapping graph"),

@@ -42,7 +42,7 @@ constexpr int kEndWord = kPacketWords - 1, kPackets = kLanes * kCtas;
 constexpr int kBuckets = 1 << 11, kBucketGroups = 64;  // of a histogram: 32 bits in three passes
 constexpr float kLowest = -3.4e38f;                    // just above -FLT_MAX: no logit yet
 
-static_assert(kZAt >= kPacketsAt + 2 * kPassRows * kPackets * kPacketWords, "gpu/layout.py reserves fewer words");
+static_assert(kZAt >= kPacketsAt + 2 * kPassRows * kPackets * kPacketWords, "gpu/edges.py reserves fewer words");
 
 // Shared memory of the sampler, in floats: histogram, sums of its groups, values of the warps.
 constexpr int kSampleFloats = 2 * kBuckets + 2 * kBucketGroups + 4 * kWarps + 16;

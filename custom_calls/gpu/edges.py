@@ -1,0 +1,104 @@
+"""The memory of the GPU kernel's edges: boards between the CTAs of a lane, and what the lanes have together."""
+
+from collections.abc import Iterator
+
+from custom_calls.gpu.layout import Layout
+from custom_calls.gpu.stages import Stage
+from custom_calls.gpu.supported import Router
+from custom_calls.library import ring_slots
+from laneformer.ops import CompressedAttend, CompressedKeep, GatherStreams
+
+
+def mail_slots(layout: Layout) -> int:
+    """Slots of the ring of lane exchanges; a power of two, so that sequence numbers may wrap around."""
+    return 1 << (ring_slots(layout.table.exchanges) - 1).bit_length()
+
+
+def pass_tags(layout: Layout) -> int:
+    """Tags that a pass takes; a power of two, so that they may wrap around."""
+    return 1 << (2 * layout.num_layers + 2).bit_length()
+
+
+def boards(layout: Layout) -> Iterator[tuple[str, int]]:
+    """Memory between the CTAs of a lane, for each of a pass's rows, in words."""
+    yield "StreamBoard", layout.hidden
+    yield "OtherStreamBoard", layout.hidden
+    yield from _between_ops(layout).items()
+    nets = [op.value_heads * (op.value_dim + op.head_tiles) for op in layout.nets]
+    indexed = [op.ratio for op in layout.attends if isinstance(op, CompressedAttend) and op.index]
+    yield "ScoresBoard", max((-(-layout.plan.ops.context // ratio) for ratio in indexed), default=0)
+    yield "PartsBoard", max([layout.sizes(op).part_words for op in layout.attends] + nets)
+    yield "HeadBoard", layout.head.columns
+    # Of each CTA a sum over its rows, for ops and for each event of the schedule.
+    yield "RowSumsBoard", layout.ctas * (1 + sum(map(len, layout.table.events)))
+    yield (
+        "RoutesBoard",
+        max(
+            (
+                tiling.all_rows
+                for kind in layout.kinds
+                for op, tiling in zip(kind.ops, kind.tilings, strict=True)
+                if isinstance(op, Router)
+            ),
+            default=0,
+        ),
+    )
+    # Of each CTA its parts of a mixture of streams and the sum of their squares.
+    of_streams = [
+        stage.op.mix.rows + 1 for kind in layout.kinds for stage in kind.stages if isinstance(stage.op, GatherStreams)
+    ]
+    yield "MixtureBoard", layout.ctas * max((rows + rows % 2 for rows in of_streams), default=0)
+
+
+def shared(layout: Layout) -> Iterator[tuple[str, int]]:
+    """Memory between the lanes, on each device, in words. The first word is the call's failure."""
+    vocab, packets, turns = layout.plan.ops.vocab_size, layout.lanes * layout.ctas, 2 * layout.rows
+    yield "Abort", 16
+    yield "CheckIn", packets
+    yield "Packets", turns * packets * 6
+    yield "LargestZ", turns * packets
+    yield "Z", turns * vocab
+    yield "Logits", turns * vocab
+    yield "Mail", mail_slots(layout) * layout.lanes * layout.rows * layout.hidden
+
+
+def places(parts: Iterator[tuple[str, int]]) -> tuple[dict[str, int], int]:
+    """Where each of some parts begins, by name, and where the last one ends, in words."""
+    at, found = 0, {}
+    for name, words in parts:
+        found[name] = at
+        at += -(-words // 16) * 16
+    return found, at
+
+
+def lane_words(layout: Layout) -> int:
+    """Words of a lane's boards for a row of a pass."""
+    return places(boards(layout))[1]
+
+
+def shared_words(layout: Layout) -> int:
+    """Words of the memory between the lanes."""
+    return places(shared(layout))[1]
+
+
+def _between_ops(layout: Layout) -> dict[str, int]:
+    """Words of the boards of products."""
+    words: dict[str, int] = {}
+    for kind in layout.kinds:
+        for stage in kind.stages:
+            if stage.writes:
+                words[stage.writes] = max(words.get(stage.writes, 0), stage.first + _words(stage))
+    return words
+
+
+def _words(stage: Stage) -> int:
+    """Of a product's results: those of each expert, or head, begin at an even one."""
+    op = stage.op
+    if isinstance(op, CompressedKeep):
+        return sum(own.channels + own.channels % 2 for own in (op.entries, op.index_keys) if own)
+    if isinstance(op, CompressedAttend):
+        return op.heads * op.head_dim
+    if stage.of_head:
+        return op.channels // stage.of_head * (stage.of_head + stage.of_head % 2)
+    each = op.rows // 2 if op.gated else op.rows
+    return (each + each % 2) * op.chosen.used if op.chosen else op.channels
