@@ -10,7 +10,7 @@ MAX_SPLITS = 16  # of the keys: merging them costs every CTA
 MORE_SPLITS, LEAST_KEYS = 32, 16
 MOST_KEY_THREADS = 32
 MOST_SUMS = 64  # of a thread, in registers
-BUCKETS, LEAST_PLACES = 1 << 11, 32  # as in gpu/kernel/mixers/compressed.h
+BUCKETS, LEAST_PLACES = 1 << 11, 32  # as in gpu/kernel/mixers/compressed_keep.h
 WARP_KEYS = 4  # of an index that a warp has at the same time
 
 
