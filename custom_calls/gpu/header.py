@@ -1,6 +1,6 @@
 """The header model.h, for which the kernel is compiled.
 
-It has the numbers of a layout, a struct for each op of each kind of layer, whose constants are the fields of the op
+It has the numbers of a layout, a struct for each op of each kind of module, whose constants are the fields of the op
 (laneformer/ops.py), how it is tiled and where its small weights are, the list of each kind's ops
 (custom_calls/gpu/kernel/ops.h), and a struct for the fields that modules have beside their ops.
 """
@@ -14,6 +14,7 @@ import numpy as np
 
 from custom_calls.gpu import edges
 from custom_calls.gpu.attention import LEAST_KEYS, CompressedSizes, rotated
+from custom_calls.gpu.kinds import Kind
 from custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
 from custom_calls.gpu.supported import Router
 from custom_calls.ops_header import alternatives, fields
@@ -91,10 +92,7 @@ def model_header(layout: Layout) -> str:
         "Embedding": layout.plan.weight_dtype,
         "Cache": layout.plan.cache_dtype,
     }
-    functions = [
-        _by_layer("kind_of", dict(enumerate(layout.kind_of)), layout.num_layers),
-        _by_layer("first_line", dict(enumerate(layout.layer_starts[:-1])), layout.num_layers),
-    ]
+    functions = []
     if layout.any_experts:
         numbers |= {
             "RowLines": layout.row_lines,
@@ -113,11 +111,10 @@ def model_header(layout: Layout) -> str:
         *(f"constexpr int k{name} = {value};" for name, value in numbers.items()),
         *(f"constexpr bool k{name} = {_literal(value)};" for name, value in truths.items()),
         *(f"constexpr Dtype k{name} = k{value.name.title()};" for name, value in dtypes.items()),
-        *(line for index in range(len(layout.kinds)) for line in _structs(layout, index)),
+        *_kinds(layout),
         *_head_struct(layout),
         *_head_mixture(layout),
         *_modules_struct(layout),
-        f"using Layers = Kinds<{', '.join(f'Kind{index}' for index in range(len(layout.kinds)))}>;",
         *(line for before, function in functions for line in (*before, function)),
         "struct Event { int landing, module; float weight; int parts, num_parts; };",
         "struct Sum { int width, complete_at; bool stream_mean; int parts, num_parts; };",
@@ -161,19 +158,43 @@ def _modules_struct(layout: Layout) -> Iterator[str]:
     return _struct("Modules", constants, functions, {}, len(layout.modules))
 
 
-def _structs(layout: Layout, index: int) -> Iterator[str]:
-    """A struct for each op of a kind of layers, and their list."""
-    kind, names, attended, router = layout.kinds[index], [], None, None
+def _kinds(layout: Layout) -> Iterator[str]:
+    """The ops of each kind of modules, and a struct for each module of a layer: its kinds, that which a layer has, and
+    the first line of the module.
+    """
+    for index, kind in enumerate(layout.kinds):
+        yield from _structs(layout, kind, index)
+
+    def listed(first: int, count: int) -> str:
+        return f"Kinds<{', '.join(f'Kind{index}' for index in range(first, first + count))}>"
+
+    first = 0
+    for module, title in enumerate(("Attentions", "FeedForwards")):
+        own = layout.of_modules[module]
+        functions = {
+            "kind_of": {layer: index for index, kind in enumerate(own) for layer in kind.layers},
+            "first_line": {layer: layout.module_start(layer, module) for layer in range(layout.num_layers)},
+        }
+        functions = {name: dict(sorted(values.items())) for name, values in functions.items()}
+        yield from _struct(title, {}, functions, {"All": listed(first, len(own))}, layout.num_layers)
+        first += len(own)
+    yield f"using AllKinds = {listed(0, first)};"
+
+
+def _structs(layout: Layout, kind: Kind, index: int) -> Iterator[str]:
+    """A struct for each op of a kind of modules, and their list."""
+    names, attended, router = [], None, None
     boards = edges.places(edges.boards(layout))[0]
     for number, stage in enumerate(kind.stages):
         op = stage.op
+        numbers = {layer: layout.first_stage(layer, stage.module) + number for layer in kind.layers}
         name = f"{_name(op.name) if isinstance(op, Product) else type(op).__name__}{index}"
-        while name in names:  # of the other module, or of a part in another format
+        while name in names:  # a part in another format
             name += "_"
         names.append(name)
-        of_layers = {layer: layout.stages[layer][number].op for layer in kind.layers}
+        of_layers = {layer: layout.stages[layer][at].op for layer, at in numbers.items()}
         constants, functions = _of_fields(layout, of_layers)
-        constants |= {"Module": stage.module, "EndsModule": kind.ends_module(number)}
+        constants |= {"Module": stage.module, "EndsModule": number + 1 == len(kind.stages)}
         constants |= {"From": boards.get(stage.reads, -1), "To": boards.get(stage.writes, -1) + stage.first}
         constants |= {"Reads": op.reads, "Writes": op.writes, "Traced": TRACE_NAMES.index(trace_name(op))}
         constants |= {f"Is{each.__name__}": isinstance(op, each) for each in get_args(Op)}
@@ -185,7 +206,7 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
         constants |= {"Tiled": tiling is not None, "Chosen": tiling is not None and tiling.pieces is not None}
         constants["Streamed"] = constants["Tiled"] and not constants["Chosen"]
         if isinstance(op, LatentAttend):
-            of_keeps = {layer: layout.stages[layer][number].keep for layer in kind.layers}
+            of_keeps = {layer: layout.stages[layer][at].keep for layer, at in numbers.items()}
             kept, gains = _of_fields(layout, of_keeps)
             constants |= kept | {"Queries": boards[stage.queries], "Latents": boards[stage.latents]}
             functions |= gains | {"window": dict.fromkeys(kind.layers, 0)}
@@ -203,13 +224,13 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
             functions["cache"] = {layer: layout.first_kept[layer] for layer in kind.layers}
         elif tiling:
             constants |= tiling.fields | {"FirstLine": kind.lines_before(number), "SumSets": tiling.sum_sets}
-            first = {layer: layout.stages[layer][number].matrices[0] for layer in kind.layers}
+            first = {layer: layout.stages[layer][at].matrices[0] for layer, at in numbers.items()}
             bias = next(iter(first.values())).bias
             if bias:
                 constants["BiasStride"] = layout.plan.places[bias.path].stride
                 functions["bias"] = {layer: _at(layout, own.bias) for layer, own in first.items()}
             constants["Biased"] = bias is not None
-            functions["product"] = {layer: layout.numbers.get((layer, number), 0) for layer in kind.layers}
+            functions["product"] = {layer: layout.numbers.get((layer, at), 0) for layer, at in numbers.items()}
             aliases = {"Weights": tiling.format.struct}
         if isinstance(op, Router):
             router = name
@@ -224,7 +245,7 @@ def _structs(layout: Layout, index: int) -> Iterator[str]:
                 step = op.blocks.step + op.blocks.step % 2
                 constants |= {"Blocks": op.blocks.count, "BlockStep": step, "BlockRows": op.rows}
         if constants["Chosen"]:
-            functions["stored"] = {layer: layout.line(layer, number) for layer in kind.layers}
+            functions["stored"] = {layer: layout.line(layer, at) for layer, at in numbers.items()}
             constants["Summed"] = op.chosen.summed
             aliases["Router"] = router
             if not op.chosen.summed:

@@ -1,4 +1,4 @@
-"""Kinds of layers of the GPU kernel, which has its code once for each, and the tilings of a layer's products."""
+"""Kinds of modules of the GPU kernel, which has its code once for each, and the tilings of their products."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -17,7 +17,7 @@ MORE_TURNS = 8  # of a block-diagonal product beyond the fewest, to share rows o
 
 @dataclass(frozen=True)
 class Kind:
-    """Layers whose ops differ in their weights, windows and tables of experts alone."""
+    """Modules whose ops differ in their weights, windows and tables of experts alone."""
 
     stages: tuple[Stage, ...]
     """Those of its first layer."""
@@ -32,7 +32,7 @@ class Kind:
 
     @property
     def lines(self) -> int:
-        """Lines that a warp reads for a layer, without those of experts."""
+        """Lines that a warp reads for a module, without those of experts."""
         return self.lines_before(len(self.ops))
 
     def lines_before(self, op: int) -> int:
@@ -45,12 +45,8 @@ class Kind:
 
     @property
     def stored_lines(self) -> int:
-        """Lines of all experts of a layer in the memory of a warp."""
+        """Lines of all experts of a module in the memory of a warp."""
         return sum(tiling.stored_lines for _, tiling in self.of_experts)
-
-    def ends_module(self, op: int) -> bool:
-        """Whether it is its module's last op."""
-        return all(stage.module != self.stages[op].module for stage in self.stages[op + 1 :])
 
 
 def signature(value):

@@ -1,6 +1,6 @@
 """How the GPU kernel lays a model out: the tilings of its products, the packed weights, the memory of a CTA.
 
-All of it follows from the model's plan (custom_calls/plan.py). Layers that differ in their weights and windows alone
+All of it follows from the model's plan (custom_calls/plan.py). Modules that differ in their weights and windows alone
 are of one kind; the kernel has its code once for each kind. Weights are packed once into the order in which each warp
 reads them; custom_calls/gpu/header.py writes the same numbers into the file that the kernel is compiled with, so that
 the two cannot disagree.
@@ -147,20 +147,44 @@ class Layout:
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """In the order of their first layers."""
-        by_signature: dict = {}
-        for number, layer in enumerate(self.plan.ops.layers):
-            tilings = tuple(map(self.tiler.stage, self.stages[number]))
-            by_signature.setdefault((signature(layer), tilings), []).append(number)
-        return tuple(
-            Kind(self.stages[layers[0]], tilings, tuple(layers)) for (_, tilings), layers in by_signature.items()
-        )
+        """Those of attention, then those of feed-forward networks, each in the order of their first layers."""
+        return tuple(itertools.chain(*self.of_modules))
 
     @cached_property
-    def kind_of(self) -> tuple[int, ...]:
-        """For each layer the index of its kind."""
-        found = {layer: index for index, kind in enumerate(self.kinds) for layer in kind.layers}
-        return tuple(found[layer] for layer in range(self.num_layers))
+    def of_modules(self) -> list[tuple[Kind, ...]]:
+        """The kinds of attention, and those of feed-forward networks."""
+        by_signature: list[dict] = [{}, {}]
+        for layer, all_stages in enumerate(self.stages):
+            for module, found in enumerate(by_signature):
+                own = tuple(stage for stage in all_stages if stage.module == module)
+                tilings = tuple(map(self.tiler.stage, own))
+                found.setdefault((signature(own), tilings), (own, []))[1].append(layer)
+        return [
+            tuple(Kind(own, tilings, tuple(layers)) for (_, tilings), (own, layers) in found.items())
+            for found in by_signature
+        ]
+
+    @cached_property
+    def kinds_of(self) -> tuple[tuple[Kind, ...], ...]:
+        """For each layer the kind of each of its modules."""
+        return tuple(
+            tuple(next(kind for kind in kinds if layer in kind.layers) for kinds in self.of_modules)
+            for layer in range(self.num_layers)
+        )
+
+    def first_stage(self, layer: int, module: int) -> int:
+        """The number of a module's first stage among those of its layer."""
+        return sum(len(kind.stages) for kind in self.kinds_of[layer][:module])
+
+    def _place(self, layer: int, number: int) -> tuple[int, int]:
+        """The module that has a layer's stage, and the stage's number in it."""
+        module = self.stages[layer][number].module
+        return module, number - self.first_stage(layer, module)
+
+    def tiling(self, layer: int, number: int) -> Tiling | None:
+        """Of a layer's stage."""
+        module, own = self._place(layer, number)
+        return self.kinds_of[layer][module].tilings[own]
 
     @cached_property
     def head(self) -> Tiling:
@@ -293,9 +317,13 @@ class Layout:
     def layer_starts(self) -> tuple[int, ...]:
         """For each layer its first line in a pass; last, the end of all layers."""
         starts = [0]
-        for kind in self.kind_of:
-            starts.append(starts[-1] + self.kinds[kind].lines)
+        for kinds in self.kinds_of:
+            starts.append(starts[-1] + sum(kind.lines for kind in kinds))
         return tuple(starts)
+
+    def module_start(self, layer: int, module: int) -> int:
+        """The first line of a module in a pass."""
+        return self.layer_starts[layer] + sum(kind.lines for kind in self.kinds_of[layer][:module])
 
     @cached_property
     def courses(self) -> list[tuple[int, int, bool]]:
@@ -303,8 +331,9 @@ class Layout:
         there are, and whether chosen experts follow.
         """
         ends = [
-            self.layer_starts[layer] + kind.lines_before(kind.of_experts[0][0])
-            for layer, kind in ((layer, self.kinds[number]) for layer, number in enumerate(self.kind_of))
+            self.module_start(layer, module) + kind.lines_before(kind.of_experts[0][0])
+            for layer, kinds in enumerate(self.kinds_of)
+            for module, kind in enumerate(kinds)
             if kind.of_experts
         ]
         parts = [(a, b - a, True) for a, b in itertools.pairwise([0, *ends])]
@@ -325,8 +354,8 @@ class Layout:
     def expert_starts(self) -> tuple[int, ...]:
         """For each layer the line of a warp's memory at which its experts begin; last, the end of all."""
         starts = [self.layer_lines + self.head_lines]
-        for kind in self.kind_of:
-            starts.append(starts[-1] + self.kinds[kind].stored_lines)
+        for kinds in self.kinds_of:
+            starts.append(starts[-1] + sum(kind.stored_lines for kind in kinds))
         return tuple(starts)
 
     @property
@@ -336,10 +365,13 @@ class Layout:
 
     def line(self, layer: int, op: int) -> int:
         """Line of each warp's memory at which a layer's product begins."""
-        kind = self.kinds[self.kind_of[layer]]
-        if not kind.tilings[op].pieces:
-            return self.layer_starts[layer] + kind.lines_before(op)
-        return self.expert_starts[layer] + sum(tiling.stored_lines for at, tiling in kind.of_experts if at < op)
+        module, own = self._place(layer, op)
+        kind = self.kinds_of[layer][module]
+        if not kind.tilings[own].pieces:
+            return self.module_start(layer, module) + kind.lines_before(own)
+        before = sum(other.stored_lines for other in self.kinds_of[layer][:module])
+        before += sum(tiling.stored_lines for at, tiling in kind.of_experts if at < own)
+        return self.expert_starts[layer] + before
 
     @property
     def line_words(self) -> int:
@@ -369,7 +401,7 @@ class Layout:
     @property
     def _expert_lines(self) -> int:
         """Lines of experts that all warps of a lane read for a token."""
-        return sum(tiling.read_lines for kind in self.kind_of for _, tiling in self.kinds[kind].of_experts)
+        return sum(tiling.read_lines for kinds in self.kinds_of for kind in kinds for _, tiling in kind.of_experts)
 
     @property
     def expert_share(self) -> float:

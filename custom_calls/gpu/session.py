@@ -380,7 +380,7 @@ class GpuSession(DecodeSession):
     def _tiled(self, layer: int, number: int) -> tuple[Tiling, int]:
         """Of a stage, and the line of each warp's memory at which it begins."""
         layout = self.layout
-        return layout.kinds[layout.kind_of[layer]].tilings[number], layout.line(layer, number)
+        return layout.tiling(layer, number), layout.line(layer, number)
 
     def _place_float32(self, matrices: list[jax.Array], tiling: Tiling, line: int) -> None:
         offset, table = np.int32(line * self.layout.line_words), np.zeros(BF12_TABLE, np.uint8)
@@ -433,7 +433,7 @@ class GpuSession(DecodeSession):
             Placement(
                 tuple(matrix.weight.path for matrix in layout.stages[layer][number].matrices),
                 layout.offset(layer, number),
-                layout.kinds[layout.kind_of[layer]].tilings[number],
+                layout.tiling(layer, number),
                 "pairs" if layout.stages[layer][number].op.gated else "rows",
             )
             for layer, number in layout.numbers

@@ -23,7 +23,7 @@ LF_DEVICE void read_lines(AnyStream& stream, int count, u32& mixed) {
 
 // Of a layer with experts: those that `routes` has are read.
 template <class AnyStream, class... Op>
-LF_DEVICE void read_layer(Ops<Op...>, AnyStream& stream, int layer, u32& mixed) {
+LF_DEVICE void read_module(Ops<Op...>, AnyStream& stream, int layer, u32& mixed) {
   const auto read = [&](auto op) {
     using One = decltype(op);
     if constexpr (One::kStreamed) read_lines(stream, One::kLines, mixed);
@@ -41,12 +41,6 @@ LF_DEVICE void read_layer(Ops<Op...>, AnyStream& stream, int layer, u32& mixed) 
   };
   (read(Op{}), ...);
 }
-template <class AnyStream, class... Kind>
-LF_DEVICE void read_layer(Kinds<Kind...>, AnyStream& stream, int layer, u32& mixed) {
-  const int kind = kind_of(layer);
-  int number = 0;
-  ((kind == number++ ? read_layer(Kind{}, stream, layer, mixed) : void()), ...);
-}
 
 // Reads the weights of p.room tokens. Of experts, those that are far from each other.
 LF_KERNEL void laneformer_read(LF_PARAMS p) {
@@ -55,7 +49,11 @@ LF_KERNEL void laneformer_read(LF_PARAMS p) {
   u32 mixed = 0;
   for (int pass = 0; pass < p.room; pass++) {
 #if LF_EXPERTS
-    for (int layer = 0; layer < kLayers; layer++) read_layer(Layers{}, stream, layer, mixed);
+    for (int layer = 0; layer < kLayers; layer++) {
+      const auto read = [&](auto ops) { read_module(ops, stream, layer, mixed); };
+      with_ops<Attentions>(layer, read);
+      with_ops<FeedForwards>(layer, read);
+    }
     stream.skip_padding(kLayerPadding);
     read_lines(stream, kHeadLines - kHeadPadding, mixed);
     stream.skip_padding(kHeadPadding);

@@ -1,6 +1,6 @@
 // What a CTA does for a token, op by op. decode.cu does it all in one launch, steps.cu an op in each.
 //
-// Specialised for one model: model.h is made by custom_calls/gpu/layout.py.
+// Specialised for one model: model.h is made by custom_calls/gpu/header.py.
 #pragma once
 
 #include "chosen.h"
@@ -47,12 +47,19 @@ class Decoder : public ChosenOps {
   template <int most>
   LF_DEVICE void run(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     watch_.layer = layer;
-    run_layer(Layers{}, run, layer, tag, sequence);
+    const auto run_module = [&](auto ops) { run_all(ops, run, layer, tag, sequence); };
+    with_ops<Attentions>(layer, run_module);
+    with_ops<FeedForwards>(layer, run_module);
   }
 
   // One of them, by its place among them.
   LF_DEVICE void run_one(const Run<1>& run, int number, int layer, u32 tag, u32 sequence) {
-    run_one_of(Layers{}, run, number, layer, tag, sequence);
+    const auto run_number = [&](auto ops) {
+      run_number_of(ops, run, number, layer, tag, sequence);
+      number -= count_of(ops);
+    };
+    with_ops<Attentions>(layer, run_number);
+    with_ops<FeedForwards>(layer, run_number);
   }
 
   // What the head reads of several streams, and what a head over all lanes needs of them.
@@ -187,24 +194,12 @@ class Decoder : public ChosenOps {
  private:
   LF_DEVICE const float* final_gains() const { return small(Head::norm(0), Head::kNormStride); }
 
-  template <int most, class... Kind>
-  LF_DEVICE void run_layer(Kinds<Kind...>, const Run<most>& run, int layer, u32 tag, u32 sequence) {
-    const int kind = kind_of(layer);
-    int number = 0;
-    ((kind == number++ ? run_all(Kind{}, run, layer, tag, sequence) : void()), ...);
-  }
   template <int most, class... Op>
   LF_DEVICE void run_all(Ops<Op...>, const Run<most>& run, int layer, u32 tag, u32 sequence) {
     (run_op<Op>(run, layer, tag, sequence), ...);
   }
-  template <class... Kind>
-  LF_DEVICE void run_one_of(Kinds<Kind...>, const Run<1>& run, int wanted, int layer, u32 tag, u32 sequence) {
-    const int kind = kind_of(layer);
-    int number = 0;
-    ((kind == number++ ? run_number(Kind{}, run, wanted, layer, tag, sequence) : void()), ...);
-  }
   template <class... Op>
-  LF_DEVICE void run_number(Ops<Op...>, const Run<1>& run, int wanted, int layer, u32 tag, u32 sequence) {
+  LF_DEVICE void run_number_of(Ops<Op...>, const Run<1>& run, int wanted, int layer, u32 tag, u32 sequence) {
     int number = 0;
     ((wanted == number++ ? run_op<Op>(run, layer, tag, sequence) : void()), ...);
   }

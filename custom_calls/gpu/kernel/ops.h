@@ -1,6 +1,6 @@
-// Lists of ops, and what their arithmetic needs of numbers. model.h, which custom_calls/gpu/layout.py writes, has a
-// struct of constants for each op of each kind of layer, the ops of a kind as Ops<...>, and all kinds as Layers =
-// Kinds<...>.
+// Lists of ops, and what their arithmetic needs of numbers. model.h, which custom_calls/gpu/header.py writes, has a
+// struct of constants for each op of each kind of module, the ops of a kind as Ops<...>, and all kinds as AllKinds =
+// Kinds<...>. Attentions and FeedForwards are the two modules of layers: their kinds, and which of them a layer has.
 #pragma once
 
 #include "numbers.h"
@@ -32,6 +32,22 @@ struct Ops {};
 
 template <class... Kind>
 struct Kinds {};
+
+// Calls body with the ops of a layer in a module, which is Attentions or FeedForwards.
+template <class Body, class... Kind>
+LF_DEVICE void with_kind(Kinds<Kind...>, int kind, Body body) {
+  int number = 0;
+  ((kind == number++ ? body(Kind{}) : void()), ...);
+}
+template <class Module, class Body>
+LF_DEVICE void with_ops(int layer, Body body) {
+  with_kind(typename Module::All{}, Module::kind_of(layer), body);
+}
+
+template <class... Op>
+LF_DEVICE constexpr int count_of(Ops<Op...>) {
+  return sizeof...(Op);
+}
 
 // The largest Measure::of<Op>() of all ops.
 template <class Measure, class... Op>

@@ -65,11 +65,11 @@ struct MergedFloats {
   }
 };
 
-constexpr int kPartialFloats = larger_of(larger_of(most_of<Partials>(Layers{}), most_of<Partials>(HeadGather{})),
+constexpr int kPartialFloats = larger_of(larger_of(most_of<Partials>(AllKinds{}), most_of<Partials>(HeadGather{})),
                                          larger_of(kPartials<Head>, kPartials<Head, kPassRows, kHeadParts>));
-constexpr int kBroughtFloats = larger_of(most_of<BroughtFloats>(Layers{}), kBrought<Head>);
-constexpr int kScratchFloats = larger_of(most_of<AttentionFloats>(Layers{}), kSampleFloats);
-constexpr int kMergedFloats = most_of<MergedFloats>(Layers{});
+constexpr int kBroughtFloats = larger_of(most_of<BroughtFloats>(AllKinds{}), kBrought<Head>);
+constexpr int kScratchFloats = larger_of(most_of<AttentionFloats>(AllKinds{}), kSampleFloats);
+constexpr int kMergedFloats = most_of<MergedFloats>(AllKinds{});
 constexpr int even(int n) { return n + n % 2; }
 
 static_assert(2 * kWarps + kPassRows * kStreamRows <= kScratchFloats, "the residual stream uses it too");

@@ -30,16 +30,18 @@ LF_DEVICE Step step_of(Ops<Op...>, int wanted, u32 line) {
   ((wanted == number++ ? void(found = step_of<Op>(line)) : void()), ...);
   return found;
 }
-template <class... Kind>
-LF_DEVICE Step step_of(Kinds<Kind...>, int wanted, int layer) {
+LF_DEVICE Step step_of_layer(int number, int layer) {
   Step found = {{0, 0}, false, false};
-  const int kind = kind_of(layer);
-  int number = 0;
-  ((kind == number++ ? void(found = step_of(Kind{}, wanted, first_line(layer))) : void()), ...);
+  with_ops<Attentions>(layer, [&](auto ops) {
+    found = step_of(ops, number, Attentions::first_line(layer));
+    number -= count_of(ops);
+  });
+  if (number >= 0)
+    with_ops<FeedForwards>(layer, [&](auto ops) { found = step_of(ops, number, FeedForwards::first_line(layer)); });
   return found;
 }
 LF_DEVICE Step step_of(int step, int layer) {
-  if (step >= kStepOp) return step_of(Layers{}, step - kStepOp, layer);
+  if (step >= kStepOp) return step_of_layer(step - kStepOp, layer);
   if (kGatherLines > 0 && step == kStepFinal) return {{kLayerLines, kGatherLines}, false, true};
   if (step == kStepHead) return {{kLayerLines + kGatherLines, kHeadLines - kHeadPadding - kGatherLines}, false, true};
   return {{0, 0}, false, false};

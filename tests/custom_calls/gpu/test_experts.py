@@ -113,7 +113,7 @@ def test_scores_of_any_size_and_each_launch():
     a table and with a correction have the same code.
     """
     plan = plan_of(**ROOTS, hash_layers=1)
-    assert len(Layout(plan, H200, 2).kinds) == 1
+    assert [len(kinds) for kinds in Layout(plan, H200, 2).of_modules] == [1, 1]
     weights = weights_of(plan)
     for layer, factor in ((0, 30.0), (1, 8.0)):
         weights[f"layers.{layer}.feed_forward.router"] *= np.float32(factor)
@@ -230,8 +230,9 @@ def test_pieces_are_dealt_evenly(machine):
             lanes=1, hidden_size=512, num_experts=32, num_experts_per_tok=used, moe_intermediate_size=columns
         )
         layout = Layout(make_plan(decoder_ops(config), config.schedule, weight_dtype="bfloat16"), machine, 1)
-        for op, tiling in layout.kinds[0].of_experts:
-            product = layout.kinds[0].ops[op]
+        _, feed_forward = layout.kinds
+        for op, tiling in feed_forward.of_experts:
+            product = feed_forward.ops[op]
             assert isinstance(product, Product)
             read = tiling.read_lines * layout.line_words * 4
             needed = product.rows * product.columns * used * 2

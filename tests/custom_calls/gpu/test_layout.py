@@ -1,4 +1,4 @@
-"""The layout of a model on a GPU: kinds of layers, the order of the weight stream, packing, refused ops."""
+"""The layout of a model on a GPU: kinds of modules, the order of the weight stream, packing, refused ops."""
 
 import dataclasses
 import itertools
@@ -15,6 +15,7 @@ from custom_calls.plan import Dtype, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Activation, Norm, Product, Value, Weight
 from tests.support import small
+from tests.support.decode_cases import COMPRESSED
 from tests.support.gpu_cases import mixed_plan
 
 pytestmark = small.needs_library
@@ -27,24 +28,34 @@ def plan_of(**changes):
 
 def test_layers_that_differ_in_windows_alone_are_of_one_kind():
     layout = Layout(plan_of(sliding_window=5, sliding_window_n_layers=2), H200, 2)
-    assert [kind.layers for kind in layout.kinds] == [(0, 1, 2)]
+    assert [kind.layers for kind in layout.kinds] == [(0, 1, 2)] * 2
     header = model_header(layout)
-    assert "kAttend0Window[] = {5, 5, 0}" in header and "kind_of(int) { return 0; }" in header
+    assert "kAttend0Window[] = {5, 5, 0}" in header and header.count("kind_of(int) { return 0; }") == 2
 
 
-def test_mixed_layers_are_of_two_kinds_each_with_its_tilings():
+def test_mixed_modules_are_of_two_kinds_each_with_its_tilings():
     layout = Layout(mixed_plan(), H200, 3)
-    assert layout.kind_of == (0, 1, 0, 1)
-    assert "kKindOf[] = {0, 1, 0, 1}" in model_header(layout)
+    assert [kind.layers for kind in layout.kinds] == [(0, 2), (1, 3)] * 2
+    header = model_header(layout)
+    assert "kAttentionsKindOf[] = {0, 1, 0, 1}" in header and "kFeedForwardsKindOf[] = {0, 1, 0, 1}" in header
     places = [
-        (layout.offset(layer, number), kind.tilings[number].lines * layout.line_words)
-        for layer, kind in ((layer, layout.kinds[layout.kind_of[layer]]) for layer in range(4))
-        for number, op in enumerate(kind.ops)
-        if isinstance(op, Product)
+        (layout.offset(layer, number), layout.tiling(layer, number).lines * layout.line_words)
+        for layer, stages in enumerate(layout.stages)
+        for number, stage in enumerate(stages)
+        if isinstance(stage.op, Product)
     ]
     for (offset, size), (following, _) in itertools.pairwise(places):
         assert offset + size == following, "products follow each other without gaps"
     assert layout.head_offset >= sum(places[-1]) and layout.head_offset % layout.line_words == 0
+
+
+def test_feed_forward_networks_share_code_beside_attention_of_several_kinds():
+    """As in DeepSeek-V4: entries with an index, others, and none."""
+    layout = Layout(plan_of(**COMPRESSED["compressed attention, several streams"]), H200, 2)
+    assert [[kind.layers for kind in kinds] for kinds in layout.of_modules] == [[(0,), (1,), (2,)], [(0, 1, 2)]]
+    starts = [line for layer in range(3) for line in (layout.module_start(layer, 0), layout.module_start(layer, 1))]
+    lines = [kind.lines for kinds in layout.kinds_of for kind in kinds]
+    assert [*starts, layout.layer_starts[-1]] == [0, *itertools.accumulate(lines)]
 
 
 def test_steps_are_the_ops_in_order():

@@ -90,7 +90,7 @@ def test_configs(name):
 def test_layers_of_several_kinds(launch):
     """With biases, head norms and a norm of the sum, too."""
     session = check_plan(mixed_plan(), launch=launch)
-    assert [kind.layers for kind in session.layout.kinds] == [(0, 2), (1, 3)]
+    assert [kind.layers for kind in session.layout.kinds] == [(0, 2), (1, 3)] * 2
 
 
 @pytest.mark.parametrize("layout", some(NORMED_SUMS, ()))

@@ -130,8 +130,10 @@ def test_mixtures_are_read_once_for_a_token():
     """Their lines are among those of the stream: all rows of the mixture, for each CTA its channels of each stream."""
     plan = plan_of(hidden_size=512, residual_streams=ResidualStreams(count=4), lanes=1)
     layout = Layout(plan, H200, 1)
-    kind = layout.kinds[0]
-    of_streams = [tiling for op, tiling in zip(kind.ops, kind.tilings, strict=True) if hasattr(op, "mix")]
+    kinds = layout.kinds
+    of_streams = [
+        tiling for kind in kinds for op, tiling in zip(kind.ops, kind.tilings, strict=True) if hasattr(op, "mix")
+    ]
     assert [(tiling.rows, tiling.columns) for tiling in of_streams] == [(24, 4 * layout.stream_rows)] * 2
     assert (
         layout.head_mixture.rows == 4

@@ -51,12 +51,9 @@ template <class... Op>
 LF_DEVICE bool continues(Ops<Op...>, const Params& p, int layer, int position, int slot) {
   return (continues<Op>(p, layer, position, slot) && ...);
 }
-template <class... Kind>
-LF_DEVICE bool continues(Kinds<Kind...>, const Params& p, int layer, int position, int slot) {
-  const int kind = kind_of(layer);
-  int number = 0;
+LF_DEVICE bool continues(const Params& p, int layer, int position, int slot) {
   bool found = true;
-  ((found = found && (kind != number++ || continues(Kind{}, p, layer, position, slot))), ...);
+  with_ops<Attentions>(layer, [&](auto ops) { found = continues(ops, p, layer, position, slot); });
   return found;
 }
 

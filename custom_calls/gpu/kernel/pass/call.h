@@ -57,7 +57,7 @@ LF_DEVICE bool possible(const Params& p, const Control& control, int slot) {
   for (int i = 0; i < prompt; i++)
     if (prompt_of(p, slot)[i] < 0 || prompt_of(p, slot)[i] >= kVocab) return false;
   for (int layer = 0; layer < kLayers && start > 0; layer++)
-    if (!continues(Layers{}, p, layer, start, slot)) return false;
+    if (!continues(p, layer, start, slot)) return false;
   return true;
 }
 LF_DEVICE bool possible(const Params& p) {
