@@ -256,7 +256,7 @@ COMPRESSED = {
         "heads": 4,
         "num_key_value_heads": 1,
         "compressed_attention": CompressedAttention(**COMPRESSED_SIZES),
-        "residual_streams": ResidualStreams(count=3, iterations=4),
+        "residual_streams": ResidualStreams(count=3, iterations=4, eps=1e-3),
         "num_experts": 5,
         "scoring_func": "sqrtsoftplus",
         "router_correction": True,
