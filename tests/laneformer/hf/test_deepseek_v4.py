@@ -163,9 +163,9 @@ def test_other_sizes_against_float64(variant):
 
 
 def test_written_and_read_again(tmp_path):
-    """In two lanes, every bit, whole numbers and float32 beside weights of 16 bits."""
+    """In two lanes, every bit, whole numbers and float32 beside weights of 16 bits, also where these are asked for."""
     first = laneformer.load(CASE, num_lanes=2)
-    again = laneformer.load(laneformer.save_hf(first, tmp_path))
+    again = laneformer.load(laneformer.save_hf(first, tmp_path), dtype="bfloat16")
     assert again.config == first.config
     for path, weight in first.weights().items():
         assert weight.dtype == again.weights()[path].dtype, path
