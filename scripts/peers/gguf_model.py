@@ -127,21 +127,18 @@ def _mixer(config: ModelConfig, layer: int) -> Named:
         return _latent_attention(config)
     if layer in config.delta_layers:
         return _delta_net(config)
-    d, q, kv = config.hidden_size, config.num_attention_heads * config.head_size, _kv(config)
-    gate = q if config.attention_gate else 0  # beside the queries of each head
+    d, e, llama = config.hidden_size, config.head_size, architecture(config) == LLAMA
+    q, kv = config.num_attention_heads * e, config.num_key_value_heads * e
+    gate = q if config.attention_gate and not llama else 0  # beside the queries of each head
     found = _weights(attn_q=(q + gate, d), attn_k=(kv, d), attn_v=(kv, d), attn_output=(d, q))
-    if architecture(config) == LLAMA:  # of which only the matrices are compared
+    if llama:  # a dense model is compared by its largest matrices
         return found
     if config.qk_norm:
-        found += _weights(attn_q_norm=(config.head_size,), attn_k_norm=(config.head_size,))
+        found += _weights(attn_q_norm=(e,), attn_k_norm=(e,))
     if config.attention_sinks:
         found += _weights(attn_sinks=(config.num_attention_heads,))
     biased = ("attn_q", "attn_k", "attn_v") * config.qkv_bias + ("attn_output",) * config.out_bias
     return found + _biases(found, biased)
-
-
-def _kv(config: ModelConfig) -> int:
-    return config.num_key_value_heads * config.head_size
 
 
 def _latent_attention(config: ModelConfig) -> Named:
@@ -282,8 +279,8 @@ def _latent_fields(config: ModelConfig) -> dict[str, Any]:
     sizes, experts = config.latent_attention, bool(config.num_experts)
     dense = len(config.mlp_only_layers) if experts else config.num_hidden_layers
     columns = _expert_columns(config)
-    rank = {} if sizes.q_lora_rank is None else {"attention.q_lora_rank": sizes.q_lora_rank}
-    return rank | {
+    return {
+        "attention.q_lora_rank": sizes.q_lora_rank or 0,
         "rope.dimension_count": sizes.qk_rope_head_dim,
         "attention.head_count_kv": 1,
         "attention.kv_lora_rank": sizes.kv_lora_rank,

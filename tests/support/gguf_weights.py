@@ -1,5 +1,5 @@
 """The weights of a Hugging Face folder as a GGUF file has them, after the conversion scripts of llama.cpp
-(conversion/qwen.py and deepseek.py), for folders without packed weights.
+(gpt_oss.py, qwen.py and deepseek.py in conversion/), for folders without packed weights.
 """
 
 import re
@@ -58,6 +58,9 @@ class GgufWeights:
             return self._hf(OUTSIDE[name])
         layer, module = re.fullmatch(r"blk\.(\d+)\.(.+)", name).groups()
         prefix = f"model.layers.{layer}"
+        if self.config.attention_sinks and (found := self._gpt_oss(prefix, module)) is not None:
+            return found
+        name, kind = module.rsplit(".", 1) if module.endswith(".bias") else (module.removesuffix(".weight"), "weight")
         module = module.removesuffix(".weight")
         if (found := re.fullmatch(r"ffn_(gate|up|down)_exps", module)) is not None:
             experts = range(self.config.num_experts)
@@ -76,7 +79,23 @@ class GgufWeights:
                 return self._qkvz(prefix)[module == "attn_gate"]
             case "attn_k_b" | "attn_v_b":
                 return self._of_latents(prefix)[module == "attn_v_b"]
-        return self._hf(f"{prefix}.{NAMES[module]}.weight")
+        return self._hf(f"{prefix}.{NAMES[name]}.{kind}")
+
+    def _gpt_oss(self, prefix: str, module: str) -> np.ndarray | None:
+        """Its own names: experts are one tensor [experts, inputs, outputs], where gate and up take turns."""
+        name, kind = module.rsplit(".", 1)
+        match name:
+            case "attn_sinks":
+                return self._hf(f"{prefix}.self_attn.sinks")
+            case "ffn_gate_inp":
+                return self._hf(f"{prefix}.mlp.router.{kind}")
+            case "ffn_gate_exps" | "ffn_up_exps" | "ffn_down_exps":
+                own = "down_proj" if name == "ffn_down_exps" else "gate_up_proj"
+                found = self._hf(f"{prefix}.mlp.experts.{own}{'_bias' if kind == 'bias' else ''}")
+                if own == "gate_up_proj":
+                    found = found[..., name == "ffn_up_exps" :: 2]
+                return found if kind == "bias" else found.swapaxes(1, 2)
+        return None
 
     def _hf(self, name: str) -> np.ndarray:
         return self.read[name].astype(np.float32)
