@@ -23,7 +23,7 @@ from laneformer.weights import parameter_count
 from scripts.peers import gguf_file, gguf_model
 from scripts.peers.environments import installed
 from scripts.peers.protocol import Shape, Task
-from tests.support.gguf_weights import GgufWeights
+from tests.support.hf.gguf_weights import GgufWeights
 from tests.support.paths import MOE
 
 DENSE = ModelConfig(
