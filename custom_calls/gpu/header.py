@@ -103,6 +103,7 @@ def model_header(layout: Layout) -> str:
     lines = [
         "// Written by custom_calls/gpu/header.py.",
         "#pragma once",
+        f"#define LF_KEPT {sum(map(len, layout.plan.kept))}",
         *(["#define LF_EXPERTS 1"] if layout.any_experts else []),
         '#include "ops.h"',
         "namespace laneformer {",
@@ -186,8 +187,8 @@ def _structs(layout: Layout, kind: Kind, index: int) -> Iterator[str]:
     names, attended, router = [], None, None
     boards = edges.places(edges.boards(layout))[0]
     for number, stage in enumerate(kind.stages):
-        op = stage.op
         numbers = {layer: layout.first_stage(layer, stage.module) + number for layer in kind.layers}
+        op = stage.op
         name = f"{_name(op.name) if isinstance(op, Product) else type(op).__name__}{index}"
         while name in names:  # a part in another format
             name += "_"

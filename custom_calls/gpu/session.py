@@ -44,7 +44,7 @@ from laneformer.ops import TRACE_NAMES, GatherStreams, GpuOp, HeadKind, Rotary, 
 from laneformer.quantized import Quantized
 
 MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
-MOST_KEPT = 2 * MOST_LAYERS
+MOST_KEPT = 6 * MOST_LAYERS
 HANDLE_BYTES = 64  # gpu/host/driver.h
 MACHINES = {"cuda": H200, "hip": MI300X}
 ARCHITECTURES = {"cuda": "sm_90a", "hip": "gfx942"}

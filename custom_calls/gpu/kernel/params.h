@@ -1,11 +1,15 @@
 // What a launch is given. Host and device read this file.
 #pragma once
 
+#ifndef LF_KEPT
+#define LF_KEPT kMaxKept  // the host's; a kernel's is in model.h
+#endif
+
 namespace laneformer {
 namespace gpu {
 
 constexpr int kMaxLayers = 128, kMaxDevices = 8;
-constexpr int kMaxKept = 2 * kMaxLayers;  // arrays that layers keep between tokens
+constexpr int kMaxKept = 6 * kMaxLayers;  // arrays that layers keep between tokens, as many as compressed attention's
 
 enum Ends { kLength, kStop, kCancelled, kFailed, kYielded };
 
@@ -89,7 +93,6 @@ struct Params {
   const unsigned int* key;
   const int* stops;
   unsigned char* seen;
-  void* caches[kMaxKept];  // [lanes here][slots][capacity or 1][...]: what layers keep (custom_calls/plan.py), by layer
   long long capacity;
   int* tokens;
   float* logprobs;
@@ -124,6 +127,10 @@ struct Params {
   float* kept;         // [CTAs][1 + kHistory][rows]: of the residual stream
 
   Texts texts;
+
+  // Of the call. A kernel takes as many of the host's as its model has, so that few models need more than the 4 KiB of
+  // parameters that CUDA had before 12.1.
+  void* caches[LF_KEPT];  // [lanes here][slots][capacity or 1][...]: what layers keep (custom_calls/plan.py), by layer
 };
 
 }  // namespace gpu

@@ -19,6 +19,7 @@ from tests.support import emulated, gpu_cases, small
 from tests.support.decode_cases import COMPRESSED
 from tests.support.gpu_cases import (
     AMD,
+    check,
     check_devices,
     check_drafts,
     check_texts_of_the_cpu,
@@ -96,6 +97,15 @@ def test_of_equal_scores_those_with_the_lowest_numbers_are_chosen():
     )
     expected = interpret(plan, weights, [*ids, int(outputs.tokens[0])])[89:]
     assert np.abs(outputs.logits[:2] - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.slow
+def test_as_many_layers_as_deepseek_v4_pro():
+    """61, which keep 306 arrays."""
+    config = config_of({"ratios": ((4, 3) * 31)[:61]}, lanes=1, num_hidden_layers=61)
+    plan = make_plan(decoder_ops(config), config.schedule)
+    assert sum(map(len, plan.kept)) == 306
+    check(plan, small.make_weights(config), ids=range(1, 6))
 
 
 @pytest.fixture(scope="module")

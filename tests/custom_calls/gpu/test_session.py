@@ -529,8 +529,14 @@ def test_names_match_the_headers(session):
     *names, op = enum("ops/dense.h", "Names")
     assert op == "op" and session.ops == (*names, *TRACE_NAMES)
     assert tuple(enum("params.h", "Steps")) == gpu_layout.STEPS
-    limits = re.search(r"kMaxLayers = (\d+), kMaxDevices = (\d+)", (gpu_build.SOURCES / "params.h").read_text())
-    assert tuple(map(int, limits.groups())) == (gpu_session.MOST_LAYERS, gpu_session.MOST_DEVICES)
+    params = (gpu_build.SOURCES / "params.h").read_text()
+    limits = re.search(r"kMaxLayers = (\d+), kMaxDevices = (\d+);\n.*kMaxKept = (\d+) \* kMaxLayers", params)
+    layers, devices, kept = map(int, limits.groups())
+    assert (layers, devices, kept * layers) == (
+        gpu_session.MOST_LAYERS,
+        gpu_session.MOST_DEVICES,
+        gpu_session.MOST_KEPT,
+    )
 
 
 @emulated.only_emulated
