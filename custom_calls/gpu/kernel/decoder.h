@@ -47,19 +47,18 @@ class Decoder : public ChosenOps {
   template <int most>
   LF_DEVICE void run(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     watch_.layer = layer;
-    const auto run_module = [&](auto ops) { run_all(ops, run, layer, tag, sequence); };
-    with_ops<Attentions>(layer, run_module);
-    with_ops<FeedForwards>(layer, run_module);
+    run_module(Attentions::All{}, Attentions::kind_of(layer), run, layer, tag, sequence);
+    run_module(FeedForwards::All{}, FeedForwards::kind_of(layer), run, layer, tag, sequence);
   }
 
   // One of them, by its place among them.
   LF_DEVICE void run_one(const Run<1>& run, int number, int layer, u32 tag, u32 sequence) {
-    const auto run_number = [&](auto ops) {
-      run_number_of(ops, run, number, layer, tag, sequence);
-      number -= count_of(ops);
-    };
-    with_ops<Attentions>(layer, run_number);
-    with_ops<FeedForwards>(layer, run_number);
+    const int attention = Attentions::kind_of(layer), before = count_of(Attentions::All{}, attention);
+    if (number < before) {
+      run_one_of(Attentions::All{}, attention, run, number, layer, tag, sequence);
+    } else {
+      run_one_of(FeedForwards::All{}, FeedForwards::kind_of(layer), run, number - before, layer, tag, sequence);
+    }
   }
 
   // What the head reads of several streams, and what a head over all lanes needs of them.
@@ -194,12 +193,23 @@ class Decoder : public ChosenOps {
  private:
   LF_DEVICE const float* final_gains() const { return small(Head::norm(0), Head::kNormStride); }
 
+  // By functions that are always inlined, as a lambda is not: what a call is given by reference would be in memory.
+  template <int most, class... Kind>
+  LF_DEVICE void run_module(Kinds<Kind...>, int kind, const Run<most>& run, int layer, u32 tag, u32 sequence) {
+    int number = 0;
+    ((kind == number++ ? run_all(Kind{}, run, layer, tag, sequence) : void()), ...);
+  }
   template <int most, class... Op>
   LF_DEVICE void run_all(Ops<Op...>, const Run<most>& run, int layer, u32 tag, u32 sequence) {
     (run_op<Op>(run, layer, tag, sequence), ...);
   }
+  template <class... Kind>
+  LF_DEVICE void run_one_of(Kinds<Kind...>, int kind, const Run<1>& run, int wanted, int layer, u32 tag, u32 sequence) {
+    int number = 0;
+    ((kind == number++ ? run_number(Kind{}, run, wanted, layer, tag, sequence) : void()), ...);
+  }
   template <class... Op>
-  LF_DEVICE void run_number_of(Ops<Op...>, const Run<1>& run, int wanted, int layer, u32 tag, u32 sequence) {
+  LF_DEVICE void run_number(Ops<Op...>, const Run<1>& run, int wanted, int layer, u32 tag, u32 sequence) {
     int number = 0;
     ((wanted == number++ ? run_op<Op>(run, layer, tag, sequence) : void()), ...);
   }

@@ -170,15 +170,14 @@ LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch
     u32 spins = 0;
     do {
       all = true;
-      u64 words[each];
+      u64 words[each] = {};  // registers of words that only some threads read would be taken over all passes
       LF_UNROLL for (int i = 0; i < each; i++) {
         const int at = first + i * threads + own;
         if (at < n) words[i] = load_word(board + place(at));
       }
       LF_UNROLL for (int i = 0; i < each; i++) {
-        if (first + i * threads + own >= n) continue;
         values[i] = value_of(words[i]);
-        all = all && arrived(words[i], tag);
+        all = all && (first + i * threads + own >= n || arrived(words[i], tag));
       }
     } while (!all && watch.keep_waiting(spins, where, first));
     LF_UNROLL for (int i = 0; i < each; i++) {

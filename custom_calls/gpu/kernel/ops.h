@@ -49,6 +49,13 @@ LF_DEVICE constexpr int count_of(Ops<Op...>) {
   return sizeof...(Op);
 }
 
+template <class... Kind>
+LF_DEVICE constexpr int count_of(Kinds<Kind...>, int kind) {
+  int number = 0, found = 0;
+  ((kind == number++ ? void(found = count_of(Kind{})) : void()), ...);
+  return found;
+}
+
 // The largest Measure::of<Op>() of all ops.
 template <class Measure, class... Op>
 constexpr int most_of(Ops<Op...>) {

@@ -97,7 +97,7 @@ struct CompressedAttention : CompressedIndex<Op, most> {
                      kAtAttention);
     sync_cta();
     const int new_positions = larger(0, until - from);
-    for (int h = warp(); h < kGroupHeads + new_positions + entries_until - old; h += kWarps) {
+    for (int h = same_in_warp(opaque(warp())); h < kGroupHeads + new_positions + entries_until - old; h += kWarps) {
       if (h < kGroupHeads) {
         finish_query(heads + h * kHeadDim, pass.position_of(m));
       } else if (h < kGroupHeads + new_positions) {
@@ -144,7 +144,7 @@ struct CompressedAttention : CompressedIndex<Op, most> {
       }
       Splitting::merge_warp(largest, weight, sum);
       LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
-        float* out = sums + (warp() * kHeadsAtOnce + h) * (kHeadDim + 2);
+        float* out = sums + (same_in_warp(opaque(warp())) * kHeadsAtOnce + h) * (kHeadDim + 2);
         if (warp_lane() < kKeyThreads) {
           LF_UNROLL for (int i = 0; i < kOwn; i++) {
             const int element = Splitting::own_element(i);
@@ -162,9 +162,9 @@ struct CompressedAttention : CompressedIndex<Op, most> {
   // Over its root mean square, rotated and scaled, by a warp.
   LF_DEVICE void finish_query(float* x, int position) const {
     float sum = 0;
-    for (int i = warp_lane(); i < kHeadDim; i += kWarpSize) sum += x[i] * x[i];
+    for (int i = opaque(warp_lane()); i < kHeadDim; i += kWarpSize) sum += x[i] * x[i];
     const float factor = rsqrt_of(sum_over_warp(sum) / (float)kHeadDim + Op::kNormEps) * Op::kScale;
-    for (int i = warp_lane(); i < kHeadDim; i += kWarpSize) x[i] *= factor;
+    for (int i = opaque(warp_lane()); i < kHeadDim; i += kWarpSize) x[i] *= factor;
     sync_warp();
     rotate_last<kHeadDim, kRotating>(x, p.rotations + Op::kRotations + (i64)position * kRotating);
   }
@@ -199,9 +199,8 @@ struct CompressedAttention : CompressedIndex<Op, most> {
       u32 spins = 0;
       for (;;) {
         bool all = true;
-        LF_UNROLL for (int i = 0; i < each; i++) {
-          if (s0 + i >= splits) continue;
-          const u64* part = parts + (s0 + i) * Splitting::kPartWords;
+        LF_UNROLL for (int i = 0; i < each; i++) {  // beyond the last one it again, which is not used
+          const u64* part = parts + smaller(s0 + i, splits - 1) * Splitting::kPartWords;
           const u64 words[3] = {load_word(part + channel), load_word(part + kHeadDim), load_word(part + kHeadDim + 1)};
           LF_UNROLL for (int k = 0; k < 3; k++) {
             found[i][k] = value_of(words[k]);

@@ -37,7 +37,7 @@ struct CompressedIndex : CompressedRows<Op, most> {
         gather<kThreads>(board(row_of_entry(m, entry), Keep::kTo + Keys::kPlace), n, tag, news + (entry - old) * n,
                          watch, kAtAttention);
       sync_cta();
-      for (int h = warp(); h < kIndexHeads + larger(0, last - fresh); h += kWarps) {
+      for (int h = same_in_warp(opaque(warp())); h < kIndexHeads + larger(0, last - fresh); h += kWarps) {
         if (h < kIndexHeads) {
           rotate_last<n, kRotating>(queries + h * kIndexStride,
                                     p.rotations + Op::kRotations + (i64)pass.position_of(m) * kRotating);
@@ -48,7 +48,7 @@ struct CompressedIndex : CompressedRows<Op, most> {
       }
       sync_cta();
       watch.delay();
-      for (int from = first + warp() * kWarpKeys; from < last; from += kWarps * kWarpKeys)
+      for (int from = first + same_in_warp(opaque(warp())) * kWarpKeys; from < last; from += kWarps * kWarpKeys)
         score_keys(m, from, last, old);
       sync_cta();
     }
@@ -57,9 +57,9 @@ struct CompressedIndex : CompressedRows<Op, most> {
   // A few keys by a warp, whose threads have some of the heads each.
   LF_DEVICE void score_keys(int m, int from, int last, int old) const {
     constexpr int n = kIndexChannels;
-    float* keys = scratch + kWarpsAt + warp() * kWarpKeys * n;  // [channels][keys]
+    float* keys = scratch + kWarpsAt + same_in_warp(opaque(warp())) * kWarpKeys * n;  // [channels][keys]
     const char* const cache = this->template entries<Keys>(m);
-    for (int c = warp_lane(); c < n; c += kWarpSize) {
+    for (int c = opaque(warp_lane()); c < n; c += kWarpSize) {
       LF_UNROLL for (int j = 0; j < kWarpKeys; j++) {
         const int entry = smaller(from + j, last - 1);
         keys[c * kWarpKeys + j] = entry >= old ? scratch[kFreshAt + (entry - old) * n + c]
@@ -68,7 +68,7 @@ struct CompressedIndex : CompressedRows<Op, most> {
     }
     sync_warp();
     float sums[kWarpKeys] = {};
-    for (int h = warp_lane(); h < kIndexHeads; h += kWarpSize) {
+    for (int h = opaque(warp_lane()); h < kIndexHeads; h += kWarpSize) {
       const float *query = scratch + h * kIndexStride, weight = scratch[kWeightsAt + h];
       float scores[kWarpKeys] = {};
       for (int c = 0; c < n; c++) {
@@ -111,9 +111,10 @@ struct CompressedIndex : CompressedRows<Op, most> {
 
   // The sum of what the warp's threads up to this one have.
   LF_DEVICE static u32 sum_up_to(u32 v) {
+    const int own = opaque(warp_lane());
     LF_UNROLL for (int step = 1; step < kWarpSize; step *= 2) {
-      const u32 before = shuffle_from(v, larger(0, warp_lane() - step));
-      if (warp_lane() >= step) v += before;
+      const u32 before = shuffle_from(v, larger(0, own - step));
+      if (own >= step) v += before;
     }
     return v;
   }
@@ -168,16 +169,17 @@ struct CompressedIndex : CompressedRows<Op, most> {
     // Each warp has a stretch of the entries: how many are above that place, and how many on it.
     constexpr int each = 4;
     const int stretch = (count + kThreads * each - 1) / (kThreads * each) * kWarpSize * each;
-    const int begin = warp() * stretch, end = smaller(begin + stretch, count);
+    const int begin = same_in_warp(opaque(warp())) * stretch, end = smaller(begin + stretch, count);
     const auto each_of_stretch = [&](auto body) {
       for (int from = begin; from < end; from += kWarpSize * each) {
+        const int lane = opaque(warp_lane());
         u32 own[each];
         LF_UNROLL for (int i = 0; i < each; i++) {
-          const int at = smaller(from + i * kWarpSize + warp_lane(), count - 1);
+          const int at = smaller(from + i * kWarpSize + lane, count - 1);
           own[i] = few ? places[at] : place_of(value_of(load_word(scores + at)));
         }
         LF_UNROLL for (int i = 0; i < each; i++) {
-          const int at = from + i * kWarpSize + warp_lane();
+          const int at = from + i * kWarpSize + lane;
           body(at, at < end && own[i] > chosen, at < end && own[i] == chosen);
         }
       }

@@ -18,7 +18,7 @@ namespace gpu {
 template <int n, int rotating>
 LF_DEVICE void rotate_last(float* x, const float* rotation) {
   constexpr int half = rotating / 2;
-  for (int i = warp_lane(); i < half; i += kWarpSize) {
+  for (int i = opaque(warp_lane()); i < half; i += kWarpSize) {
     float* pair = x + n - rotating + 2 * i;
     const float even = pair[0], odd = pair[1], cosine = rotation[i], sine = rotation[half + i];
     pair[0] = even * cosine - odd * sine;
@@ -74,7 +74,7 @@ struct Compressing {
       return (float*)p.caches[Op::cache(layer) + Own::kArray + 1] +
              ((i64)kept_part(lane_here, pass.slot_of(m)) * Own::kTail + position % Own::kTail) * (2 * width) + c;
     };
-    for (int i = warp(); i < pass.count() * parts; i += kWarps) {
+    for (int i = same_in_warp(opaque(warp())); i < pass.count() * parts; i += kWarps) {
       const int m = i / parts, at = i % parts * n;
       const u64* word = boards_of_first + Op::kFrom + (i64)m * kLaneWords + Own::kFirst + at + c;
       const float value = wait_for(word, tag, watch, kAtVector, Own::kFirst + at + c);
@@ -88,7 +88,7 @@ struct Compressing {
       const int first = larger(0, end - window), count = end - first;
       float top = kMinusInfinity, total = 0, sum = 0;
       constexpr int each = 4;
-      for (int i0 = warp(); i0 < count; i0 += kWarps * each) {
+      for (int i0 = same_in_warp(opaque(warp())); i0 < count; i0 += kWarps * each) {
         float value[each], gate[each], now = top;
         LF_UNROLL for (int j = 0; j < each; j++) {
           const int i = i0 + j * kWarps, t = first + smaller(i, count - 1);
@@ -106,7 +106,7 @@ struct Compressing {
           total += weight, sum += weight * value[j];
         }
       }
-      float* sums = scratch + thread();
+      float* sums = scratch + opaque(thread());
       sums[0] = top, sums[kThreads] = total, sums[2 * kThreads] = sum;
       sync_cta();
       if (warp() == 0) publish<Own>(m, own);
@@ -117,10 +117,11 @@ struct Compressing {
   // Over the warps, in their order.
   template <class Own>
   LF_DEVICE void publish(int m, int own) const {
+    const float* first = scratch + opaque(warp_lane());
     float top = kMinusInfinity, total = 0, sum = 0;
-    LF_UNROLL for (int w = 0; w < kWarps; w++) top = larger(top, scratch[w * kWarpSize + warp_lane()]);
+    LF_UNROLL for (int w = 0; w < kWarps; w++) top = larger(top, first[w * kWarpSize]);
     LF_UNROLL for (int w = 0; w < kWarps; w++) {
-      const float *sums = scratch + w * kWarpSize + warp_lane(), keep = exp_of(sums[0] - top);
+      const float *sums = first + w * kWarpSize, keep = exp_of(sums[0] - top);
       total += keep * sums[kThreads], sum += keep * sums[2 * kThreads];
     }
     watch.delay();
@@ -208,13 +209,13 @@ struct CompressedRows {
     constexpr int n = Own::kChannels;
     const float* gains = small(Own::norm(layer), Own::kNormStride);
     float sum = 0;
-    for (int i = warp_lane(); i < n; i += kWarpSize) sum += x[i] * x[i];
+    for (int i = opaque(warp_lane()); i < n; i += kWarpSize) sum += x[i] * x[i];
     const float factor = rsqrt_of(sum_over_warp(sum) / (float)n + Own::kNormEps);
-    for (int i = warp_lane(); i < n; i += kWarpSize) x[i] *= factor * gains[i];
+    for (int i = opaque(warp_lane()); i < n; i += kWarpSize) x[i] *= factor * gains[i];
     sync_warp();
     rotate_last<n, Own::kRotating>(x, p.rotations + Own::kRotations + (i64)position * Own::kRotating);
     sync_warp();
-    for (int i = warp_lane(); i < n; i += kWarpSize) x[i] = rounded_to<kCache>(x[i]);
+    for (int i = opaque(warp_lane()); i < n; i += kWarpSize) x[i] = rounded_to<kCache>(x[i]);
   }
 
   // Vectors that the rows add to the caches, each by one CTA.

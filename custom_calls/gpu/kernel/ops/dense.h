@@ -89,6 +89,13 @@ class DenseOps {
 
   template <class Op, int most>
   LF_DEVICE Attending<Op, most> attending(const Run<most>& run, int layer, u32 tag) const {
+    if constexpr (Op::kIsCompressedKeep || Op::kIsCompressedAttend) {
+      // All layers have the same boards and positions: much follows from them that would be kept over the layers
+      const int none = same_in_warp(opaque(0));
+      Run<most> own = run;
+      if constexpr (most == 1 || kRequests == 1) own.position += none;
+      return {p_, boards_ + none, shared_.scratch, watch_, lane_here_ + none, layer, own, tag + layer};
+    }
     return {p_, boards_, shared_.scratch, watch_, lane_here_, layer, run, tag + layer};
   }
 

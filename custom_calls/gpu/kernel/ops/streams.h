@@ -104,7 +104,7 @@ class StreamOps : public DenseOps {
     }
     // A thread adds two words of every `groups`-th CTA; then one for each row adds what the groups have.
     float values[most][each][2];
-    const int group = opaque(thread()) / pairs, pair = thread() % pairs;
+    const int number = opaque(thread()), group = number / pairs, pair = number % pairs;
     const bool reads = group < groups;
     read_words<false>(
         boards_of(board, run), reads ? group * words + 2 * pair : kCtas * words, kCtas * words, tag + time,
