@@ -440,7 +440,7 @@ def test_amd_registers_of_delta_net(folder):
     """Many are spilled, as with attention alone: see docs/gpu.md."""
     kernels, _ = amd_code(model_header(of_delta_net(MI300X)), folder / "delta_net.hsaco")
     decode = kernels["laneformer_decode"]
-    assert decode["vgpr_count"] <= 256 and decode["vgpr_spill_count"] <= 400
+    assert decode["vgpr_count"] <= 256 and decode["vgpr_spill_count"] <= 200
 
 
 @needs_clang
@@ -484,9 +484,11 @@ def test_nvidia_registers_of_steps_of_compressed_attention():
 
 @needs_clang
 @pytest.mark.exhaustive
-def test_amd_compiles_compressed_attention():
-    model = model_header(of_compressed(MI300X))
-    assert gpu_build.image(model, "gfx942", gpu_build.compiler("gfx942")).startswith(b"\x7fELF")
+def test_amd_registers_of_compressed_attention(folder):
+    kernels, code = amd_code(model_header(of_compressed(MI300X)), folder / "compressed.hsaco")
+    decode = kernels["laneformer_decode"]
+    assert decode["vgpr_count"] <= 256 and decode["vgpr_spill_count"] <= 64
+    assert not any("scratch_" in line for loop in hot_loops(code) for line in loop)
 
 
 @needs_nvcc
