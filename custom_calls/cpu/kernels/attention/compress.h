@@ -57,8 +57,8 @@ void index_scores_as(const IndexScores& a) {
         });
       }
       each<kSums>([&](auto c) LF_INLINED {
-        total[c()] += max(acc[c()][0], vf{}) * loadf(weights + h);
-        total[c()] += max(acc[c()][1], vf{}) * loadf(weights + h + kWidth);
+        total[c()] += max(vf{}, acc[c()][0]) * loadf(weights + h);  // in this order a NaN stays one
+        total[c()] += max(vf{}, acc[c()][1]) * loadf(weights + h + kWidth);
       });
     }
     for (int c = 0; c < count; c++) a.scores[low + c] = sum(total[c]);

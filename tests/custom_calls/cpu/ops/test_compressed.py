@@ -9,10 +9,11 @@ import pytest
 import custom_calls
 from custom_calls import NativeError, build
 from custom_calls.plan import make_plan
+from laneformer.config import CompressedAttention
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Value, Weight
 from tests.support import small
-from tests.support.decode_cases import COMPRESSED
+from tests.support.decode_cases import COMPRESSED, COMPRESSED_SIZES
 
 pytestmark = small.needs_library
 
@@ -55,6 +56,17 @@ def test_instruction_sets(instructions):
     logits, tokens = absorbed(session, [90, 41])
     expected = small.interpreted_logits(CONFIG, WEIGHTS, [*IDS, *tokens[:2].tolist()])[130:]
     assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_entries_that_are_no_numbers_are_chosen_first():
+    """So that they are noticed: only entries have the first token, whose streams overflow."""
+    sizes = CompressedAttention(**COMPRESSED_SIZES | {"ratios": (4,)})
+    config = CONFIG.replace(num_hidden_layers=1, compressed_attention=sizes)
+    weights, ids = small.make_weights(config), [3, *range(4, 32)]
+    weights["tok_embeddings"][3] = 3e38
+    call = small.jitted(small.make_session(config, weights, threads=2), room=40, logits=True)
+    outputs, _ = call(small.make_inputs(ids, 1, room=40), small.make_state(config, 40))
+    assert np.isnan(outputs.logits[0]).all()
 
 
 def test_a_state_of_another_position_is_refused():
