@@ -1,4 +1,6 @@
-"""Several requests at once: every client gets the answer that it gets alone, whatever the others do."""
+"""Several requests at once, on a CPU and on emulated GPUs: every client gets the answer that it gets alone, whatever
+the others do.
+"""
 
 import contextlib
 import json
@@ -7,6 +9,7 @@ import random
 import pytest
 
 import infer
+from tests.support import emulated
 from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
 from tests.support.serve_cases import BACKEND, JSON, Server, all_together
 
@@ -15,15 +18,30 @@ PARALLEL, CLIENTS = 3, 8
 PROMPTS = ["def add(a, b):", "x = ", "class Stack:\n    " * 20, "import numpy as np\n" * 8]
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML)
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=[pytest.mark.slow, emulated.needs_gpu])])
+def backend(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint):
-    options = ("--backend", BACKEND, "--parallel", PARALLEL, "--most-slowdown", 100, "--max-waiting", CLIENTS)
-    server = Server(checkpoint, *options)
+def load(backend):
+    """Clients, requests of each, and tokens of an answer; few where devices are emulated."""
+    return (CLIENTS, 6, 60) if backend == "cpu" else (PARALLEL + 1, 3, 12)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(backend, tmp_path_factory):
+    sizes = {} if backend == "cpu" else {"layers": 1, "lanes": 2}
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML, **sizes)
+
+
+@pytest.fixture(scope="module")
+def server(checkpoint, backend):
+    options = ("--backend", backend, "--parallel", PARALLEL, "--max-waiting", CLIENTS)
+    if backend == "cpu":
+        server = Server(checkpoint, *options, "--most-slowdown", 100)
+    else:
+        server = Server(checkpoint, *options, program=("-m", "tests.support.serving.gpu_server"))
     yield server.wait_until(200)
     server.kill()
 
@@ -33,25 +51,28 @@ def draw(seed):
 
 
 @pytest.fixture(scope="module")
-def alone(checkpoint):
+def alone(checkpoint, backend, load):
     """The texts of requests alone, by prompt and seed."""
-    engine = infer.Engine.load(checkpoint, BACKEND)
+    with pytest.MonkeyPatch.context() as patch:
+        emulated.make_available(patch)
+        engine = infer.Engine.load(checkpoint, backend, **(emulated.engine_options() if backend == "cuda" else {}))
 
     def text(prompt, seed):
         sampling = infer.Sampling(**draw(seed))
-        return engine.generate(prompt, max_new_tokens=60, sampling=sampling, stop_tokens=()).result.text
+        return engine.generate(prompt, max_new_tokens=load[-1], sampling=sampling, stop_tokens=()).result.text
 
     return {(prompt, seed): text(prompt, seed) for prompt in PROMPTS for seed in range(3)}
 
 
-def test_clients_get_their_solitary_answers(server, alone):
+def test_clients_get_their_solitary_answers(server, alone, load):
     """Some leave in the middle of an answer; no slot is lost."""
+    clients, requests, tokens = load
 
     def client(number):
         choices = random.Random(number)
-        for _ in range(6):
+        for _ in range(requests):
             prompt, seed = choices.choice(PROMPTS), choices.randrange(3)
-            ask = {"max_tokens": 60, "ignore_eos": True, **draw(seed)}
+            ask = {"max_tokens": tokens, "ignore_eos": True, **draw(seed)}
             if choices.random() < 0.3:
                 with server.stream(prompt=prompt, **ask) as stream:
                     for _ in zip(range(choices.randrange(8)), stream, strict=False):
@@ -63,7 +84,7 @@ def test_clients_get_their_solitary_answers(server, alone):
             else:
                 assert server.complete(prompt, **ask)["choices"][0]["text"] == alone[prompt, seed]
 
-    all_together(client, CLIENTS)
+    all_together(client, clients)
     server.wait_for_metric("num_requests_running", 0)
     assert server.metric("num_requests_waiting") == 0
 
