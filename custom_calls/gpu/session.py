@@ -34,6 +34,7 @@ from custom_calls.gpu.packing import (
     placed,
     placed_codes,
 )
+from custom_calls.gpu.slot import GpuSlot
 from custom_calls.gpu.supported import Router
 from custom_calls.gpu.tiling import H200, MI300X, Machine, Tiling
 from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
@@ -88,44 +89,6 @@ class Group(Protocol):
 
     def __exit__(self, kind, error, trace) -> None:
         """Reports an exception to the other processes."""
-
-
-class GpuSlot(CallStream):
-    """A slot of a session whose calls have several: the tokens of its request, from all calls since `begin`."""
-
-    def __init__(self, session: "GpuSession", number: int):
-        self._session, self.number = weakref.proxy(session), number
-        self._others: list[tuple[int, int]] = []
-        self.cancelled = False
-        self.shared_passes = 0
-        """Passes since `begin` that had rows of other slots."""
-
-    def _stream(self, name: str, *arguments: Any) -> Any:
-        return self._session._function(name)(self._session.id, self.number, *arguments)
-
-    def begin(self) -> int:
-        call("gpu_begin", self._session.id, self.number)
-        self._others, self.cancelled, self.shared_passes = [], False, 0
-        return 0
-
-    def cancel(self) -> None:
-        self.cancelled = True
-        super().cancel()
-
-    def join(self, drawn: int, others: int) -> None:
-        """Before a call in which the request draws its tokens from number `drawn` on, beside `others` more."""
-        self._others.append((drawn, others))
-
-    def leave(self) -> None:
-        """After that call."""
-        if self._others[-1][1]:
-            self.shared_passes += self._session.passes
-
-    def _origins(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        others = np.zeros(count, np.uint8)
-        for begin, beside in self._others:
-            others[max(0, begin - first) :] = beside
-        return np.zeros(count, bool), others
 
 
 class GpuSession(DecodeSession):

@@ -188,7 +188,7 @@ class Scheduler:
         tokens, status = np.asarray(outputs.tokens), np.asarray(outputs.status)
         for one in together:
             drawn, end, position = status[one.slot].tolist()
-            slots[one.slot].leave()
+            slots[one.slot].leave(self._session.passes)
             one.text = np.concatenate([one.text, tokens[one.slot, :drawn]])
             one.filled = position - (one.drawn > 0)  # the last token that was drawn has no keys and values yet
             if end != YIELDED:
