@@ -86,6 +86,7 @@ def model_header(layout: Layout) -> str:
         "AnyExperts": layout.any_experts,
         "ByToken": bool(layout.plan.tables),
         "ZInMerged": layout.z_in_merged,
+        "Drafting": layout.drafting,
     }
     dtypes = {
         "Weights": layout.plan.weight_dtype,

@@ -66,6 +66,8 @@ class Layout:
     """Most rows of a pass."""
     requests: int = 1
     """Requests that a call serves, each in a slot; at most as many as rows."""
+    drafts: bool = False
+    """Whether passes may have drafts where a call serves several requests; passes of several rows of one always may."""
 
     def __post_init__(self):
         if not 1 <= self.rows <= MOST_ROWS:
@@ -242,13 +244,20 @@ class Layout:
         return _parts(self.head, self.rows)
 
     @property
+    def drafting(self) -> bool:
+        """Whether passes may have drafts."""
+        return self.rows > 1 and (self.drafts or self.requests == 1)
+
+    @property
     def draft_ints(self) -> int:
-        """Words in shared memory of a CTA's drafts, or of its slots if there are several; see drafts.h and requests.h
+        """Words in shared memory of a CTA's drafts, and of its slots if there are several; see drafts.h and requests.h
         in custom_calls/gpu/kernel/pass/.
         """
-        if self.requests > 1:
-            return 7 * self.requests + 6 * self.rows + 3
-        return 3 * self.rows + 9 + 2 * MOST_ROWS + 1 + self.machine.warps if self.rows > 1 else 0
+        drafts = self.drafting * (3 * self.rows + 9 + 2 * MOST_ROWS + 1 + self.machine.warps)
+        if self.requests == 1:
+            return drafts
+        shared = self.drafting * (2 * self.requests + self.rows)
+        return 7 * self.requests + 6 * self.rows + 3 + self.requests * drafts + shared
 
     @cached_property
     def tilings(self) -> list[Tiling]:

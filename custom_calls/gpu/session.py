@@ -22,7 +22,7 @@ from custom_calls.gpu.codes import CodesChoice, Header
 from custom_calls.gpu.compile import PERSISTENT, STEPS, image
 from custom_calls.gpu.formats import Bf12Choice
 from custom_calls.gpu.header import model_header
-from custom_calls.gpu.layout import MOST_ROWS, Layout
+from custom_calls.gpu.layout import Layout
 from custom_calls.gpu.packing import (
     Placement,
     by_ctas,
@@ -34,7 +34,7 @@ from custom_calls.gpu.packing import (
     placed,
     placed_codes,
 )
-from custom_calls.gpu.slot import GpuSlot
+from custom_calls.gpu.slot import GpuSlot, SlotStream, drafting_of
 from custom_calls.gpu.supported import Router
 from custom_calls.gpu.tiling import H200, MI300X, Machine, Tiling
 from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
@@ -91,7 +91,7 @@ class Group(Protocol):
         """Reports an exception to the other processes."""
 
 
-class GpuSession(DecodeSession):
+class GpuSession(SlotStream, DecodeSession):
     """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`, one
     call at a time: enqueue the next one once this one has ended.
 
@@ -122,6 +122,7 @@ class GpuSession(DecodeSession):
         codes: CodesChoice | None = None,
         rows: int = 1,
         slots: int = 1,
+        drafts: bool = False,
         compile_with: Callable[[Path, Path, str], None] | None = None,
         driver: Path | None = None,
     ):
@@ -137,7 +138,8 @@ class GpuSession(DecodeSession):
         results bit for bit. codes: products whose weights are quantized. Both are made from the weights that will be
         packed. rows: the most of a pass; several for drafts (`speculate`) and for prompts, whose tokens then go through
         the kernel that many at a time. slots: of a call, at most as many as rows; with several, a pass has a row of
-        each request and makes no drafts: see `yield_`, and `decode` for what a call then takes. Raises NativeError,
+        each request: see `yield_`, and `decode` for what a call then takes. drafts: whether a call of several slots may
+        have drafts, in rows that requests and prompts leave; one of a single slot always may. Raises NativeError,
         BuildError if the kernel cannot be compiled, and what the group raises when a process is missing.
         """
         if reason := without_kernel(plan.ops, GpuOp):
@@ -169,7 +171,7 @@ class GpuSession(DecodeSession):
             self._bf12, self._codes = bf12 or Bf12Choice(), codes or CodesChoice()
             machine = machine or machine_of(platform, devices[0])
             packed = frozenset(self._bf12.tables), self._codes.formats
-            self.layout = Layout(plan, machine, lanes_here, peer_ctas, *packed, rows, slots)
+            self.layout = Layout(plan, machine, lanes_here, peer_ctas, *packed, rows, slots, drafts)
             header = model_header(self.layout)
         except ValueError as error:
             raise NativeError(str(error)) from None
@@ -212,6 +214,7 @@ class GpuSession(DecodeSession):
             "requests": layout.requests,
             "shared_words": edges.shared_words(layout),
             "pass_tags": edges.pass_tags(layout),
+            "drafting": int(layout.drafting),
             "exchanges": len(layout.table.sums) + 1,
             "steps": [word for step in steps for word in step],
             "overlapping": int(launch == "overlapping graph"),
@@ -515,22 +518,23 @@ class GpuSession(DecodeSession):
 
     # ---- the running call
 
-    def _stream(self, name: str, *arguments: Any) -> Any:
-        return super()._stream(name, 0, *arguments)
+    @property
+    def _address(self) -> tuple[int, int]:
+        return self.id, 0
 
     @cached_property
     def slots(self) -> tuple[CallStream, ...]:
         """Of a call."""
         if self.together == 1:
             return (self,)
-        return tuple(GpuSlot(self, slot) for slot in range(self.together))
+        drafting_rows = self.layout.rows if self.layout.drafting else 0
+        return tuple(GpuSlot(self, slot, drafting_rows) for slot in range(self.together))
 
     def begin(self) -> int:
         """Where calls have several slots: before each call, beside `begin` of a slot before each request."""
-        if self.together > 1:
-            call("gpu_begin_call", self.id)
-        else:
-            call("gpu_begin", self.id, 0)
+        if self.together == 1:
+            return super().begin()
+        call("gpu_begin_call", self.id)
         return 0
 
     def yield_(self) -> None:
@@ -555,8 +559,8 @@ class GpuSession(DecodeSession):
         return text.value.decode() if self._lib.laneformer_gpu_failure(self.id, text, len(text)) else None
 
     def speculate(self, most: int, prices: Sequence[float] | None = None) -> None:
-        """Lets the next calls check up to `most` drafts in a pass, 0 for none, at most rows - 1. Drafts are copied from
-        the text so far; they change the speed alone, no bit of a result.
+        """Lets the next calls check up to `most` drafts of each request in a pass, 0 for none, at most rows - 1. They
+        are copied from the text so far, and change the speed alone, no bit of a result.
 
         prices: time of passes of 1, 2, ... rows over that of one row, the same in all processes; by default PRICES, and
         more where each row has experts. Raises NativeError.
@@ -567,31 +571,11 @@ class GpuSession(DecodeSession):
         given = np.asarray(prices, np.float32)
         call("gpu_speculate", self.id, most, given.ctypes.data, given.size)
 
-    def give_texts(
-        self,
-        *,
-        before: Sequence[int] = (),
-        forced: Sequence[int] = (),
-        given: Sequence[int] = (),
-        most: int | None = None,
-    ) -> None:
-        """Texts of the next call, as those of a CPU session's slot (cpu/session.py). Needs rows > 1. Raises NativeError
-        for tokens outside the vocabulary.
-        """
-        texts = [np.ascontiguousarray(text, np.int32) for text in (before, forced, given)]
-        arrays = (word for text in texts for word in (text.ctypes.data, text.size))
-        call("gpu_give_texts", self.id, *arrays, MOST_ROWS if most is None else min(most, MOST_ROWS))
-
     @property
     def drafting(self) -> Drafting | None:
-        """What drafts were worth in the last call, once it has ended; None where a pass has one row."""
-        if self.layout.rows == 1 or self.together > 1:
+        if self.together > 1 or not self.layout.drafting:
             return None
-        counts = np.zeros(2 * MOST_ROWS + 1, np.int64)
-        self._lib.laneformer_gpu_drafting(self.id, counts.ctypes.data)
-        rows, accepted, others = np.split(counts, [MOST_ROWS, 2 * MOST_ROWS - 1])
-        most = self.layout.rows
-        return Drafting(tuple(rows[:most].tolist()), tuple(accepted[: most - 1].tolist()), *others.tolist())
+        return drafting_of(self._draft_counts(), self.layout.rows)
 
     def read_pass(self) -> float:
         """Seconds in which the devices read what they stream for one token, without computing: the bound of decoding.

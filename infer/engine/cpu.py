@@ -3,15 +3,13 @@ one call.
 """
 
 import logging
-from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import numpy as np
 
 import custom_calls
 from custom_calls import Plan, Session, fastest_way
-from custom_calls.cpu.session import END_OF_TEXT, MOST_ROWS
+from custom_calls.cpu.session import MOST_ROWS
 from infer.engine.backend import CheckpointSource, Source, device_name
 from infer.engine.native import (
     NativeBackend,
@@ -21,6 +19,7 @@ from infer.engine.native import (
     pack,
     plan_of,
     report_left,
+    texts_for,
 )
 from infer.engine.options import MOST_DRAFTS
 from infer.engine.prefix import Lease
@@ -125,13 +124,10 @@ class CpuBackend(NativeBackend):
         self._use(session, parallel if prefix_cache is None else prefix_cache)
 
     def _give_texts(self, lease: Lease, slot: int, start: int) -> None:
-        before: Sequence[int] | np.ndarray = ()
         request = lease.request
-        if self.speculation:
-            other = [*request.prediction, END_OF_TEXT] if len(request.prediction) else []
-            before = np.concatenate([other, request.prompt[:start]]).astype(np.int32)
         to, sampling = self.session.slots[slot], request.sampling
-        to.give_texts(before=before, forced=request.forced, most=request.draft_max)
+        texts = texts_for(request, request.prompt, start)
+        to.give_texts(**texts if self.speculation else texts | {"before": ()})
         penalties, masked = (sampling.presence_penalty, sampling.frequency_penalty), request.constraint is not None
         to.give_adjustment(*penalties, sampling.logit_bias, masked)
         if lease.source is not None:

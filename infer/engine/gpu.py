@@ -9,7 +9,6 @@ import numpy as np
 
 import custom_calls
 from custom_calls.build import BuildError
-from custom_calls.cpu.session import END_OF_TEXT
 from custom_calls.gpu.codes import CodesChoice
 from custom_calls.gpu.compile import compiler
 from custom_calls.gpu.formats import Bf12Choice
@@ -26,6 +25,7 @@ from infer.engine.native import (
     pack,
     plan_of,
     report_left,
+    texts_for,
 )
 from infer.engine.prefix import Caches, Lease
 from infer.engine.scheduler import Scheduler
@@ -111,19 +111,14 @@ class GpuBackend(NativeBackend):
         no answer: 1 compiles the kernel for passes of two rows, more for ROWS; prompts that the kernel reads go
         through it as many tokens at a time. 0 and None compile it for one row, as nothing has been measured yet.
         parallel: requests that may run together, each with a row of a pass, at most MOST_PARALLEL; their answers stay
-        those that they have alone. 0 is 1, for the same reason. The other options are for tests and measurements; see
-        custom_calls.gpu.session. Raises ConfigError if the library or the device cannot be used, or for bf12 with
-        weights of another dtype.
+        those that they have alone. With drafts a pass has a row more than requests, if the kernel can have it. 0 is 1,
+        for the same reason. The other options are for tests and measurements; see custom_calls.gpu.session. Raises
+        ConfigError if the library or the device cannot be used, or for bf12 with weights of another dtype.
         """
         self.source, plan = source, plan_of(source)
         self.speculation, parallel = min(speculation or 0, ROWS - 1), parallel or 1
         if not 1 <= parallel <= MOST_PARALLEL:
             raise ConfigError(f"parallel must be 1 to {MOST_PARALLEL} on backend {self.name}, got {parallel}")
-        if parallel > 1 and self.speculation:
-            raise ConfigError(
-                f"backend {self.name} makes no drafts where several requests run together: leave parallel ="
-                f" {parallel} or speculation = {speculation} out"
-            )
         check_weights(weights, plan, tuple(USUAL))
         check_rounding(weights, source)
         source = RoundedSource(source, plan, weights) if weights in USUAL else source
@@ -139,8 +134,9 @@ class GpuBackend(NativeBackend):
                 plan,
                 bf12=Bf12Choice.of(plan, all_weights()) if weights == "bf12" else None,
                 codes=CodesChoice.of(plan, all_weights()) if source.quantized else None,
-                rows=max(parallel, 1 + self.speculation if self.speculation < 2 else ROWS),
+                rows=rows_for(parallel, self.speculation),
                 slots=parallel,
+                drafts=self.speculation > 0,
                 group=Group(source.mesh, JOIN_SECONDS, "open its part of the decode session"),
                 mesh=source.mesh,
                 platform=self.platform,
@@ -172,11 +168,8 @@ class GpuBackend(NativeBackend):
         return self.speculation > 0
 
     def _give_texts(self, lease: Lease, slot: int, start: int) -> None:
-        request = lease.request
         if self.speculation:
-            other = [*request.prediction, END_OF_TEXT] if len(request.prediction) else []
-            before = np.concatenate([other, request.prompt[:start]]).astype(np.int32)
-            self.session.give_texts(before=before, forced=request.forced, most=request.draft_max)
+            self.session.give_texts(**texts_for(lease.request, lease.request.prompt, start))
 
     @property
     def conditions(self) -> dict:
@@ -218,6 +211,12 @@ class GpuBackend(NativeBackend):
         if self._model is None or len(prompt) - 1 - start < SMALLEST_BLOCK:
             return None
         return PromptReading(self, prompt, start, make_caches())
+
+
+def rows_for(parallel: int, speculation: int) -> int:
+    """Of a pass: one for each request, and with drafts one more at least."""
+    drafting = 0 if speculation == 0 else 2 if speculation == 1 else ROWS
+    return min(MOST_ROWS, max(parallel + (drafting > 0), drafting))
 
 
 class PromptReading:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 import custom_calls
 from custom_calls import DecodeSession, Drafting, Inputs, Plan, State, make_plan
+from custom_calls.cpu.session import END_OF_TEXT
 from custom_calls.session import Bf12Weights, CallStream
 from infer.engine.backend import Cancellation, Chunk, Request, Source, model_of, power_of_two
 from infer.engine.constraint import give_masks
@@ -161,6 +162,15 @@ def inputs_for(
         sampling.key,
         stops,
     )
+
+
+def texts_for(request: Request, text: np.ndarray, start: int, drawn: int = 0) -> dict[str, Any]:
+    """What a call is to draft from, and the tokens that it must draw. text: int32 [n], prompt and answer so far; start:
+    positions of it that do not go through the call; drawn: tokens of the answer.
+    """
+    other = [*request.prediction, END_OF_TEXT] if len(request.prediction) else []
+    before = np.concatenate([other, text[:start]]).astype(np.int32)
+    return {"before": before, "forced": request.forced[drawn:], "most": request.draft_max}
 
 
 class _Answer(Iterator[Chunk]):

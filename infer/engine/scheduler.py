@@ -21,7 +21,7 @@ import custom_calls
 from custom_calls import YIELDED, Inputs, NativeError, State
 from custom_calls.gpu.session import GpuSession
 from infer.engine.backend import Request
-from infer.engine.native import capacity_for, inputs_for, room_for
+from infer.engine.native import capacity_for, inputs_for, room_for, texts_for
 from infer.engine.prefix import Caches, copied
 
 BETWEEN = 8  # passes between two blocks of a newcomer's prompt
@@ -174,6 +174,8 @@ class Scheduler:
             of_slots[slot] = inputs_for(request, one.rest, one.filled, request.limit - one.drawn, one.drawn, *sizes)
             seen[slot, one.text] = 1
             slots[slot].join(one.drawn, len(together) - 1)
+            if self._session.layout.drafting:
+                slots[slot].give_texts(**texts_for(request, one.text, one.filled, one.drawn))
         empty = jax.tree.map(np.zeros_like, of_slots[together[0].slot])
         inputs = jax.tree.map(lambda *parts: np.stack(parts), *(own or empty for own in of_slots))
         room = room_for(max(one.request.limit for one in together), self._context)

@@ -199,19 +199,19 @@ int64_t laneformer_gpu_speculate(int64_t id, int32_t most, const float* prices, 
     return 0;
   });
 }
-int64_t laneformer_gpu_give_texts(int64_t id, const int32_t* before, int64_t num_before, const int32_t* forced,
-                                  int64_t num_forced, const int32_t* drafts, int64_t num_drafts, int32_t most,
-                                  char* error, int64_t size) {
+int64_t laneformer_gpu_give_texts(int64_t id, int32_t slot, const int32_t* before, int64_t num_before,
+                                  const int32_t* forced, int64_t num_forced, const int32_t* drafts, int64_t num_drafts,
+                                  int32_t most, char* error, int64_t size) {
   return guarded(error, size, [&] {
-    sessions.find(id)->give_texts({before, before + num_before}, {forced, forced + num_forced},
+    sessions.find(id)->give_texts(slot, {before, before + num_before}, {forced, forced + num_forced},
                                   {drafts, drafts + num_drafts}, most);
     return 0;
   });
 }
 // Passes after the prompt's by their rows, right drafts by their place, drafts from another text, and right ones of
 // these.
-void laneformer_gpu_drafting(int64_t id, int64_t* to) {
-  const DraftCounts found = sessions.find(id)->draft_counts();
+void laneformer_gpu_drafting(int64_t id, int32_t slot, int64_t* to) {
+  const DraftCounts found = sessions.find(id)->draft_counts(slot);
   to = std::copy(std::begin(found.passes), std::end(found.passes), to);
   to = std::copy(std::begin(found.accepted), std::end(found.accepted), to);
   to[0] = found.other, to[1] = found.other_accepted;

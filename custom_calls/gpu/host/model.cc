@@ -70,6 +70,7 @@ Model::Model(plan::Plan decoded, const Numbers& numbers)
       exchanges((int)numbers.one("exchanges")),
       rows((int)numbers.one("rows")),
       requests((int)numbers.one("requests")),
+      drafting((int)numbers.one("drafting")),
       steps(numbers.many("steps")),
       overlapping((int)numbers.one("overlapping")),
       kept_floats((int)numbers.one("kept_floats")),

@@ -39,7 +39,7 @@ struct Model {
   int ctas, grid, threads, shared_bytes;  // CTAs of a lane and of a launch; threads and bytes of a CTA
   int64_t lane_words, shared_words;       // words of a lane's boards, and of the memory between lanes
   int pass_tags, exchanges, rows;         // of each pass; rows: the most
-  int requests;                           // slots of a call
+  int requests, drafting;                 // slots of a call; whether passes may have drafts
   std::vector<int> steps;                 // op (kernel/params.h), layer, ... of a pass; empty: the persistent kernel
   int overlapping, kept_floats;           // whether launches overlap; floats that a CTA keeps between launches
 

@@ -19,6 +19,8 @@ int64_t now_ns() {
 Session::Session(Model numbers, const char* driver, const char* library, const void* image)
     : model_(std::move(numbers)), driver_(driver, library) {
   const Model& model = model_;
+  given_.resize((size_t)model.requests);
+  forget_texts();
   try {
     for (size_t d = 0; d < model.devices.size(); d++) {
       const int ordinal = model.devices[d];
@@ -46,7 +48,7 @@ Session::Session(Model numbers, const char* driver, const char* library, const v
         device.progress = driver_.allocate(sizeof(Progress) * (size_t)grid);
         device.kept = driver_.allocate(sizeof(float) * (size_t)grid * (size_t)model.kept_floats);
       }
-      if (model.rows > 1) give_room(device, 0);
+      if (model.drafting) give_room(device, 0);
       for (const int peer : model.devices)
         if (peer != ordinal) driver_.share(ordinal, peer);
     }
@@ -117,8 +119,10 @@ void Session::free_all() {
       if (address) driver_.release(address);
     if (device.module) driver_.unload(device.module);
   }
-  for (void* memory : {(void*)host_, (void*)emitted_, (void*)emitted_tokens_, (void*)emitted_logprobs_, (void*)given_})
+  for (void* memory : {(void*)host_, (void*)emitted_, (void*)emitted_tokens_, (void*)emitted_logprobs_})
     if (memory) driver_.release_host(memory);
+  for (const Given& given : given_)
+    if (given.memory) driver_.release_host(given.memory);
 }
 
 void Session::begin(int slot) {
@@ -156,7 +160,7 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
     throw std::runtime_error("the previous call has failed (" + failure() + "): call begin first");
   if (index == 0) {
     if (!armed_ && model_.requests == 1) host_->asked = host_->count[0] = host_->done[0] = 0;
-    host_->drafts = {};
+    std::fill(std::begin(host_->drafts), std::end(host_->drafts), DraftCounts{});
     armed_ = false;
   }
   params.boards = (unsigned long long*)device.boards;
@@ -180,7 +184,7 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   params.max_spans = (int)max_spans_;
   params.progress = (Progress*)device.progress;
   params.kept = (float*)device.kept;
-  if (model_.rows > 1) params.texts = texts_of(device);
+  if (model_.drafting) give_texts_to(device, params);
   lock.unlock();
   driver_.use(device.ordinal);
   params.op = kStepBegin, params.layer = -1;
@@ -210,13 +214,13 @@ void Session::launch_steps(const Device& device, Params& params, int64_t passes,
   driver_.release_recorded(pass);
 }
 
-// Memory for texts of that many tokens beside those of a prompt and an answer.
+// Memory for texts of that many tokens of a slot beside those of its prompt and answer, in each slot.
 void Session::give_room(Device& device, size_t texts) {
   const size_t wanted = texts + 2 * (size_t)model_.plan.context;
   if (device.text_ints >= wanted) return;
   if (device.text) driver_.release(device.text);
   device.text = 0, device.text_ints = 0;
-  device.text = driver_.allocate(sizeof(int) * wanted);
+  device.text = driver_.allocate(sizeof(int) * wanted * (size_t)model_.requests);
   device.text_ints = wanted;
 }
 
@@ -225,51 +229,60 @@ void Session::speculate(int most, const std::vector<float>& prices) {
   if (most < 0 || most >= std::max(model_.rows, 1) || (int)prices.size() != model_.rows)
     throw std::runtime_error("a pass has at most " + std::to_string(model_.rows) + " rows, got " +
                              std::to_string(most) + " drafts and " + std::to_string(prices.size()) + " prices");
+  if (most > 0 && !model_.drafting) throw std::runtime_error("the kernel was compiled without drafts");
   most_drafts_ = most;
   prices_ = prices;
 }
 
-void Session::give_texts(const std::vector<int>& before, const std::vector<int>& forced, const std::vector<int>& drafts,
-                         int most) {
+void Session::give_texts(int slot, const std::vector<int>& before, const std::vector<int>& forced,
+                         const std::vector<int>& drafts, int most) {
   const std::lock_guard<std::mutex> lock(launching_);
-  if (model_.rows == 1) throw std::runtime_error("the kernel was compiled for passes of one row: it takes no texts");
+  if (!model_.drafting) throw std::runtime_error("the kernel was compiled without drafts: it takes no texts");
   for (const std::vector<int>* text : {&before, &forced, &drafts})
     for (const int token : *text)
       if (token >= model_.plan.vocab_size || token < (text == &forced ? 0 : -1))
         throw std::runtime_error("token " + std::to_string(token) + " is outside the vocabulary of " +
                                  std::to_string(model_.plan.vocab_size));
+  Given& given = given_[(size_t)slot];
   const size_t all = before.size() + forced.size() + drafts.size();
-  if (all > given_ints_) {
-    if (given_) driver_.release_host(given_);
-    given_ = nullptr, given_ints_ = 0;
-    given_ = (int*)driver_.allocate_host(sizeof(int) * 2 * all);
-    given_ints_ = 2 * all;
+  if (all > given.ints) {
+    if (given.memory) driver_.release_host(given.memory);
+    given.memory = nullptr, given.ints = 0;
+    given.memory = (int*)driver_.allocate_host(sizeof(int) * 2 * all);
+    given.ints = 2 * all;
   }
   for (Device& device : devices_) {
     driver_.use(device.ordinal);
     give_room(device, all);
   }
-  int* end = given_;
+  int* end = given.memory;
   for (const std::vector<int>* text : {&before, &forced, &drafts}) end = std::copy(text->begin(), text->end(), end);
-  texts_ = {};
-  texts_.given = given_;
-  texts_.before = (int)before.size(), texts_.forced = (int)forced.size(), texts_.drafts = (int)drafts.size();
-  texts_.other = (int)(before.rend() - std::find(before.rbegin(), before.rend(), -1));
-  texts_.most = most;
+  Texts& texts = given.texts = {};
+  texts.given = given.memory;
+  texts.before = (int)before.size(), texts.forced = (int)forced.size(), texts.drafts = (int)drafts.size();
+  texts.other = (int)(before.rend() - std::find(before.rbegin(), before.rend(), -1));
+  texts.most = most;
   launches_left_ = devices_.size();
 }
 
 // What a call drafts from on a device.
-Texts Session::texts_of(const Device& device) {
-  Texts texts{};
-  texts.most = kMaxRows;
-  if (launches_left_ > 0) texts = texts_, launches_left_--;
-  texts.most = std::min(texts.most, most_drafts_);
-  std::fill_n(texts.prices, kMaxRows, 1.0f);
-  std::copy(prices_.begin(), prices_.end(), texts.prices);
-  texts.room = texts.before + 2 * (int)model_.plan.context;  // prompt and answer take no more than the context
-  texts.text = (int*)device.text;
-  return texts;
+void Session::give_texts_to(const Device& device, Params& params) {
+  for (size_t slot = 0; slot < given_.size(); slot++) {
+    Texts& texts = params.texts[slot] = given_[slot].texts;
+    texts.most = std::min(texts.most, most_drafts_);
+    std::fill_n(texts.prices, kMaxRows, 1.0f);
+    std::copy(prices_.begin(), prices_.end(), texts.prices);
+    texts.room = texts.before + 2 * (int)model_.plan.context;  // prompt and answer take no more than the context
+    texts.text = (int*)device.text + slot * device.text_ints;
+  }
+  if (launches_left_ > 0 && --launches_left_ == 0) forget_texts();
+}
+
+void Session::forget_texts() {
+  for (Given& given : given_) {
+    given.texts = {};
+    given.texts.most = kMaxRows;
+  }
 }
 
 int32_t Session::wait(int slot, int32_t have, int timeout_ms) {

@@ -47,13 +47,13 @@ class Session {
   void yield() { __atomic_fetch_or(&host_->asked, kYield, __ATOMIC_RELAXED); }
   void yield_after(int passes) { passes_ = passes; }
   int passes() const { return host_->passes; }  // of the last call of several slots
-  // Of a kernel for several rows. speculate: from the next call on, drafts of a pass at most, 0 for none, and times of
-  // passes of 1, 2, ... rows. give_texts: of the next call alone, see Texts. Throw std::runtime_error for what does not
-  // fit.
+  // Of a kernel with drafts. speculate: from the next call on, drafts of a slot in a pass at most, 0 for none, and
+  // times of passes of 1, 2, ... rows. give_texts: of a slot in the next call alone, see Texts. Throw
+  // std::runtime_error for what does not fit.
   void speculate(int most, const std::vector<float>& prices);
-  void give_texts(const std::vector<int>& before, const std::vector<int>& forced, const std::vector<int>& drafts,
-                  int most);
-  DraftCounts draft_counts() const { return host_->drafts; }  // of the last call, once it has ended
+  void give_texts(int slot, const std::vector<int>& before, const std::vector<int>& forced,
+                  const std::vector<int>& drafts, int most);
+  DraftCounts draft_counts(int slot) const { return host_->drafts[slot]; }  // of the last call, once it has ended
 
   std::string failure() const;  // why the last call failed on the devices; empty if it did not
 
@@ -69,14 +69,22 @@ class Session {
     void *module = nullptr, *function = nullptr, *read = nullptr;
     std::vector<Address> peers;  // addresses of all devices' shared memory on this one
     Address boards = 0, shared = 0, spans = 0, num_spans = 0, progress = 0, kept = 0, text = 0;
-    size_t text_ints = 0;                     // that the text's memory has room for
+    size_t text_ints = 0;                     // that the memory has room for, of each slot's text
     uint32_t pass_tag = 0, exchange_tag = 1;  // no word of cleared memory is valid
   };
 
   bool connected() const;
   int64_t timeout_ms(int where) const;  // a value of Waits
   void close_peers(Device&);
-  Texts texts_of(const Device&);
+  // What a slot's call drafts from, and its memory.
+  struct Given {
+    Texts texts{};
+    int* memory = nullptr;
+    size_t ints = 0;
+  };
+
+  void give_texts_to(const Device&, Params&);
+  void forget_texts();
   void give_room(Device&, size_t texts);
   void launch_steps(const Device&, Params&, int64_t passes, void* stream);
   void free_all();
@@ -88,10 +96,8 @@ class Session {
   EmittedToken* emitted_ = nullptr;
   int* emitted_tokens_ = nullptr;
   float* emitted_logprobs_ = nullptr;
-  // What the next call drafts from: each device's launch takes it.
-  Texts texts_{};
-  int* given_ = nullptr;
-  size_t given_ints_ = 0, launches_left_ = 0;
+  std::vector<Given> given_;  // by slot, of the next call: each device's launch takes it
+  size_t launches_left_ = 0;
   int most_drafts_ = 0;
   std::vector<float> prices_;
   int64_t max_spans_ = 0;

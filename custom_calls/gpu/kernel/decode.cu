@@ -94,7 +94,10 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   Stream stream(weights_of_cta(p), memory, barriers,
                 Course{kRequests > 1 ? 0 : (control.prompt - 1 + kPassRows - 1) / kPassRows});
   Drafts drafts(p, shared.drafts);
-  if constexpr (kPassRows > 1 && kRequests == 1) drafts.bring_texts(control.prompt);
+  if constexpr (kDrafting && kRequests == 1) drafts.bring_texts(control.prompt);
+  if constexpr (kDrafting && kRequests > 1) {
+    for (int slot = 0; slot < kRequests; slot++) Drafts(p, shared.drafts, slot).bring_texts(Control(p, slot).prompt);
+  }
   check_in(p, watch, place, p.pass_tag);
 
   Decoder decoder(p, shared, stream, watch, lane_here, c);

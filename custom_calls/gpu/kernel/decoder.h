@@ -169,15 +169,18 @@ class Decoder : public ChosenOps {
     for (int m = 0; m < requests.rows(); m++) {
       if (!requests.draws(m)) continue;
       sampler.use(requests.row(m).slot);
-      sampler.offer_row(tag, parity, m, requests.position(m) + 1, offered++ == 0);
+      sampler.offer_row(tag, parity, m, requests.position(m) + 1, offered++ == 0, requests.place(m), requests.text(m),
+                        requests.forced(m));
     }
     if (offered == 0) asked = sampler.end_of_pass(tag, parity);
+    bool right = false;  // whether the row before has drawn the next one's token
     for (int m = 0; m < requests.rows() && asked < kFailure; m++) {
-      if (!requests.draws(m)) continue;
-      const int slot = requests.row(m).slot;
+      if (!requests.draws(m) || (requests.place(m) > 0 && !right)) continue;
+      const int slot = requests.row(m).slot, drawn = requests.drawn(slot) + requests.place(m);
       sampler.slot = slot;
-      const Sampled sampled = sampler.settle_row(tag, parity, m, settled++ == 0, requests.drawn(slot), asked);
+      const Sampled sampled = sampler.settle_row(tag, parity, m, settled++ == 0, drawn, asked);
       if (!sampled.end) requests.draw(m, sampled.token);
+      if constexpr (kDrafting) right = !sampled.end && requests.goes_on(m, sampled.token);
     }
     clock.end();
     return asked;

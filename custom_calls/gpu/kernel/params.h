@@ -30,8 +30,8 @@ struct EmittedToken {  // in memory of the host
   unsigned long long time_ns;
 };
 
-// What drafts were worth in a call: passes after the prompt's by their rows, right drafts by their place, and those
-// from another text.
+// What drafts were worth to a slot in a call: passes after the prompt's by its rows, right drafts by their place, and
+// those from another text.
 struct DraftCounts {
   int passes[kMaxRows], accepted[kMaxRows - 1], other, other_accepted;
 };
@@ -43,12 +43,12 @@ struct Host {
   int done[kMaxRows];          //   it has ended, and not yielded
   unsigned long long failure;  // failure_word of edges.h; 0 for none
   unsigned read;
-  unsigned ended;  // the first pass tag of the last call that has ended
-  DraftCounts drafts;
-  int passes;  // of the last call of several slots
+  unsigned ended;                // the first pass tag of the last call that has ended
+  DraftCounts drafts[kMaxRows];  // of each slot
+  int passes;                    // of the last call of several slots
 };
 
-// What a call of a kernel for several rows drafts from.
+// What a slot of a call drafts from.
 struct Texts {
   const int* given;        // in memory of the host, one after the other:
   int before;              //   another text, and what is before the prompt
@@ -126,7 +126,7 @@ struct Params {
   Progress* progress;  // [CTAs]
   float* kept;         // [CTAs][1 + kHistory][rows]: of the residual stream
 
-  Texts texts;
+  Texts texts[kMaxRows];  // of each slot
 
   // Of the call. A kernel takes as many of the host's as its model has, so that few models need more than the 4 KiB of
   // parameters that CUDA had before 12.1.

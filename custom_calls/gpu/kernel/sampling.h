@@ -101,7 +101,7 @@ struct Sampler {
   // Draws the token at `position` from the logits in shared memory. drawn: tokens before it.
   LF_DEVICE Sampled sample(u32 tag, int parity, int position, int drawn) {
     const Edge edge = {tag, parity * kPassRows};
-    offer(edge, 0, position, nullptr, -1);
+    offer(edge, 0, position, 0, nullptr, -1);
     return settle<true>(edge, drawn);
   }
 
@@ -109,12 +109,14 @@ struct Sampler {
   // being part of the text already; forced: the token that is taken for drawn, or -1.
   LF_DEVICE void offer_row(u32 tag, int parity, int m, int position, const int* tokens, int forced) {
     if (m > 0) sync_cta();  // the scratch is free
-    offer({tag, parity * kPassRows + m}, m, position, tokens, forced);
+    offer({tag, parity * kPassRows + m}, m, position, m, tokens, forced);
   }
-  // The same for rows of several slots, each under the slot's settings. first: of the pass's rows that draw.
-  LF_DEVICE void offer_row(u32 tag, int parity, int m, int position, bool first) {
+  // The same for rows of several slots, each under the slot's settings. first: of the pass's rows that draw; place: the
+  // drafts of the slot before it; tokens: of the slot's rows.
+  LF_DEVICE void offer_row(u32 tag, int parity, int m, int position, bool first, int place, const int* tokens,
+                           int forced) {
     if (!first) sync_cta();  // the scratch is free
-    offer({tag, parity * kPassRows + m}, m, position, nullptr, -1);
+    offer({tag, parity * kPassRows + m}, m, position, place, tokens, forced);
   }
   LF_DEVICE Sampled settle_row(u32 tag, int parity, int m, bool first, int drawn, int& asked) {
     const Edge edge = {tag, parity * kPassRows + m};
@@ -134,16 +136,16 @@ struct Sampler {
     int number;
   };
 
-  // Whether a token is a draft before row m, and so part of its text.
-  LF_DEVICE static bool is_draft(int token, int m, const int* tokens) {
+  // Whether a token is among the drafts before a row, and so part of its text.
+  LF_DEVICE static bool is_draft(int token, int drafts, const int* tokens) {
     bool found = false;
-    if constexpr (kPassRows > 1 && kRequests == 1) {
-      for (int i = 1; i <= m; i++) found = found || tokens[i] == token;
+    if constexpr (kDrafting) {
+      for (int i = 1; i <= drafts; i++) found = found || tokens[i] == token;
     }
     return found;
   }
 
-  LF_DEVICE void offer(const Edge& edge, int m, int position, const int* tokens, int forced) {
+  LF_DEVICE void offer(const Edge& edge, int m, int position, int drafts, const int* tokens, int forced) {
     const u32 tag = edge.tag;
     float *logits = this->logits + m * kHeadRows, *z = this->z + m * kHeadRows;
     const bool ranked = temperature > 0 && (top_k > 0 || top_p < 1),
@@ -154,7 +156,7 @@ struct Sampler {
     for (int r = opaque(thread()); r < count; r += kThreads) {
       const float raw = logits[r];
       float value = raw;
-      if (seen(first + r) || is_draft(first + r, m, tokens)) value = value > 0 ? value / penalty : value * penalty;
+      if (seen(first + r) || is_draft(first + r, drafts, tokens)) value = value > 0 ? value / penalty : value * penalty;
       if (temperature > 0) value /= temperature;
       z[r] = value;
       largest = larger(largest, raw), largest_z = larger(largest_z, value);

@@ -116,7 +116,7 @@ def test_a_running_call_is_cancelled(model):
 
 def test_what_does_not_fit_is_refused(model):
     one, several = model.sessions
-    with pytest.raises(NativeError, match="compiled for passes of one row"):
+    with pytest.raises(NativeError, match="compiled without drafts"):
         one.give_texts(before=[1])
     for texts in ({"before": [40]}, {"forced": [-1]}, {"given": [-2]}):
         with pytest.raises(NativeError, match="outside the vocabulary"):

@@ -29,6 +29,7 @@ from tests.support.decode_cases import (
     STREAMS,
 )
 from tests.support.gpu_cases import AMD, jitted, mixed_plan, of_config, some, state_of, weights_of
+from tests.support.several_rows import EQUAL
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 ROOM, CAPACITY, STOPS = 48, 64, 2
@@ -44,6 +45,10 @@ class Request:
     """As for small.make_inputs."""
     cancel: bool = False
     """Whether it is cancelled at some time while it runs."""
+    drafts: str = "none"
+    """A name in DRAFTS."""
+    answer: list[int] = dataclasses.field(default_factory=list)
+    """What it gets alone, to draft from."""
     drawn: int = 0
     filled: int = 0
     """Positions whose keys and values are in the cache."""
@@ -63,13 +68,25 @@ class Request:
         return inputs._replace(stops=np.resize(inputs.stops, STOPS))
 
 
+DRAFTS = {  # texts for the drafts of a request that has drawn some tokens
+    "none": lambda one: {"most": 0},
+    "text": lambda one: {},
+    "another text": lambda one: {"before": [*one.answer, -1, *one.text[: one.filled]]},
+    "right": lambda one: {"given": one.answer[one.drawn :]},
+    "some wrong": lambda one: {"given": [t if n % 3 else 0 for n, t in enumerate(one.answer)][one.drawn :]},
+    "one, right": lambda one: {"given": one.answer[one.drawn :], "most": 1},
+}
+
+
 class Slots:
     """A model with a session of one slot and one of several, of which answers are compared."""
 
-    def __init__(self, plan, weights, rows=4, slots=3, mesh=None, **options):
-        self.plan, self.mesh = plan, mesh
+    def __init__(self, plan, weights, rows=4, slots=3, mesh=None, drafts=False, **options):
+        self.plan, self.mesh, self.drafts = plan, mesh, drafts
         self.alone = emulated.open_session(plan, weights, mesh=mesh, **options)
-        self.session = emulated.open_session(plan, weights, mesh=mesh, rows=rows, slots=slots, **options)
+        self.session = emulated.open_session(plan, weights, mesh=mesh, rows=rows, slots=slots, drafts=drafts, **options)
+        if drafts:
+            self.session.speculate(rows - 1, EQUAL[:rows])
         self.call_alone, self.call = (
             jitted(session, mesh, room=ROOM, top=2, logits=True) for session in (self.alone, self.session)
         )
@@ -106,11 +123,19 @@ class Slots:
             if request is not None:
                 seen[slot, request.text[len(request.prompt) :]] = 1  # as alone: the prompt's are not
         self.session.yield_after(passes)
+        together = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
+        for slot, request in together:
+            stream = self.session.slots[slot]
+            stream.join(request.drawn, len(together) - 1)
+            if self.drafts:
+                stream.give_texts(**{"before": request.text[: request.filled]} | DRAFTS[request.drafts](request))
         outputs, self.state = self.call(
             Inputs(*map(np.stack, zip(*inputs, strict=True))), self.state._replace(seen=seen)
         )
         if self.session.failure is not None:
             raise NativeError(self.session.failure)
+        for slot, _ in together:
+            self.session.slots[slot].leave(self.session.passes)
         ended = []
         for slot, request in enumerate(self.slots):
             count, request_end, position = outputs.status[slot].tolist()
@@ -126,6 +151,13 @@ class Slots:
                 ended.append(request)
         assert ended or passes in (0, self.session.passes)
         return ended
+
+    def put(self, request: Request, slot: int) -> None:
+        """Gives the slot a request."""
+        if self.drafts:
+            request.answer = self.expected(request)[0][0].tolist()
+        self.slots[slot] = request
+        self.session.slots[slot].begin()
 
     def check(self, request: Request) -> None:
         """A request that has ended has the bits that it has alone, as far as it got."""
@@ -144,8 +176,7 @@ class Slots:
         while waiting or any(self.slots):
             for slot, request in enumerate(self.slots):
                 if request is None and waiting and rng.random() < 0.7:
-                    self.slots[slot] = waiting.popleft()
-                    self.session.slots[slot].begin()
+                    self.put(waiting.popleft(), slot)
             for slot, request in enumerate(self.slots):
                 if request is not None and request.cancel and rng.random() < 0.3:
                     self.session.slots[slot].cancel()
@@ -166,13 +197,14 @@ SETTINGS = (
 
 
 def random_requests(rng: np.random.Generator, vocab: int, count: int = 6) -> list[Request]:
-    """With prompts of 1 to 20 tokens, answers of 1 to 25, and settings and stops of their own."""
+    """With prompts of 1 to 20 tokens, answers of 1 to 25, and settings, stops and drafts of their own."""
     return [
         Request(
             rng.integers(0, vocab, rng.integers(1, 21)).tolist(),
             int(rng.integers(1, 26)),
             {"seed": (number, 7), "stops": [int(rng.integers(-1, vocab))]} | SETTINGS[rng.integers(len(SETTINGS))],
             cancel=bool(rng.random() < 0.2),
+            drafts=[*DRAFTS][rng.integers(len(DRAFTS))],
         )
         for number in range(count)
     ]
@@ -188,9 +220,54 @@ def serve(model: Slots, seed: int, count: int = 6) -> None:
     model.serve(random_requests(rng, model.plan.ops.vocab_size, count), rng)
 
 
-@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(3, 60))])
+SEEDS = [*range(3), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(3, 60))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_random_schedules(seed, model):
     serve(model, seed)
+
+
+@pytest.fixture(scope="module")
+def drafting():
+    return Slots(*of_config(small.windowed_model()[0]), drafts=True)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_random_schedules_with_drafts(seed, drafting):
+    serve(drafting, seed)
+
+
+def test_drafts_share_what_rows_requests_leave(drafting):
+    """In equal parts where all are as likely; a request that is alone has all of them."""
+    requests = [Request([n], 9 + 11 * n, {"seed": (n, 0), "temperature": 1.0}, drafts="right") for n in range(2)]
+    for slot, request in enumerate(requests):
+        drafting.put(request, slot)
+    first = drafting.session.slots[0]
+    assert drafting.run() == requests[:1] and drafting.session.passes == 5
+    assert requests[1].drawn == 4 * 2 + 3  # the last token of the other one leaves it a row more
+    assert first.drafting.rows == (1, 3, 0, 0) and first.drafting.accepted == (3, 0, 0)
+    while any(drafting.slots):
+        drafting.run()
+    drafting.put(alone := Request([5], 17, {}, drafts="right"), 2)
+    assert drafting.run() == [alone] and drafting.session.passes == 5  # of four tokens, and of one
+    assert drafting.session.slots[2].drafting.accepted == (3, 3, 3)
+    drafting.put(wrong := Request([5], 5, {}, drafts="right"), 0)
+    wrong.answer = [(token + 1) % drafting.plan.ops.vocab_size for token in wrong.answer]
+    assert drafting.run() == [wrong] and drafting.session.passes == 5
+    assert first.drafting.drafted == 3 + 2 + 1 and sum(first.drafting.accepted) == 0
+    for request in (*requests, alone, wrong):
+        drafting.check(request)
+
+
+def test_copied_drafts_are_counted(drafting):
+    """Those from another text by themselves, in all calls of a request."""
+    drafting.put(request := Request([3, 1], 25, {"temperature": 1.0}, drafts="another text"), 1)
+    while any(drafting.slots):
+        drafting.run(4)
+    counts = drafting.session.slots[1].drafting
+    assert counts.tokens_per_pass > 2 and counts.predicted_accepted > 8
+    drafting.check(request)
 
 
 def test_a_call_ends_with_the_first_of_its_requests(model):
@@ -248,6 +325,10 @@ def test_what_does_not_fit_is_refused(model):
             model.run()
         model.session.begin()
     model.slots[:2] = None, None
+    with pytest.raises(NativeError, match="compiled without drafts"):
+        model.session.slots[0].give_texts(before=[1])
+    with pytest.raises(NativeError, match="compiled without drafts"):
+        model.session.speculate(1)
     for options in ({"rows": 2, "slots": 3}, {"rows": 1, "slots": 2}, {"rows": 2, "slots": 0}):
         with pytest.raises(NativeError, match="each slot needs a row"):
             emulated.open_session(model.plan, {}, **options)
@@ -257,13 +338,14 @@ def test_what_does_not_fit_is_refused(model):
 def test_layers_of_several_kinds():
     plan = mixed_plan(weight_dtype="float16", cache_dtype="bfloat16")
     serve(Slots(plan, weights_of(plan, "float16"), rows=2, slots=2, chaos_us=20), 1)
+    serve(Slots(plan, weights_of(plan, "float16"), rows=3, slots=2, drafts=True, chaos_us=20), 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
 def test_several_devices(head):
     config = small.make_config(lanes=4, layout="dtp(1)", lm_head_type=head)
-    serve(Slots(*of_config(config), mesh=make_mesh(4, lane=2), chaos_us=20), 2, 4)
+    serve(Slots(*of_config(config), mesh=make_mesh(4, lane=2), drafts=head == "lane", chaos_us=20), 2, 4)
 
 
 CASES = CONFIGS | MODELS | EXPERTS | SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET | STREAMS | COMPRESSED
@@ -272,9 +354,10 @@ CASES = CONFIGS | MODELS | EXPERTS | SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA
 @pytest.mark.parametrize("name", some(CASES, (), ("experts", "smallest", "compressed attention of many heads")))
 def test_configs(name):
     config = small.make_config(**CASES[name])
-    model = Slots(*of_config(config), rows=3, slots=2)
-    for seed in range(3):
-        serve(model, seed)
+    for drafts in (False, True):
+        model = Slots(*of_config(config), rows=3, slots=2, drafts=drafts)
+        for seed in range(3):
+            serve(model, seed)
 
 
 @pytest.mark.exhaustive

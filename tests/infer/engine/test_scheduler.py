@@ -11,6 +11,7 @@ import infer
 import laneformer
 from custom_calls import NativeError
 from infer import Sampling
+from infer.engine.gpu import rows_for
 from laneformer import ConfigError, Laneformer
 from laneformer.errors import InputError
 from tests.support import emulated, small
@@ -113,6 +114,33 @@ def test_generations_share_passes_and_say_so(engines):
     assert count < 300 and [token.others for token in ours.generate([3], max_new_tokens=4)] == [0] * 4
 
 
+def test_generations_that_run_together_have_drafts(engines):
+    """From the text and from predictions, right and wrong, in all the calls of a generation."""
+    alone = engines[1]
+    ours = make_engine(model_of(small.windowed_model()[0]), parallel=2, speculation=3)
+    assert ours.conditions["speculation"] == 3 and ours.conditions["parallel"] == 2
+    asks = [
+        {"prompt": [n, 7], "max_new_tokens": 60, "stop_tokens": (), "sampling": Sampling(temperature=1.0, seed=n)}
+        for n in range(4)
+    ]
+    predicted = [alone.generate(**ask).result.tokens for ask in asks]
+    right, wrong, none, few = [
+        ask | {"leaves_after": None, "prediction": tokens}
+        for ask, tokens in zip(asks, (predicted[0], predicted[0], (), predicted[3]), strict=True)
+    ]
+    answers = ask_together(ours, [[right, few | {"draft_max": 1}], [wrong, none]])
+    check(alone, answers)
+    found = {ask["prompt"][0]: result.drafting for ask, result in answers}
+    assert found[0].predicted_accepted > 25 and found[0].tokens_per_pass > 1.5
+    assert found[3].predicted_accepted > 15 and sum(found[3].rows[2:]) == 0
+    assert found[0].passes + sum(found[0].accepted) == 59  # the first token is that of the prompt's last pass
+    forced = [*range(5, 25)] * 2
+    with ours.generate([3], max_new_tokens=300, stop_tokens=()) as other:
+        next(other)
+        result = ours.generate([4], max_new_tokens=40, stop_tokens=(), forced=forced).result
+    assert list(result.tokens) == forced and result.drafting.tokens_per_pass > 1.3
+
+
 def test_a_long_prompt_is_read_between_calls(engines, monkeypatch):
     """A block at a time; the other generation has some passes between two blocks."""
     ours, alone = engines
@@ -161,10 +189,17 @@ def test_a_device_error_ends_the_generations_that_run(engines, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("parallel", "speculation", "rows"),
+    [(1, 0, 1), (1, 1, 2), (1, 2, 4), (3, 0, 3), (2, 1, 3), (2, 3, 4), (4, 3, 5), (8, 1, 8)],
+)
+def test_rows_are_for_requests_and_drafts(parallel, speculation, rows):
+    assert rows_for(parallel, speculation) == rows
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"parallel": 9}, "parallel must be 1 to 8 on backend cuda, got 9"),
-        ({"parallel": 2, "speculation": 1}, "leave parallel = 2 or speculation = 1 out"),
         ({"parallel": 2, "backend": "cuda-graph"}, "need launch 'persistent'"),
     ],
 )

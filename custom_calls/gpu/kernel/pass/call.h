@@ -47,8 +47,6 @@ LF_DEVICE void write_results(const Params& p, int drawn, int end, int position, 
     *(volatile int*)&p.host->done[slot] = 1;
 }
 
-LF_DEVICE const int* prompt_of(const Params& p, int slot) { return p.prompt + slot * p.room_of_prompt; }
-
 // The host does not see these numbers: they are on the device.
 LF_DEVICE bool possible(const Params& p, const Control& control, int slot) {
   const auto [prompt, start, limit] = control;
@@ -86,7 +84,10 @@ LF_DEVICE void finish(const Params& p, const Control& control, const Progress& n
 
 LF_DEVICE void finish(const Params& p, const Requests& requests) {
   if (cta() != 0) return;
-  if (thread() == 0 && p.reports) p.host->passes = requests.passes();
+  if (thread() == 0 && p.reports) {
+    p.host->passes = requests.passes();
+    requests.report_drafts();
+  }
   for (int slot = 0; slot < kRequests; slot++) {
     const RequestState& own = requests.of(slot);
     write_results(p, own.drawn, own.end, own.start + own.passed + own.drawn, slot);

@@ -1,10 +1,10 @@
-// Drafts of the next tokens in a kernel for several rows: common/drafts.h on a GPU. Each CTA keeps the same state and
-// makes the same drafts, from the same tokens: nothing is asked of the host or of other CTAs, and no clock decides. So
-// prices stay those that the call is given.
+// Drafts of the next tokens in a kernel for several rows: common/drafts.h on a GPU, for each slot of a call. Each CTA
+// keeps the same state and makes the same drafts, from the same tokens: nothing is asked of the host or of other CTAs,
+// and no clock decides. So prices stay those that the call is given.
 //
-// The text of a device is in its memory: another text and what is before the prompt, which the host has written, then
-// prompt and answer. Each CTA writes every token of the answer, the same ones to the same places, and reads what it has
-// written itself.
+// The text of a slot is in its device's memory: another text and what is before the prompt, which the host has written,
+// then prompt and answer. Each CTA writes every token of the answer, the same ones to the same places, and reads what
+// it has written itself.
 #pragma once
 
 #include "rows.h"
@@ -27,12 +27,14 @@ struct DraftState {
   u32 found[kWarps];
 };
 
-static_assert(kPassRows == 1 || kRequests > 1 || sizeof(DraftState) <= 4 * kDraftInts,
+static_assert(!kDrafting || kRequests > 1 || sizeof(DraftState) <= 4 * kDraftInts,
               "custom_calls/gpu/layout.py counts otherwise");
 
 class Drafts {
  public:
-  LF_DEVICE Drafts(const Params& p, int* shared) : p_(p), t_(p.texts), s_(*(DraftState*)shared) {}
+  // shared: the states of all slots.
+  LF_DEVICE Drafts(const Params& p, int* shared, int slot = 0)
+      : p_(p), t_(p.texts[slot]), s_(((DraftState*)shared)[slot]), slot_(slot) {}
 
   LF_DEVICE int token(int m) const { return s_.tokens[m]; }
   LF_DEVICE const int* tokens() const { return s_.tokens; }
@@ -42,7 +44,7 @@ class Drafts {
   LF_DEVICE void bring_texts(int prompt) const {
     const int first = cta() * kThreads + thread(), step = kLanesHere * kCtas * kThreads;
     for (int i = first; i < t_.before; i += step) t_.text[i] = t_.given[i];
-    for (int i = first; i < prompt; i += step) t_.text[t_.before + i] = p_.prompt[i];
+    for (int i = first; i < prompt; i += step) t_.text[t_.before + i] = prompt_of(p_, slot_)[i];
     for (int i = first; i < t_.forced + t_.drafts; i += step) t_.text[t_.room + i] = t_.given[t_.before + i];
     fence_device();
     sync_cta();
@@ -80,14 +82,19 @@ class Drafts {
   LF_DEVICE void next(int before, int count, int most) {
     sync_cta();
     if (thread() == 0) {
-      if (before > 0) this->count(count);
-      learn(count);
-      for (int i = 0; i < count && t_.most > 0; i++) t_.text[s_.size + i] = s_.drawn[i];
-      s_.size += count;
+      take(before, count);
       s_.tokens[0] = s_.drawn[count - 1];
     }
     sync_cta();
     propose(before + count, smaller(most, smaller(t_.most, kPassRows - 1)));
+  }
+
+  // The part of `next` that one thread does.
+  LF_DEVICE void take(int before, int count) const {
+    if (before > 0) this->count(count);
+    learn(count);
+    for (int i = 0; i < count && t_.most > 0; i++) t_.text[s_.size + i] = s_.drawn[i];
+    s_.size += count;
   }
 
   // Chooses the rows of the first pass that draws, whose first token is the prompt's last one.
@@ -98,10 +105,26 @@ class Drafts {
     propose(0, smaller(most, smaller(t_.most, kPassRows - 1)));
   }
 
+  // For several slots, which share the rows of a pass (requests.h). Drafts of the tokens from number `next` on, at most
+  // `most`; thread 0 has them.
+  LF_DEVICE void find(int next, int most) const {
+    find(next, most, [] {});
+  }
+  // No drafts.
+  LF_DEVICE void find_none() const { s_.made = s_.from_other = s_.of_class = 0; }
+
+  LF_DEVICE int most() const { return t_.most; }
+  LF_DEVICE int made() const { return s_.made; }
+  LF_DEVICE bool given() const { return t_.drafts > 0; }  // at any price
+  LF_DEVICE float rate() const { return s_.rates[s_.of_class]; }
+  LF_DEVICE int draft(int i) const { return s_.drafts[i]; }
+  LF_DEVICE void set_rows(int rows) const { s_.rows = rows; }
+  LF_DEVICE void keep(int place, int token) const { s_.drawn[place] = token; }  // what the pass has drawn
+
   // Into the host's memory, by one thread. count: of the last pass, `before` tokens before it.
   LF_DEVICE void report(int before, int count) const {
     if (before > 0 && count > 0) this->count(count);
-    p_.host->drafts = s_.counts;
+    p_.host->drafts[slot_] = s_.counts;
   }
 
  private:
@@ -138,6 +161,16 @@ class Drafts {
   }
 
   LF_DEVICE void propose(int next, int most) {
+    find(next, most, [&] {
+      s_.rows = 1 + (t_.drafts > 0 ? s_.made : worth(smaller(most, s_.made)));
+      for (int i = 1; i < s_.rows; i++) s_.tokens[i] = s_.drafts[i - 1];
+    });
+    sync_cta();
+  }
+
+  // Finds drafts; thread 0 has them, and goes on with `then`.
+  template <class Then>
+  LF_DEVICE void find(int next, int most, Then then) const {
     int place = 0, length = 0;
     if (most > 0 && t_.drafts == 0) {
       place = newest_match();
@@ -145,14 +178,12 @@ class Drafts {
     }
     if (thread() == 0) {
       if (t_.drafts > 0) {
-        s_.rows = 1 + copy_given(next, most);
+        copy_given(next, most);
       } else {
         copy_from(place, length);
-        s_.rows = 1 + worth(smaller(most, s_.made));
       }
-      for (int i = 1; i < s_.rows; i++) s_.tokens[i] = s_.drafts[i - 1];
+      then();
     }
-    sync_cta();
   }
 
   // The newest place before which the text reads as at its end, for 8, 6, 4, 3 or 2 tokens, the longest; 0: none.
@@ -182,17 +213,16 @@ class Drafts {
     return kLongest - (int)largest_in_warp(different);
   }
 
-  LF_DEVICE int copy_given(int next, int most) {
+  LF_DEVICE void copy_given(int next, int most) const {
     s_.made = 0;
     for (; s_.made < most && next + s_.made < t_.drafts; s_.made++) {
       const int token = text(t_.room + t_.forced + next + s_.made);
       if (token < 0) break;
       s_.drafts[s_.made] = token;
     }
-    return s_.made;
   }
 
-  LF_DEVICE void copy_from(int place, int length) {
+  LF_DEVICE void copy_from(int place, int length) const {
     s_.of_class = length < 3 ? 0 : length < 6 ? 1 : length < 16 ? 2 : 3;
     const int longest = length < 3 ? 2 : length < 6 ? 4 : length < 16 ? 7 : 15;
     s_.from_other = place > 0 && place < t_.other;
@@ -220,6 +250,7 @@ class Drafts {
   const Params& p_;
   const Texts& t_;
   DraftState& s_;
+  const int slot_;
 };
 
 }  // namespace gpu

@@ -1,12 +1,13 @@
-// A call of several requests, each in a slot. Every pass has a row of each: its next token, and as many of a prompt as
-// there are rows left. Each CTA keeps the same state and chooses the same rows, from the same packets.
+// A call of several requests, each in a slot. Every pass has a row of each: its next token, as many of a prompt as
+// there are rows left, and drafts where these leave any. Each CTA keeps the same state and chooses the same rows, from
+// the same packets.
 //
 // The slots of a call stay. It ends for all of them once one has drawn its last token or was cancelled, or when the
 // host asks it to yield, because a request waits. The others have yielded then: the host lets them go on in another
 // call.
 #pragma once
 
-#include "rows.h"
+#include "drafts.h"
 
 namespace laneformer {
 namespace gpu {
@@ -20,14 +21,22 @@ struct RequestState {
 struct RequestsState {
   RequestState of[kRequests];
   Row row[kPassRows];
-  int token[kPassRows], draws[kPassRows], drawn[kPassRows];  // drawn: by the row, -1 for none
+  int token[kPassRows], draws[kPassRows], drawn[kPassRows];  // draws: 0, or 1 and the drafts before it; drawn: or -1
   int rows, passes, over;
+};
+struct SharedRows {         // behind the drafts of all slots
+  float chance[kRequests];  // that the next draft of a slot is right
+  int got[kRequests];       // tokens that a slot has drawn in the pass
+  int order[kPassRows];     // the slots of the pass's drafts
 };
 
 // What ends a call, in a packet: a value of Ends; of a call of several slots what the host has asked, or kFailure.
 constexpr int kFailure = kRequests == 1 ? (int)kFailed : 2 * kYield;
 
-static_assert(kRequests == 1 || sizeof(RequestsState) <= 4 * kDraftInts, "custom_calls/gpu/layout.py counts otherwise");
+static_assert(kRequests == 1 ||
+                  sizeof(RequestsState) + kDrafting * (kRequests * sizeof(DraftState) + sizeof(SharedRows)) <=
+                      4 * kDraftInts,
+              "custom_calls/gpu/layout.py counts otherwise");
 static_assert(kRequests <= kPassRows || kRequests == 1, "each slot has a row");
 
 class Requests {
@@ -35,6 +44,9 @@ class Requests {
   LF_DEVICE Requests(const Params& p, int* shared) : p_(p), s_(*(RequestsState*)shared) {}
 
   LF_DEVICE void begin() {
+    if constexpr (kDrafting) {
+      for (int slot = 0; slot < kRequests; slot++) drafts(slot).begin(p_.control[slot * kControls]);
+    }
     if (thread() == 0) {
       for (int slot = 0; slot < kRequests; slot++) {
         const int* control = p_.control + slot * kControls;
@@ -47,9 +59,14 @@ class Requests {
   // The rows of the next pass.
   LF_DEVICE void choose() {
     sync_cta();
+    if constexpr (kDrafting) {
+      for (int slot = 0; slot < kRequests; slot++)
+        if (drafts_now(slot)) drafts(slot).find(s_.of[slot].drawn, most_drafts(slot));
+    }
     if (thread() == 0) {
       int spare = kPassRows, rows = 0;
       for (int slot = 0; slot < kRequests; slot++) spare -= s_.of[slot].prompt > 0;
+      if constexpr (kDrafting) share_rows();
       for (int slot = 0; slot < kRequests; slot++) {
         const RequestState& own = s_.of[slot];
         if (own.prompt == 0) continue;
@@ -61,6 +78,15 @@ class Requests {
           s_.token[rows] = left > 0 ? p_.prompt[slot * p_.room_of_prompt + own.passed + place] : own.token;
           s_.draws[rows] = place + 1 == count && count >= left;
           s_.drawn[rows] = -1;
+        }
+        if constexpr (kDrafting) {
+          const int drafted = drafts(slot).rows() - 1;
+          for (int i = 0; i < drafted; i++, rows++) {
+            s_.row[rows] = s_.row[first];
+            s_.token[rows] = drafts(slot).draft(i);
+            s_.draws[rows] = 2 + i;
+            s_.drawn[rows] = -1;
+          }
         }
       }
       s_.rows = rows;
@@ -77,6 +103,17 @@ class Requests {
   LF_DEVICE int position(int m) const { return s_.row[m].start + m - s_.row[m].first; }
   LF_DEVICE int token(int m) const { return s_.token[m]; }
   LF_DEVICE bool draws(int m) const { return s_.draws[m]; }
+  // Of a row that draws: the drafts before it, the tokens that these follow, and what it must draw, or -1.
+  LF_DEVICE int place(int m) const { return kDrafting ? s_.draws[m] - 1 : 0; }
+  LF_DEVICE const int* text(int m) const { return kDrafting ? s_.token + m - place(m) : nullptr; }
+  LF_DEVICE int forced(int m) const {
+    return kDrafting ? drafts(s_.row[m].slot).forced(s_.of[s_.row[m].slot].drawn + place(m)) : -1;
+  }
+  // Whether the row after row m, which has drawn a token, has it as its own.
+  LF_DEVICE bool goes_on(int m, int token) const {
+    if (m + 1 >= s_.rows || s_.draws[m + 1] < 2 || s_.token[m + 1] != token) return false;
+    return !stops(s_.row[m].slot, token);
+  }
   LF_DEVICE int drawn(int slot) const { return s_.of[slot].drawn; }  // before this pass
   LF_DEVICE void draw(int m, int token) const {
     if (thread() == 0) s_.drawn[m] = token;
@@ -88,6 +125,9 @@ class Requests {
     if (thread() == 0) {
       s_.passes++;
       s_.over = asked >= kYield || s_.passes == p_.passes;
+      if constexpr (kDrafting) {
+        for (int slot = 0; slot < kRequests; slot++) of_rows().got[slot] = 0;
+      }
       for (int m = 0; m < s_.rows; m++) {
         RequestState& own = s_.of[s_.row[m].slot];
         if (own.passed < own.prompt) own.passed++;
@@ -95,9 +135,13 @@ class Requests {
         own.token = s_.drawn[m];
         own.drawn++;
         if (own.drawn == own.limit) own.end = kLength;
-        const int* stops = p_.stops + s_.row[m].slot * p_.num_stops;
-        for (int i = 0; i < p_.num_stops; i++)
-          if (stops[i] == own.token) own.end = kStop;
+        if (stops(s_.row[m].slot, own.token)) own.end = kStop;
+        if constexpr (kDrafting) drafts(s_.row[m].slot).keep(of_rows().got[s_.row[m].slot]++, own.token);
+      }
+      if constexpr (kDrafting) {
+        for (int slot = 0; slot < kRequests; slot++)
+          if (const int got = of_rows().got[slot])
+            drafts(slot).take(p_.control[slot * kControls + 4] + s_.of[slot].drawn - got, got);
       }
       for (int slot = 0; slot < kRequests; slot++) {
         RequestState& own = s_.of[slot];
@@ -117,7 +161,76 @@ class Requests {
   LF_DEVICE int passes() const { return s_.passes; }
   LF_DEVICE const RequestState& of(int slot) const { return s_.of[slot]; }
 
+  // Into the host's memory, by one thread.
+  LF_DEVICE void report_drafts() const {
+    if constexpr (kDrafting) {
+      for (int slot = 0; slot < kRequests; slot++) drafts(slot).report(0, 0);
+    }
+  }
+
  private:
+  LF_DEVICE int* behind() const { return (int*)(&s_ + 1); }
+  LF_DEVICE Drafts drafts(int slot) const { return {p_, behind(), slot}; }
+  LF_DEVICE SharedRows& of_rows() const { return *(SharedRows*)((DraftState*)behind() + kRequests); }
+
+  LF_DEVICE bool stops(int slot, int token) const {
+    const int* stops = p_.stops + slot * p_.num_stops;
+    bool found = false;
+    for (int i = 0; i < p_.num_stops; i++) found = found || stops[i] == token;
+    return found;
+  }
+
+  // Whether a slot's row may be followed by drafts: once its prompt but for the last token has been in passes.
+  LF_DEVICE bool drafts_now(int slot) const {
+    return s_.of[slot].prompt > 0 && s_.of[slot].prompt - s_.of[slot].passed <= 1;
+  }
+  LF_DEVICE int most_drafts(int slot) const {
+    return smaller(smaller(drafts(slot).most(), kPassRows - 1), s_.of[slot].limit - s_.of[slot].drawn - 1);
+  }
+
+  // Gives the slots' drafts the rows that prompts leave, the likeliest first, as many as promise the most tokens per
+  // time.
+  LF_DEVICE void share_rows() const {
+    SharedRows& shared = of_rows();
+    int rows = 0, draws = 0;
+    for (int slot = 0; slot < kRequests; slot++) {
+      const Drafts own = drafts(slot);
+      const bool now = drafts_now(slot);
+      if (!now) own.find_none();
+      own.set_rows(1);
+      rows += s_.of[slot].prompt > 0, draws += now;
+      const bool any = now && smaller(most_drafts(slot), own.made()) > 0;
+      shared.chance[slot] = !any ? 0.0f : own.given() ? kSure : own.rate();
+    }
+    for (int slot = 0; slot < kRequests; slot++) {
+      const int left = s_.of[slot].prompt - s_.of[slot].passed;
+      if (left > 1) rows += smaller(left - 1, kPassRows - rows);
+    }
+    const float* prices = p_.texts[0].prices;
+    float tokens = (float)draws, best = draws > 0 ? 1.03f * tokens / prices[rows - 1] : 0;
+    int made = 0, kept = 0;
+    for (; rows + made < kPassRows; made++) {
+      int slot = -1;
+      for (int i = 0; i < kRequests; i++)
+        if (shared.chance[i] > 0 && (slot < 0 || shared.chance[i] > shared.chance[slot])) slot = i;
+      if (slot < 0) break;
+      const Drafts own = drafts(slot);
+      shared.order[made] = slot;
+      tokens += own.given() ? 1.0f : shared.chance[slot];
+      const float gain = tokens / prices[rows + made];
+      if (own.given() || gain > best) best = gain, kept = made + 1;
+      own.set_rows(own.rows() + 1);
+      shared.chance[slot] *= own.given() ? kLessSure : own.rate();
+      if (own.rows() > smaller(most_drafts(slot), own.made())) shared.chance[slot] = 0;
+    }
+    for (; made > kept; made--) {
+      const Drafts own = drafts(shared.order[made - 1]);
+      own.set_rows(own.rows() - 1);
+    }
+  }
+
+  static constexpr float kSure = 8, kLessSure = 0.8f;  // of given drafts: above 1 for all of a pass, in equal parts
+
   const Params& p_;
   RequestsState& s_;
 };

@@ -73,6 +73,8 @@ struct Run<1, true> {
   LF_DEVICE int place_of(int) const { return 0; }
 };
 
+LF_DEVICE const int* prompt_of(const Params& p, int slot) { return p.prompt + slot * p.room_of_prompt; }
+
 // Where a slot's part of what a lane keeps is, in parts.
 LF_DEVICE int kept_part(int lane_here, int slot) { return kRequests == 1 ? lane_here : lane_here * kRequests + slot; }
 
