@@ -22,7 +22,7 @@ constexpr float kTrusted = 0.8f, kTrustedLoss = 1;  // a rate from which one pas
 
 // Of what a pass took counts for the next ones: less with each later pass, and less for other numbers of rows.
 constexpr float kKept = 0.8f, kKnown = 0.5f;
-constexpr float kFaster = 0.9f;  // of the time of one row: what several rows took shows that something else disturbed it
+constexpr float kFaster = 0.9f;  // than one row, of its time: passes of several show so that it was disturbed
 constexpr float kSaved = 0.003f, kMostSaved = 1;  // of each pass for trials, in passes of one row
 
 // By their rows. A pass costs some microseconds less with a table.

@@ -254,7 +254,7 @@ class Worker {
   uint64_t random_;
 
   const Pass* pass_ = nullptr;
-  int positions_ = 0;                                   // of the pass
+  int positions_ = 0;  // of the pass
   // The module's op whose parts are to be merged into ATTENDED; none: it is written already.
   std::variant<std::monostate, const plan::Attend*, const plan::LatentAttend*, const plan::CompressedAttend*> attended_;
   int chunks_[kMostRows] = {};  // into which it cut a lane's keys, of each run

@@ -37,6 +37,16 @@ void lead(Schedule& schedule, const Slot& leader, const std::function<double(con
   }
 }
 
+// A call of that many equal tokens to its end.
+void run(Schedule& schedule, int number, int prompt, int limit, const std::function<double(const Pass&)>& seconds) {
+  Call call;
+  call.prompt.assign(prompt, 1);
+  call.limit = limit;
+  call.speculation = schedule.take_speculation(number);
+  CHECK(schedule.run(number, call, [&](const Slot& slot) { lead(schedule, slot, seconds); }) == End::length, "call %d",
+        number);
+}
+
 void a_price_that_was_too_high_is_not_kept() {
   Schedule schedule(2, 1.5);
   float prices[kMostRows];
@@ -44,14 +54,7 @@ void a_price_that_was_too_high_is_not_kept() {
   schedule.speculate(0, prices, true);
   std::atomic<bool> disturbed{true};
   const auto seconds = [&](const Pass& pass) { return pass.runs > 1 && disturbed ? 4e-3 : 1e-3; };
-  const auto answer = [&](int number, int limit) {
-    Call call;
-    call.prompt = {1};
-    call.limit = limit;
-    call.speculation = schedule.take_speculation(number);
-    CHECK(schedule.run(number, call, [&](const Slot& slot) { lead(schedule, slot, seconds); }) == End::length,
-          "call %d", number);
-  };
+  const auto answer = [&](int number, int limit) { run(schedule, number, 1, limit, seconds); };
   std::thread longer(answer, 0, kAlone);
   while (schedule.slot(0).drawn_tokens() < 10) std::this_thread::yield();
   answer(1, kShort);  // shares passes, which take four times as long as others
@@ -121,13 +124,7 @@ void a_prompt_takes_its_share_of_time_in_the_best_passes() {
     }
     return 0.0;
   };
-  const auto answer = [&](int number, int prompt, int limit) {
-    Call call;
-    call.prompt.assign(prompt, 1);
-    call.limit = limit;
-    call.speculation = schedule.take_speculation(number);
-    schedule.run(number, call, [&](const Slot& slot) { lead(schedule, slot, seconds); });
-  };
+  const auto answer = [&](int number, int prompt, int limit) { run(schedule, number, prompt, limit, seconds); };
   std::thread one(answer, 0, 1, 1000);
   while (schedule.slot(0).drawn_tokens() == 0) std::this_thread::yield();
   answer(1, kPrompt, 2);
@@ -152,13 +149,7 @@ void a_prompt_finds_out_that_prices_were_too_high() {
     if (pass.runs == 3) came = true, passes += pass.run[2].slot->drawn == 0;
     return pass.runs == 2 && !came ? 1.4e-3 : 1e-3;
   };
-  const auto answer = [&](int number, int prompt, int limit) {
-    Call call;
-    call.prompt.assign(prompt, 1);
-    call.limit = limit;
-    call.speculation = schedule.take_speculation(number);
-    schedule.run(number, call, [&](const Slot& slot) { lead(schedule, slot, seconds); });
-  };
+  const auto answer = [&](int number, int prompt, int limit) { run(schedule, number, prompt, limit, seconds); };
   std::thread one(answer, 0, 1, 600);
   while (schedule.slot(0).drawn_tokens() < 20) std::this_thread::yield();
   std::thread two(answer, 1, 1, 550);
@@ -184,13 +175,7 @@ void a_prompt_learns_what_long_passes_take() {
     if (pass.runs == 2 && pass.run[1].slot->drawn == 0) passes++, time += found;
     return found * 1e-3;
   };
-  const auto answer = [&](int number, int prompt, int limit) {
-    Call call;
-    call.prompt.assign(prompt, 1);
-    call.limit = limit;
-    call.speculation = schedule.take_speculation(number);
-    schedule.run(number, call, [&](const Slot& slot) { lead(schedule, slot, seconds); });
-  };
+  const auto answer = [&](int number, int prompt, int limit) { run(schedule, number, prompt, limit, seconds); };
   std::thread one(answer, 0, 1, 500);
   while (schedule.slot(0).drawn_tokens() < 20) std::this_thread::yield();
   answer(1, kPrompt, 2);

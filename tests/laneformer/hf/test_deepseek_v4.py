@@ -19,7 +19,7 @@ from laneformer.hf.deepseek_v4 import sources
 from laneformer.hf.safetensors import find_tensors
 from laneformer.ops import GpuOp, without_kernel
 from laneformer.quantized import Quantized, e8m0_values
-from laneformer.weights import kv_bytes_per_token, matmul_parameters, parameter_table
+from laneformer.weights import attention_flops_per_token, kv_bytes_per_token, matmul_parameters, parameter_table
 from tests.support import small, tiny
 from tests.support.hf import deepseek_v4, packers
 from tests.support.hf.configs import V4
@@ -196,6 +196,15 @@ def test_bytes_that_are_kept():
     ring, tails = 4 * 32 * (1 + 15), 2 * (7 * 128 + 7 * 64) + 127 * 64
     entries = 2 * (32 * (0.25 + 8) + 16 * (0.25 + 24)) + round(32 * (1 / 128 + 0))
     assert kv_bytes_per_token(config_from_hf(values()), 99, 2) == 2 * (ring + entries) + 4 * 2 * tails
+
+
+def test_flops_of_attention():
+    """Of 100 tokens, which see 14.8 of the newest 16 positions on average, and the entries of 50.5: of four positions
+    each 8 that an index has chosen, of 128 each all. Four heads of 32 channels, 16 of 16 in the index.
+    """
+    keys, index = 4 * 14.8 + 2 * 8 + 50.5 / 128, 2 * 50.5 / 4
+    found = attention_flops_per_token(config_from_hf(values()), 100)
+    assert found == pytest.approx(4 * 4 * 32 * keys + 2 * 16 * 16 * index)
 
 
 @pytest.mark.parametrize(
