@@ -351,13 +351,13 @@ def test_several_devices(head):
 CASES = CONFIGS | MODELS | EXPERTS | SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET | STREAMS | COMPRESSED
 
 
+@pytest.mark.parametrize("drafts", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", some(CASES, (), ("experts", "smallest", "compressed attention of many heads")))
-def test_configs(name):
+def test_configs(name, drafts):
     config = small.make_config(**CASES[name])
-    for drafts in (False, True):
-        model = Slots(*of_config(config), rows=3, slots=2, drafts=drafts)
-        for seed in range(3):
-            serve(model, seed)
+    model = Slots(*of_config(config), rows=3, slots=2, drafts=drafts)
+    for seed in range(3):
+        serve(model, seed)
 
 
 @pytest.mark.exhaustive
