@@ -10,6 +10,7 @@
 namespace laneformer {
 
 constexpr int64_t kIdleNs = 2'000'000;                // between two looks for calls and masks while no call can go on
+constexpr double kMostWrong = 4;                      // times what the list says of long passes
 constexpr std::chrono::milliseconds kAnnounced{100};  // for a call that was announced to begin
 
 void Pass::add(Slot& slot, const int32_t* of, int count, int64_t start, int drawing) {
@@ -266,7 +267,7 @@ double Schedule::spent(const Pass& pass, double time) {
   if (pass.positions <= kMostRows) {
     prices_.took(pass.positions, time);
   } else {
-    long_ *= std::sqrt(found / expected);
+    long_ = std::clamp(long_ * std::sqrt(found / expected), 1 / kMostWrong, kMostWrong);
   }
   return found;
 }
