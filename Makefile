@@ -1,6 +1,10 @@
-# make run    set up, tokenize the standard library, pretrain on it, plot the loss, write code: minutes on two CPU cores
-# make test   set up and run the tests        make lint   check style   make format   apply it   make clean   undo all of it
-# On a GPU machine add EXTRAS=test,cuda13 (or cuda12, rocm) to any of them: JAX is installed with support for its GPUs.
+# make run      set up, tokenize Python's standard library, pretrain on it, plot the loss and write code: minutes on two
+#               CPU cores
+# make test     set up and run the tests
+# make lint     check the style
+# make format   apply the style
+# make clean    remove everything that these commands created
+# On a machine with GPUs add EXTRAS=test,cuda13 (or cuda12, rocm) to any command: it installs JAX with GPU support.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -12,7 +16,7 @@ RUN    ?= runs/stdlib
 TRAIN  ?=
 PROMPT ?= def read_lines(path, encoding="utf-8"):
 
-# The library of the Python that runs this, without tests, bundled tools and tables.
+# Python's standard library, without its tests, bundled tools and tables.
 STDLIB  = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 EXCLUDE = $(addprefix --exclude ,site-packages test tests idlelib lib2to3 turtledemo ensurepip encodings pydoc_data)
 
@@ -51,4 +55,4 @@ $(VENV)/.installed-$(EXTRAS): pyproject.toml setup.py
 clean:
 	rm -rf $(VENV) $(DATA) $(RUN) *.egg-info build custom_calls/lib .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
-	@rmdir $(dir $(DATA)) $(dir $(RUN)) 2>/dev/null || true  # where nothing else lies in them
+	@rmdir $(dir $(DATA)) $(dir $(RUN)) 2>/dev/null || true  # fails if they contain something else

@@ -1,4 +1,4 @@
-"""Compiles the native library with the package, where there is a compiler; everything else is in pyproject.toml."""
+"""Compiles the native library when the package is installed, if a C++ compiler is found; see also pyproject.toml."""
 
 import importlib.util
 import sys
@@ -11,7 +11,7 @@ HERE = Path(__file__).resolve().parent
 
 
 class BuildNative(build_ext):
-    """custom_calls/build.py does the work; it is loaded by its path because the package itself needs JAX."""
+    """Runs custom_calls/build.py, loaded by its path, because importing the package would need JAX."""
 
     def run(self):
         spec = importlib.util.spec_from_file_location("build_native", HERE / "custom_calls" / "build.py")
@@ -20,7 +20,7 @@ class BuildNative(build_ext):
         in_place = self.inplace or getattr(self, "editable_mode", False)
         folder = (HERE if in_place else Path(self.build_lib)) / "custom_calls" / "lib"
         if problem := build.try_build(folder):
-            print(f"installing without the native kernels, which the first use compiles: {problem}", file=sys.stderr)
+            print(f"installing without the native kernels; their first use compiles them: {problem}", file=sys.stderr)
 
     def get_outputs(self):
         return []
