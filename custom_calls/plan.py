@@ -22,6 +22,7 @@ from custom_calls.words import Reader, Writer
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS, KERNEL_FORMATS
 from laneformer.ops import (
+    ENTRIES,
     Attend,
     CompressedKeep,
     DecoderOps,
@@ -129,10 +130,6 @@ class Table:
 
 Dtype = IntEnum("Dtype", {name: FORMATS[name].id for name in KERNEL_FORMATS})
 """Number formats of packed weights and caches, by the numbers that kernels know them by."""
-
-
-ENTRIES = 16
-"""Positions whose entries DeltaNet adds to its matrices together, and rows that a pass may have to take back."""
 
 
 class Kept(NamedTuple):
@@ -315,20 +312,17 @@ def kept_of(op: Op, cache_dtype: str) -> tuple[Kept, ...]:
         found.append(Kept("positions", (op.channels,), cache_dtype))
         for name, own in (("compressed", op.entries), ("index_keys", op.index_keys)):
             if own:
-                tail = own.earlier + ENTRIES, 2 * own.width
                 found.append(Kept(name, (own.channels,), cache_dtype, every=own.ratio))
-                found.append(Kept(f"{name}_tail", tail, "float32", True))
+                found.append(Kept(f"{name}_tail", (own.tail, 2 * own.width), "float32", True))
         return tuple(found)
     if not isinstance(op, DeltaNet):
         return ()
-    tiles = op.ratio * op.head_tiles
-    entries = 2 * ENTRIES * (op.key_dim + 16 * tiles + op.ratio)
-    inputs = op.convolution.shape[1] - 1 + ENTRIES, 2 * op.key_dim + op.ratio * op.value_dim
+    inputs = op.convolution.shape[1] - 1 + ENTRIES, op.head_channels
     return (
         Kept("base", (op.key_heads,), "int32", True),
-        Kept("entries", (op.key_heads, entries), "float32", True),
+        Kept("entries", (op.key_heads, 2 * op.stretch_floats), "float32", True),
         Kept("inputs", (op.key_heads, *inputs), cache_dtype, True),
-        Kept("state", (op.key_heads, tiles, op.key_dim, 16), "float32", True),
+        Kept("state", (op.key_heads, op.delta_width // 16, op.key_dim, 16), "float32", True),
     )
 
 

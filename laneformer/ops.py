@@ -1,17 +1,18 @@
-"""What one decode step of a model does, as data: the ops of each layer, in order, and the weights that they read.
+"""What one decode step of a model computes, as data: the ops of each layer, in order, and the weights that they read.
 
-A kernel runs these ops; it does not know architectures. Each block in laneformer/blocks states its own,
-laneformer/decoder.py collects them for a ModelConfig, custom_calls/plan.py turns them into words for C++, and
-tests/support/plan_interpreter.py runs them in a page of NumPy.
+A kernel runs these ops and knows no architectures. Each block in laneformer/blocks states its own ops,
+laneformer/decoder.py collects them for a ModelConfig, custom_calls/plan.py writes them as words for C++, and
+tests/support/plan_interpreter.py runs them in NumPy.
 
-Every lane runs the same ops on its own share of the weights. Between ops, a lane keeps a few values (`Value`): a module
-begins with the residual STREAM and ends with its OUTPUT, which the schedule of laneformer/layout.py adds and exchanges.
+Every lane runs the same ops on its own share of the weights; all sizes here are those of one lane. Between ops a lane
+holds a few values (`Value`): a module begins with the residual STREAM and ends with its OUTPUT, which the schedule of
+laneformer/layout.py adds to the streams and exchanges between lanes.
 
-Sizes are those of one lane. An op's fields travel in the order in which they are written here. A new field or kind of
-op is added here and where a kernel computes it: custom_calls/ops_header.py makes the C++ structs of these classes and
-what decodes them, custom_calls/gpu/header.py the constants of the GPU kernel. An int is a size and at least 1.
+To add a field or a kind of op, write it here and compute it in the kernels: custom_calls/ops_header.py writes the C++
+structs of these classes and what decodes them, custom_calls/gpu/header.py the constants of a GPU kernel. Fields travel
+in the order in which they are written. A field of type int is a size and at least 1.
 
-Nothing here imports JAX.
+Nothing here imports JAX or another file of ours.
 """
 
 import dataclasses
@@ -19,10 +20,20 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 from types import UnionType
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 LATER = {"recorded": "unless it has its default"}
 """Metadata of options that older runs and records do not have; see `recorded_fields` in laneformer/config/model.py."""
+
+ENTRIES = 16
+"""Positions of a gated DeltaNet whose deltas join its matrices together, and rows that a pass can take back."""
+
+
+class size(property):
+    """A property that is a whole number computed from fields. The C++ struct has it as a member function: its getter is
+    one `return` of +, -, *, // and `a if flag else b`, which custom_calls/ops_header.py translates. Operands of // are
+    not negative.
+    """
 
 
 @dataclass(frozen=True)
@@ -30,24 +41,26 @@ class Weight:
     """One array of the table in laneformer/weights.py. Vectors (norm gains, biases) are kept in float32."""
 
     path: str
-    """Its path in that table."""
+    """Path of the array in that table."""
     shape: tuple[int, ...]
-    """Shape of one lane's share, and of one expert's where experts have one each."""
+    """Shape of one lane's share; with `experts`, of one expert's array in it."""
     lane_sharded: bool = True
-    """Whether each lane has its own: the array then has a leading lane axis. Otherwise all lanes read the same."""
+    """Each lane has its own array, along a leading axis. False: all lanes read the same array."""
     experts: int | None = None
-    """How many experts, or heads, have one each, along an axis behind that of the lanes; None: no such axis."""
+    """Number of experts (or heads) that have an array each, along the axis after that of the lanes. None: no such axis.
+    """
     plus: float = dataclasses.field(default=0.0, compare=False)
-    """Added to a vector where it is packed: kernels have the sum alone, and a plan's words do not have this."""
+    """Number added to a vector when it is packed. Kernels and a plan's words know the sum alone."""
     cut_from: str | None = dataclasses.field(default=None, compare=False)
-    """Path of the matrix in that table, [experts * rows, columns] of a lane, of which each of the experts, here heads,
-    has the rows from `first_row` on; None: it is in the table itself. A plan's words do not have this either.
+    """Path of a matrix [experts * rows, columns] in the table. Each expert's array is made of its rows there, from
+    `first_row` on. None: the array itself is in the table. Not part of a plan's words.
     """
     first_row: int = dataclasses.field(default=0, compare=False)
+    """Row of each expert in `cut_from` at which its array begins."""
     transposed: bool = dataclasses.field(default=False, compare=False)
-    """Whether these rows are its columns."""
+    """The rows of `cut_from` are the columns of the array."""
     small: bool = dataclasses.field(default=False, compare=False)
-    """It is among the vectors, in float32, although it has two dimensions."""
+    """The array is stored among the vectors, in float32, although it has two dimensions."""
 
     @property
     def is_matrix(self) -> bool:
@@ -60,32 +73,32 @@ class Value(IntEnum):
     STREAM = 0
     """The residual stream [hidden_size]."""
     PROJECTED = 1
-    """Queries, keys, values and gates, one after the other; of latent attention the latent, then the heads' values."""
+    """Queries, keys, values and gates end to end. In latent attention first the latent, later the values of the heads.
+    """
     ATTENDED = 2
-    """The heads' results [heads, head_dim]."""
+    """Results of the heads [heads, head_dim]."""
     HIDDEN = 3
-    """Hidden channels of a feed-forward network, or between the two matrices of queries."""
+    """Hidden channels of a feed-forward network, or those between the two matrices that make queries."""
     OUTPUT = 4
     """The module's output [hidden_size], which the schedule adds to the stream."""
     ROUTES = 5
-    """Numbers of the experts that are used, and their shares in the sum: the largest share first, or in the order of a
-    table.
+    """Numbers of the chosen experts and their shares in the sum: the largest share first, or in the order of a table.
     """
     QUERIES = 6
-    """Queries of latent or compressed attention [heads, channels], of each head those that rotate last."""
+    """Queries of latent or compressed attention [heads, channels]. The last channels of each head are rotated."""
     ABSORBED = 7
-    """Queries for the cached latents [heads, rank]: those that do not rotate, times the matrix of the head's keys."""
+    """Queries for the cached latents [heads, rank]: a head's channels that are not rotated, times its key matrix."""
     STREAMS = 8
-    """Several residual streams, end to end [streams * hidden_size]; STREAM is then what a module reads of them."""
+    """Several residual streams end to end [streams * hidden_size]. STREAM is then what a module reads of them."""
     MIXTURE = 9
-    """What decides how a module reads and writes them, before its sigmoids and softmax."""
+    """Numbers, before sigmoids and softmax, that decide how a module reads and writes the residual streams."""
     INDEX = 10
-    """Queries that choose entries of compressed attention [heads, channels]."""
+    """Queries that choose the entries of compressed attention [heads, channels]."""
 
 
 class Activation(IntEnum):
-    """What a product does to its rows before it writes them; custom_calls/common/activation.h computes it. Names as
-    in ModelConfig.hidden_act.
+    """The function that a product applies to its rows, in custom_calls/common/activation.h. ModelConfig.hidden_act has
+    the same names.
     """
 
     NONE = 0
@@ -94,18 +107,18 @@ class Activation(IntEnum):
     GELU = 2
     """x times the normal distribution function of x (Hendrycks & Gimpel, arXiv 1606.08415)."""
     GELU_PYTORCH_TANH = 3
-    """Its approximation x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), ibid."""
+    """x / 2 (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))), an approximation of GELU from the same paper."""
     RELU2 = 4
     """max(x, 0)^2 (So et al., arXiv 2109.08668)."""
     QUICK_GELU = 5
-    """x / (1 + exp(-QUICK_GELU_FACTOR x)), the sigmoid's approximation of gelu (arXiv 1606.08415)."""
+    """x / (1 + exp(-QUICK_GELU_FACTOR x)), an approximation of GELU by a sigmoid from the same paper."""
 
 
 QUICK_GELU_FACTOR = 1.702
 
 
 class ProductName(IntEnum):
-    """What a product is called in traces and in the layout of a kernel's memory."""
+    """Name of a product in traces and in the memory layout of a kernel."""
 
     QKV = 0
     OUT = 1
@@ -139,7 +152,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Matrix:
-    """Some of a product's rows."""
+    """One of the matrices of a product, with its bias."""
 
     weight: Weight
     bias: Weight | None = None
@@ -151,29 +164,30 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Chosen:
-    """That each expert has its own matrices and biases, and that a product is made with those in ROUTES alone."""
+    """Marks a product whose matrices and biases each expert has its own of; only the experts in ROUTES compute."""
 
     used: int
-    """Experts in ROUTES."""
+    """Number of experts in ROUTES."""
     summed: bool
-    """Each reads its own channels, the first ones those of the first expert, and the sum of the results is written,
-    each times its share, in the order of ROUTES. Otherwise all read the same, and write one after the other.
+    """True: each expert reads its own channels, in the order of ROUTES, and the product writes the sum of their results
+    times their shares. False: all experts read the same channels and write their results end to end.
     """
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """That a product is block-diagonal: each head has its own matrices, which read its own channels alone."""
+    """Marks a block-diagonal product: each head has its own matrices, which read only the head's channels."""
 
     count: int
+    """Number of blocks (heads)."""
     step: int
-    """Channels from one block's first to the next one's in what is read; results follow each other."""
+    """Channels between the first ones of two neighbouring blocks in the input; results are written end to end."""
 
 
 @dataclass(frozen=True)
 class Product:
-    """Matrices times one vector: `reads`, after `norm` where there is one; its rows go to `writes` one matrix after the
-    other, biases added, through `activation`.
+    """Matrices times the vector `reads`, which is normalized first if there is a `norm`. The rows of all matrices, plus
+    biases, pass through `activation` and are written to `writes` end to end.
 
     A gated product has two matrices, gate and up, and writes activation(gate) * (up + up_offset), row by row.
     """
@@ -186,30 +200,32 @@ class Product:
     activation: Activation = Activation.NONE
     gated: bool = False
     limit: float | None = None
-    """Gated: the gate is at most this, and the up row between -limit and limit; None for no limits."""
+    """Limit of a gated product: gate is clamped to at most this, up to between -limit and limit. None: no limit."""
     up_offset: float = 0.0
+    """Number that a gated product adds to up."""
     chosen: Chosen | None = None
     blocks: Blocks | None = None
 
     @property
     def rows(self) -> int:
-        """Of one expert or block, where it is made of those."""
+        """Rows of all matrices of the product; of one expert or block if it has several."""
         return sum(matrix.rows for matrix in self.matrices)
 
     @property
     def columns(self) -> int:
+        """Columns of each matrix."""
         return self.matrices[0].weight.shape[1]
 
     @property
     def inputs(self) -> int:
-        """Channels of what it reads."""
+        """Channels of the value that the product reads."""
         if self.blocks:
             return self.blocks.count * self.blocks.step
         return self.columns * (self.chosen.used if self.chosen and self.chosen.summed else 1)
 
     @property
     def channels(self) -> int:
-        """Channels that it writes."""
+        """Channels of the value that the product writes."""
         each = self.rows // 2 if self.gated else self.rows
         if self.blocks:
             return each * self.blocks.count
@@ -217,22 +233,22 @@ class Product:
 
     @property
     def share(self) -> float:
-        """Share of its weights that one token multiplies."""
+        """Share of the product's weights that one token is multiplied with."""
         return self.chosen.used / self.matrices[0].weight.experts if self.chosen else 1.0
 
 
 @dataclass(frozen=True)
 class Route:
-    """Chooses experts, in float32 whatever products compute in: ROUTES gets those with the largest logits, of equal
-    ones the lowest number first. An expert's logit is its row of the matrix times STREAM, after `norm`, and its bias.
+    """Chooses the experts with the largest logits for ROUTES, of equal ones the lowest number first. An expert's logit
+    is its row of the matrix times STREAM (after `norm`), plus its bias, in float32 whatever products compute in.
     """
 
     matrix: Matrix
-    """[experts, hidden_size]."""
+    """Router [experts, hidden_size]."""
     used: int
-    """Experts that it chooses."""
+    """Number of experts to choose."""
     normalized: bool
-    """Shares are the softmax over the chosen logits; otherwise those of the softmax over all."""
+    """Shares are the softmax over the chosen logits. False: they are taken from the softmax over all logits."""
     norm: Norm | None = None
 
     reads: ClassVar = Value.STREAM
@@ -241,36 +257,73 @@ class Route:
 
 @dataclass(frozen=True)
 class SigmoidRoute:
-    """Route with the sigmoids of the logits as scores; ROUTES gets the largest sums of score and correction."""
+    """Route whose scores are sigmoids of the logits. It chooses the experts with the largest sum of score and
+    correction (DeepSeek-V3, arXiv 2412.19437).
+    """
 
     matrix: Matrix
-    """[experts, hidden_size]."""
+    """Router [experts, hidden_size]."""
     used: int
-    """Experts that it chooses."""
+    """Number of experts to choose."""
     normalized: bool
-    """Shares are the chosen scores over their sum; otherwise the scores."""
+    """Shares are the chosen scores divided by their sum. False: they are the scores."""
     norm: Norm | None
     correction: Weight | None
-    """[experts], not in the shares."""
+    """Vector [experts] added to the scores for the choice; shares are computed without it."""
     groups: int
-    """Groups of experts with neighbouring numbers."""
+    """Number of groups; experts with neighbouring numbers form a group."""
     groups_used: int
-    """Groups chosen from: those with the largest sums of their two best; of equal ones the lowest number first."""
+    """Number of groups to choose from: those with the largest sums of their two best experts, of equal ones the lowest
+    number first.
+    """
     factor: float
-    """On the shares."""
+    """Factor on the shares."""
 
     reads: ClassVar = Value.STREAM
     writes: ClassVar = Value.ROUTES
 
 
 @dataclass(frozen=True, kw_only=True)
+class ModuleVariant:
+    """Options of what surrounds a module: fields of ModelConfig and of Norms, computed in laneformer/blocks/layer.py. A
+    new option has a default that changes nothing and is marked LATER.
+    """
+
+    norm_before: bool = dataclasses.field(default=True, metadata=LATER)
+    """RMSNorm of the stream before each module."""
+    norm_after: Literal["lane", "sum"] | None = dataclasses.field(default=None, metadata=LATER)
+    """RMSNorm of each module's output: of each lane's own, before it is added or sent (lane), or of the sum over all
+    lanes (sum). The latter keeps the results of a published model that is cut into lanes (OLMo-2, arXiv 2501.00656).
+    """
+
+    @property
+    def module_variant(self) -> dict[str, Any]:
+        """These fields by name."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(ModuleVariant)}
+
+    def unfit(self, layout: str, adds_whole_sums: bool) -> str | None:
+        """Which of these options do not work together or with the layout, and the remedy; None if they do.
+
+        adds_whole_sums: each module's output is added as one sum over all lanes.
+        """
+        if not self.norm_before and self.norm_after is None:
+            return "norm_before = false requires norm_after; set it to lane or sum"
+        if self.norm_after == "sum" and not adds_whole_sums:
+            return (
+                "norm_after = 'sum' requires a layout that adds each module's output as one sum over all lanes, as tp"
+                f" and ladder do; layout {layout} does not: set norm_after = 'lane'"
+            )
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AttentionVariant:
-    """Options of attention that a kernel takes as they are: fields of ModelConfig, of each layer's AttentionOptions and
-    of the op. A new one has a default, which leaves attention as it was, and is marked LATER.
+    """Options of attention that need no conversion: fields of ModelConfig, of each layer's AttentionOptions and of the
+    op. A new option has a default that changes nothing and is marked LATER.
     """
 
     attention_gate: bool = dataclasses.field(default=False, metadata=LATER)
-    """Each channel of the heads' results times a sigmoid of its own projection, before wo (arXiv 2505.06708)."""
+    """Each channel of the heads' results is multiplied by the sigmoid of a projection, before wo (arXiv 2505.06708)."""
 
     @property
     def attention_variant(self) -> dict[str, Any]:
@@ -280,9 +333,9 @@ class AttentionVariant:
 
 @dataclass(frozen=True)
 class Attend(AttentionVariant):
-    """Causal grouped-query attention: PROJECTED holds q [heads, head_dim], k and v [kv_heads, head_dim], and, with
-    attention_gate, the gate before its sigmoid [heads, head_dim]; this position's k and v join the layer's cache; the
-    result is ATTENDED. Query head h reads key head h // (heads / kv_heads).
+    """Causal grouped-query attention. PROJECTED holds q [heads, head_dim], k and v [kv_heads, head_dim] and, with
+    attention_gate, the gate before its sigmoid [heads, head_dim]. The position's k and v are appended to the layer's
+    cache; the result is ATTENDED. Query head h reads key head h // (heads / kv_heads).
     """
 
     heads: int
@@ -291,28 +344,39 @@ class Attend(AttentionVariant):
     scale: float
     """Factor on the scores q . k."""
     window: int | None
-    """Newest keys that are seen, the own position included; None for all."""
+    """Number of newest keys that a query sees, its own position included. None: all."""
     rotary: Rotary | None
-    """Applied to q and k, after their norms."""
+    """Rotation of q and k, after their norms."""
     q_norm: Norm | None = None
-    """Over each query head; or over all of them together, if its gain has as many channels. k_norm likewise."""
+    """Norm over each query head, or over all of them together if its gain has that many channels."""
     k_norm: Norm | None = None
+    """Norm of the key heads, as q_norm."""
     sinks: Weight | None = None
-    """A logit [heads] beside each head's scores, not scaled: a key without a value, which takes its share (gpt-oss)."""
+    """Logits [heads] that join each head's scaled scores in the softmax: a key that has no value (gpt-oss)."""
 
     reads: ClassVar = Value.PROJECTED
     writes: ClassVar = Value.ATTENDED
 
-    @property
+    @size
+    def width(self) -> int:
+        """Channels of ATTENDED."""
+        return self.heads * self.head_dim
+
+    @size
+    def values_end(self) -> int:
+        """Channels of PROJECTED up to the end of v."""
+        return (self.heads + 2 * self.kv_heads) * self.head_dim
+
+    @size
     def projected(self) -> int:
         """Channels of PROJECTED."""
-        return ((2 if self.attention_gate else 1) * self.heads + 2 * self.kv_heads) * self.head_dim
+        return self.values_end + (self.width if self.attention_gate else 0)
 
 
 @dataclass(frozen=True)
 class LatentKeep:
-    """Of PROJECTED [rank + rotating channels] the first `rank`, after `norm`, and the others, rotated, join the layer's
-    cache: this position's latent.
+    """Appends the position's latent to the layer's cache: the first `rank` channels of PROJECTED after `norm`, then its
+    other channels, rotated.
     """
 
     rank: int
@@ -325,15 +389,15 @@ class LatentKeep:
 
 @dataclass(frozen=True)
 class LatentAttend:
-    """Causal attention to the cached latents, which are the keys and the values of all heads. A head's query is its
-    part of ABSORBED, then its channels of QUERIES that rotate; its row of ATTENDED [heads, rank] is
-    softmax(scale q k^T) times the first `rank` channels of the k.
+    """Causal attention to the cached latents, which are keys and values of all heads. A head's query is its part of
+    ABSORBED, then its channels of QUERIES that rotate. Its row of ATTENDED [heads, rank] is softmax(scale q k^T) times
+    the first `rank` channels of the latents k (DeepSeek-V2, arXiv 2405.04434).
     """
 
     heads: int
     rank: int
     still: int
-    """Channels of a head's QUERIES that do not rotate: the first ones."""
+    """Number of the first channels of a head's QUERIES, which do not rotate."""
     scale: float
     rotary: Rotary
 
@@ -342,13 +406,13 @@ class LatentAttend:
 
     @property
     def rotating(self) -> int:
-        """Channels that rotate."""
+        """Channels of a head that rotate."""
         return 2 * len(self.rotary.frequencies)
 
 
 @dataclass(frozen=True)
 class OutputNorm:
-    """RMSNorm of OUTPUT, in place."""
+    """RMSNorm of a module's OUTPUT, in place."""
 
     norm: Norm
 
@@ -358,11 +422,12 @@ class OutputNorm:
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """An MLP that every token uses: what `products` make of STREAM is added to OUTPUT, times sigmoid(gate STREAM)."""
+    """An MLP that every token uses. Its result is added to OUTPUT, times sigmoid(gate . STREAM) if there is a gate."""
 
     products: tuple[Product, ...]
+    """Products of the MLP, in order; the first reads STREAM."""
     gate: Matrix | None = None
-    """One row, of the stream after the norm of the first product."""
+    """One row [1, hidden_size], times the stream after the norm of the first product."""
 
     reads: ClassVar = Value.STREAM
     writes: ClassVar = Value.OUTPUT
@@ -370,9 +435,10 @@ class SharedExpert:
 
 @dataclass(frozen=True)
 class DeltaNet:
-    """Gated delta rule (Yang et al., arXiv 2412.06464): PROJECTED holds, for each key head, q and k [key_dim] and, for
-    each of its value heads, v and then z [value_dim]; then, for each key head, b and then a of its value heads. The
-    result is ATTENDED [value_heads, value_dim]. laneformer/blocks/delta_net.py has the equations.
+    """Gated delta rule (Yang et al., arXiv 2412.06464); laneformer/blocks/delta_net.py has the equations. PROJECTED
+    holds for each key head q, k [key_dim], then v of all its value heads, then z of all of them [value_dim each].
+    After that it holds for each key head b of its value heads, then a of them. The result is ATTENDED
+    [value_heads, value_dim].
     """
 
     key_heads: int
@@ -380,52 +446,89 @@ class DeltaNet:
     key_dim: int
     value_dim: int
     convolution: Weight
-    """[channels of q, then k, then v; tokens], the oldest token first; small."""
+    """Taps [channels of q, then k, then v; tokens] of the convolution, the oldest token first; small."""
     decay: Weight
-    """[value_heads]: the logarithm of a rate."""
+    """Logarithms of the rates of decay [value_heads]."""
     step: Weight
-    """[value_heads]: added to a."""
+    """Vector [value_heads] added to a."""
     norm: Norm
-    """Of each head's result, before its gate."""
+    """Norm of each head's result, before the gate z."""
     unit_eps: float
-    """Added to the squared lengths of q and of k, by whose roots they are divided."""
+    """Number added to the squared lengths of q and k, whose roots divide them."""
 
     reads: ClassVar = Value.PROJECTED
     writes: ClassVar = Value.ATTENDED
 
-    @property
+    @size
     def ratio(self) -> int:
-        """Value heads of a key head."""
+        """Value heads of one key head."""
         return self.value_heads // self.key_heads
 
-    @property
-    def head_tiles(self) -> int:
-        """Tiles of 16 rows that a value head's channels take."""
-        return -(-self.value_dim // 16)
+    @size
+    def width(self) -> int:
+        """Channels of ATTENDED."""
+        return self.value_heads * self.value_dim
 
-    @property
+    @size
+    def head_channels(self) -> int:
+        """Channels of the convolution that one key head has: q, k and v."""
+        return 2 * self.key_dim + self.ratio * self.value_dim
+
+    @size
+    def channels(self) -> int:
+        """Channels of the convolution."""
+        return self.key_heads * self.head_channels
+
+    @size
+    def head_rows(self) -> int:
+        """Channels of PROJECTED that one key head has: q, k, v and z."""
+        return self.head_channels + self.ratio * self.value_dim
+
+    @size
+    def steps_begin(self) -> int:
+        """First channel of PROJECTED that holds b and a."""
+        return self.key_heads * self.head_rows
+
+    @size
     def projected(self) -> int:
         """Channels of PROJECTED."""
-        return 2 * self.key_heads * self.key_dim + 2 * self.value_heads * (self.value_dim + 1)
+        return self.steps_begin + 2 * self.value_heads
+
+    @size
+    def head_tiles(self) -> int:
+        """Tiles of 16 rows that the channels of one value head take."""
+        return (self.value_dim + 15) // 16
+
+    @size
+    def delta_width(self) -> int:
+        """Channels of all value heads of a key head, in whole tiles of 16."""
+        return 16 * self.ratio * self.head_tiles
+
+    @size
+    def stretch_floats(self) -> int:
+        """Floats of ENTRIES entries of a key head: keys, deltas and decays."""
+        return ENTRIES * (self.key_dim + self.delta_width + self.ratio)
 
 
 @dataclass(frozen=True)
 class RootRoute:
-    """SigmoidRoute without groups, with sqrt(softplus(logit)) as score, or with a table of each token's experts."""
+    """SigmoidRoute without groups whose scores are sqrt(softplus(logit)). A table may choose the experts instead, by
+    the token's id (DeepSeek-V4).
+    """
 
     matrix: Matrix
-    """[experts, hidden_size]."""
+    """Router [experts, hidden_size]."""
     used: int
-    """Experts that it chooses."""
+    """Number of experts to choose."""
     normalized: bool
-    """Shares are the chosen scores over their sum; otherwise the scores."""
+    """Shares are the chosen scores divided by their sum. False: they are the scores."""
     norm: Norm | None
     correction: Weight | None
-    """[experts], not in the shares."""
+    """Vector [experts] added to the scores for the choice; shares are computed without it."""
     factor: float
-    """On the shares."""
+    """Factor on the shares."""
     by_token: Weight | None
-    """[vocabulary, used]; small."""
+    """Table of the experts of each token [vocabulary, used]; small. None: the scores choose."""
 
     reads: ClassVar = Value.STREAM
     writes: ClassVar = Value.ROUTES
@@ -433,23 +536,25 @@ class RootRoute:
 
 @dataclass(frozen=True)
 class GatherStreams:
-    """STREAM gets the sum of the residual streams, each times its share in MIXTURE = mix STREAMS / rms(STREAMS). The
-    other rows of MIXTURE say how the module's OUTPUT joins the streams, where the schedule adds it.
+    """Computes STREAM as the sum of the residual streams, each times its share in MIXTURE = mix STREAMS / rms(STREAMS).
+    The other rows of MIXTURE decide how the module's OUTPUT joins the streams, where the schedule adds it.
     laneformer/blocks/streams.py has the equations.
     """
 
     count: int
-    """Streams."""
+    """Number of residual streams."""
     mix: Matrix
-    """[count, count * hidden_size] of the head, [2 count + count^2, ...] of a module."""
+    """Matrix [2 count + count^2, count * hidden_size] of a module, or [count, count * hidden_size] of the head."""
     factors: Weight
-    """On the rows: of what is read, of what is written, of what is between the streams."""
+    """Factors on the rows of MIXTURE: one for reading, one for writing, one for the matrix between the streams."""
     offsets: Weight
-    """Added to the rows."""
+    """Vector added to the rows of MIXTURE."""
     eps: float
+    """Number added to the shares, to the matrix between the streams and to the sums that divide it."""
     norm_eps: float
+    """Number added to the mean square of STREAMS."""
     iterations: int
-    """Of the matrix between the streams, which make its rows and columns sum to 1."""
+    """Sinkhorn iterations on the matrix between the streams, which make its rows and columns sum to 1."""
 
     reads: ClassVar = Value.STREAMS
     writes: ClassVar = Value.STREAM
@@ -457,52 +562,64 @@ class GatherStreams:
 
 @dataclass(frozen=True)
 class EntrySize:
-    """Of entries that are made of several positions each."""
+    """Size of cache entries that summarize a window of several positions each."""
 
     channels: int
+    """Channels of an entry."""
     ratio: int
-    """Positions of a window."""
+    """Positions in a window."""
     overlaps: bool
-    """An entry also contains the window before."""
+    """An entry also contains the positions of the window before."""
 
-    @property
+    @size
     def width(self) -> int:
-        """Channels of a position's vectors."""
-        return self.channels * (1 + self.overlaps)
+        """Channels of one position's vectors."""
+        return self.channels * (2 if self.overlaps else 1)
 
-    @property
+    @size
     def earlier(self) -> int:
-        """Positions before a new one that may be in its window's entry, at most."""
-        return self.ratio * (1 + self.overlaps) - 1
+        """Largest number of earlier positions that share an entry with a position."""
+        return self.ratio * (2 if self.overlaps else 1) - 1
+
+    @size
+    def tail(self) -> int:
+        """Positions whose vectors and gates are kept until their entries are complete."""
+        return self.earlier + ENTRIES
 
 
 @dataclass(frozen=True)
 class Compressor(EntrySize):
-    """Entries of a cache. Of PROJECTED the channels from `first` on are a position's vectors, then as many gates; where
-    windows overlap, the first half of either is for the next window's entry. laneformer/blocks/compressor.py has the
-    equations.
+    """Computes cache entries; laneformer/blocks/compressor.py has the equations. From channel `first` of PROJECTED on
+    are the position's vectors, then as many gates. Where windows overlap, the first half of each is for the next
+    window's entry.
     """
 
     first: int
+    """First channel of PROJECTED that is read."""
     biases: Weight
-    """[ratio, channels of a position's vectors], on the gates; small."""
+    """Biases [ratio, width] of the gates; small."""
     norm: Norm
+    """Norm of an entry."""
     rotary: Rotary
-    """Of an entry's last channels, at the first position of its window."""
+    """Rotation of an entry's last channels, by the first position of its window."""
 
 
 @dataclass(frozen=True)
 class CompressedKeep:
-    """Of PROJECTED the first `channels`, after `norm`, the last of them rotated, join the layer's cache: this
-    position's vector. So do entries whose last position this is.
+    """Appends the position's vector to the layer's cache: the first `channels` of PROJECTED after `norm`, the last of
+    them rotated. It also appends the entries that this position completes.
     """
 
     channels: int
+    """Channels of a position's vector."""
     norm: Norm
+    """Norm of that vector."""
     rotary: Rotary
+    """Rotation of its last channels."""
     entries: Compressor | None
+    """Entries that summarize windows of positions; None: the layer has none."""
     index_keys: Compressor | None
-    """Of the index, one for each entry."""
+    """Keys by which the index chooses entries, one for each entry; None: the layer has no index."""
 
     reads: ClassVar = Value.PROJECTED
     writes: ClassVar = Value.PROJECTED
@@ -510,40 +627,53 @@ class CompressedKeep:
 
 @dataclass(frozen=True)
 class Index:
-    """Chooses the `most` entries with the largest sums over its heads of weight * relu(query . key), of equal ones
-    those with the lowest numbers. Queries are INDEX, rotated; weights are in PROJECTED.
+    """Chooses the `most` entries with the largest sum over the heads of weight * relu(query . key), of equal ones the
+    lowest numbers. The queries are INDEX, rotated; the weights are in PROJECTED.
     """
 
     heads: int
+    """Number of heads."""
     channels: int
+    """Channels of a query and of a key."""
     first: int
-    """Channel of PROJECTED that is the first weight."""
+    """Channel of PROJECTED that is the first head's weight."""
     most: int
+    """Largest number of entries to choose."""
 
 
 @dataclass(frozen=True)
 class CompressedAttend:
-    """Attention to the cached vectors of the newest positions and to entries, which are keys and values of all heads.
-    Queries are those of QUERIES over their root mean square, rotated; each head's result is rotated back.
+    """Attention to the cached vectors of the newest positions and to the entries, which are keys and values of all
+    heads. A head's query is its part of QUERIES, divided by its root mean square and rotated; its result is rotated
+    back (DeepSeek-V4).
     """
 
     heads: int
+    """Number of query heads."""
     head_dim: int
+    """Channels of a head."""
     window: int
-    """Newest positions that are seen, the own one included."""
+    """Number of newest positions that a query sees, its own included."""
     ratio: int | None
-    """Positions of an entry; None: there are none."""
+    """Positions in an entry's window; None: the layer has no entries."""
     norm_eps: float
+    """Number added to the mean square of a query."""
     scale: float
+    """Factor on the scores."""
     rotary: Rotary
-    """Of the last channels."""
+    """Rotation of a head's last channels."""
     sinks: Weight
-    """As in Attend."""
+    """Logits [heads] that join each head's scaled scores, as in Attend."""
     index: Index | None
-    """None: all entries are seen whose positions are all there."""
+    """What chooses the entries that a query sees; None: it sees all complete ones."""
 
     reads: ClassVar = Value.QUERIES
     writes: ClassVar = Value.ATTENDED
+
+    @size
+    def width(self) -> int:
+        """Channels of ATTENDED."""
+        return self.heads * self.head_dim
 
 
 GpuOp = (
@@ -561,14 +691,14 @@ GpuOp = (
     | CompressedKeep
     | CompressedAttend
 )
-"""What the decode kernel on GPUs computes."""
+"""The ops that the decode kernel on GPUs computes."""
 Op = GpuOp
-"""What the decode kernel on CPUs computes. A dataclass of this file that is not among them is for backend xla alone."""
+"""The ops that the decode kernel on CPUs computes. Only backend xla computes an op of this file that is not here."""
 
 
 def without_kernel(ops: "DecoderOps", kinds: UnionType = Op) -> str | None:
-    """What of a model the decode kernel with these kinds of ops does not compute, and the remedy; None if it computes
-    all of it.
+    """The first part of a model that a kernel with these kinds of ops cannot compute, and the remedy; None if it can
+    compute the whole model.
     """
     for n, layer in enumerate(ops.layers):
         for op in layer.ops:
@@ -580,12 +710,12 @@ def without_kernel(ops: "DecoderOps", kinds: UnionType = Op) -> str | None:
 
 
 def products_of(op: Op) -> tuple[Product, ...]:
-    """The products that an op is made of, in the order in which they are computed."""
+    """The products that an op contains, in the order in which they are computed."""
     return op.products if isinstance(op, SharedExpert) else (op,) if isinstance(op, Product) else ()
 
 
 def trace_name(op: Op | type[Op]) -> str:
-    """An op's name in traces; a product has its own."""
+    """The name of an op in traces: a product's own name, or that of its class."""
     if isinstance(op, Product):
         return op.name.name.lower()
     kind = op if isinstance(op, type) else type(op)
@@ -593,28 +723,26 @@ def trace_name(op: Op | type[Op]) -> str:
 
 
 TRACE_NAMES = (*(name.name.lower() for name in ProductName), *map(trace_name, get_args(Op)[1:]))
-"""Those of all ops, in the order of their numbers: of products their ProductName, then the other kinds of Op."""
+"""Names of all ops in traces, in the order of their numbers: each ProductName, then the other kinds of Op."""
 
 
 @dataclass(frozen=True)
 class Module:
-    """What a lane computes between two times of the schedule, from STREAM to OUTPUT, and what becomes of the latter."""
+    """The ops of a lane between two times of the schedule, from STREAM to OUTPUT."""
 
     ops: tuple[Op, ...]
     sum_norm: Norm | None = None
-    """RMSNorm of the sum over the lanes that this output completes, where the schedule adds it; all lanes have the same
-    gain.
-    """
+    """RMSNorm, where the schedule adds it, of the sum over all lanes that OUTPUT completes; lanes share its gain."""
 
     @property
     def edges(self) -> int:
-        """Results that all of a lane's workers wait for: of each op, and of the norm of the sum."""
+        """Number of results that all workers of a lane wait for: one for each op and one for the norm of the sum."""
         return len(self.ops) + (self.sum_norm is not None)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer's two modules."""
+    """The two modules of a layer."""
 
     attention: Module
     feed_forward: Module
@@ -633,14 +761,14 @@ class Layer:
 
 
 class HeadKind(IntEnum):
-    """How lanes make logits; names as in ModelConfig.lm_head_type."""
+    """How the lanes compute logits. ModelConfig.lm_head_type has the same names."""
 
     REPLICATE = 0
-    """One matrix over the mean of the lanes' normed streams, or over the norm of their sum."""
+    """One matrix times the mean of the lanes' normed streams, or times the norm of their sum."""
     LANE = 1
-    """Each lane has columns [vocab, hidden_size] of a matrix that reads all lanes' normed streams end to end."""
+    """A matrix times the normed streams of all lanes end to end; each lane has its columns [vocab, hidden_size]."""
     VOCAB_PARALLEL = 2
-    """Each lane has the matrix of its slice of the vocabulary."""
+    """Each lane has the rows of its slice of the vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -648,26 +776,32 @@ class Head:
     """Logits from the streams after the last module."""
 
     kind: HeadKind
+    """How the lanes share the matrix."""
     norm: Norm
+    """Final norm of the streams."""
     norm_of_sum: bool
-    """Head REPLICATE: one norm over the sum of the lanes, instead of the mean of their norms."""
+    """HeadKind.REPLICATE: the norm of the sum over the lanes is read, instead of the mean of the lanes' norms."""
     weight: Weight
-    """Of one lane, as HeadKind says; the embedding table where they are tied."""
+    """Matrix of one lane, with the shape of its HeadKind; the embedding table if the two are tied."""
     gather: GatherStreams | None = None
-    """How it reads several residual streams; each module begins with GatherStreams then, too."""
+    """How the head reads several residual streams; then each module begins with GatherStreams too."""
 
 
 @dataclass(frozen=True)
 class DecoderOps:
-    """All ops of a decode step: a row of the embedding table becomes every lane's stream, the layers' modules run as
-    the schedule says, the head makes logits.
+    """All ops of a decode step. A row of the embedding table becomes every lane's stream, the modules of the layers run
+    in the order of the schedule, the head computes logits.
     """
 
     lanes: int
+    """Number of lanes."""
     hidden_size: int
+    """Channels of a stream."""
     vocab_size: int
+    """Tokens in the vocabulary."""
     context: int
-    """Positions at most."""
+    """Largest number of positions."""
     embedding: Weight
+    """Embedding table [vocab_size, hidden_size], which all lanes share."""
     layers: tuple[Layer, ...]
     head: Head

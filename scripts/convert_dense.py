@@ -121,7 +121,7 @@ def lane_config(dense: lf.ModelConfig, options: Options) -> lf.ModelConfig:
         raise ConfigError(
             f"{options.source} has {dense.num_lanes} lanes and layout {dense.layout}; give a dense model (one lane, tp)"
         )
-    if dense.norms.before is None or dense.norms.after is not None:
+    if not dense.norm_before or dense.norm_after is not None:
         raise ConfigError(
             f"{options.source} has norms after its modules (norm_after = {dense.norm_after!r}); only models with norms"
             " before them are converted: load it with its lanes and layout tp instead"

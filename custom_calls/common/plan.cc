@@ -308,8 +308,8 @@ class Reader {
   void check_compressor(const std::optional<Compressor>& op, const char* what) {
     if (!op) return;
     require(op->channels <= kMostHeads && op->ratio <= kMostHeads, what);
-    require(op->first + 2 * width(*op) <= channels_of(Value::projected), what);
-    check_vector(op->biases, op->ratio * width(*op), "a compressor's biases");
+    require(op->first + 2 * op->width() <= channels_of(Value::projected), what);
+    check_vector(op->biases, op->ratio * op->width(), "a compressor's biases");
     check_vector(op->norm.gain, op->channels, "a norm");
     check_rotary(op->rotary, op->channels);
   }
@@ -331,7 +331,7 @@ class Reader {
     require(keep_ && keep_->channels == op.head_dim, "heads have other channels than what is kept");
     require(op.ratio ? keep_->entries && keep_->entries->ratio == *op.ratio : !keep_->entries,
             "compressed attention has other entries than are kept");
-    require(channels_of(Value::queries) == width(op), "compressed attention reads another number of queries");
+    require(channels_of(Value::queries) == op.width(), "compressed attention reads another number of queries");
     check_vector(op.sinks, op.heads, "sinks");
     check_rotary(op.rotary, op.head_dim);
     if (op.index) {
@@ -343,7 +343,7 @@ class Reader {
               "an index reads another number of channels than are projected");
     }
     attended_heads_ = op.head_dim;
-    channels_of(Value::attended) = width(op);
+    channels_of(Value::attended) = op.width();
   }
 
   void check(Attend& op) {
@@ -354,9 +354,9 @@ class Reader {
     check_norm_of_heads(op.q_norm, op.heads, op.head_dim);
     check_norm_of_heads(op.k_norm, op.kv_heads, op.head_dim);
     if (op.sinks) check_vector(*op.sinks, op.heads, "sinks");
-    require(channels_of(Value::projected) == projected(op),
+    require(channels_of(Value::projected) == op.projected(),
             "attention reads another number of channels than are projected");
-    channels_of(Value::attended) = width(op);
+    channels_of(Value::attended) = op.width();
   }
 
   void check(LatentKeep& op) {
@@ -380,14 +380,14 @@ class Reader {
                 op.value_dim <= kMostHeads,
             "too many heads");
     require(op.value_heads % op.key_heads == 0, "value heads are not a multiple of key heads");
-    require(op.convolution.columns == 0 && op.convolution.size % channels(op) == 0,
+    require(op.convolution.columns == 0 && op.convolution.size % op.channels() == 0,
             "a convolution has other channels than its heads");
     check_vector(op.decay, op.value_heads, "decays");
     check_vector(op.step, op.value_heads, "steps");
     check_vector(op.norm.gain, op.value_dim, "a norm");
-    require(channels_of(Value::projected) == projected(op),
+    require(channels_of(Value::projected) == op.projected(),
             "DeltaNet reads another number of channels than are projected");
-    channels_of(Value::attended) = width(op);
+    channels_of(Value::attended) = op.width();
   }
 
   void check_ops() {
@@ -502,14 +502,14 @@ std::vector<KeptArray> kept_arrays(const Plan& plan) {
       found.push_back({layer, kind, shape, type, true});
     };
     fixed(Kept::base, KeptType::integers, {heads});
-    fixed(Kept::entries, KeptType::floats, {heads, 2 * stretch_floats(op)});
-    fixed(Kept::inputs, KeptType::cached, {heads, kept_inputs(op), head_channels(op)});
-    fixed(Kept::state, KeptType::floats, {heads, delta_width(op) / 16, op.key_dim, 16});
+    fixed(Kept::entries, KeptType::floats, {heads, 2 * op.stretch_floats()});
+    fixed(Kept::inputs, KeptType::cached, {heads, kept_inputs(op), op.head_channels()});
+    fixed(Kept::state, KeptType::floats, {heads, op.delta_width() / 16, op.key_dim, 16});
   };
   const auto add_compressor = [&](int layer, const std::optional<Compressor>& op, Kept kind, Kept of_tail) {
     if (!op) return;
     found.push_back({layer, kind, {op->channels}, KeptType::cached, false, op->ratio});
-    found.push_back({layer, of_tail, {tail(*op), 2 * width(*op)}, KeptType::floats, true});
+    found.push_back({layer, of_tail, {op->tail(), 2 * op->width()}, KeptType::floats, true});
   };
   for (int layer = 0; layer < plan.num_layers(); layer++)
     for (int m = 2 * layer; m < 2 * layer + 2; m++)

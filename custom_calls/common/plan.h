@@ -62,34 +62,9 @@ inline int64_t written_experts(const Product& product) {
 // Of a block-diagonal product; others are one block.
 inline int blocks(const Product& product) { return product.blocks ? product.blocks->count : 1; }
 
-// Channels of attention's result, and of the queries, keys and values that it reads. Gates follow the values.
-inline int64_t width(const Attend& op) { return (int64_t)op.heads * op.head_dim; }
-inline int64_t values_end(const Attend& op) { return ((int64_t)op.heads + 2 * (int64_t)op.kv_heads) * op.head_dim; }
-inline int64_t projected(const Attend& op) { return values_end(op) + (op.attention_gate ? width(op) : 0); }
-
-// DeltaNet: channels of a key head in the convolution, and rows of it and of its gates in what is projected; where the
-// steps begin there.
-inline int64_t ratio(const DeltaNet& op) { return op.value_heads / op.key_heads; }
-inline int64_t head_channels(const DeltaNet& op) { return 2 * (int64_t)op.key_dim + ratio(op) * op.value_dim; }
-inline int64_t head_rows(const DeltaNet& op) { return head_channels(op) + ratio(op) * op.value_dim; }
-inline int64_t channels(const DeltaNet& op) { return op.key_heads * head_channels(op); }
-inline int64_t taps(const DeltaNet& op) { return op.convolution.size / channels(op); }
-inline int64_t width(const DeltaNet& op) { return (int64_t)op.value_heads * op.value_dim; }
-inline int64_t steps_begin(const DeltaNet& op) { return op.key_heads * head_rows(op); }
-inline int64_t projected(const DeltaNet& op) { return steps_begin(op) + 2 * (int64_t)op.value_heads; }
-// What it keeps between tokens, as custom_calls/plan.py says: entries of positions, floats of a key head's deltas at
-// one of them and of a stretch of entries, positions of the convolution's inputs.
-constexpr int kEntries = 16;
-inline int64_t delta_width(const DeltaNet& op) { return ratio(op) * ((op.value_dim + 15) / 16 * 16); }
-inline int64_t stretch_floats(const DeltaNet& op) { return kEntries * (op.key_dim + delta_width(op) + ratio(op)); }
+// DeltaNet: tokens that its convolution reads, and positions whose inputs of the convolution are kept.
+inline int64_t taps(const DeltaNet& op) { return op.convolution.size / op.channels(); }
 inline int64_t kept_inputs(const DeltaNet& op) { return taps(op) - 1 + kEntries; }
-
-// Compressed attention: channels of a position's vectors, positions before a new one that may be in its window's entry,
-// and those whose vectors and gates are kept.
-inline int64_t width(const Compressor& op) { return (int64_t)op.channels * (op.overlaps ? 2 : 1); }
-inline int64_t earlier(const Compressor& op) { return (int64_t)op.ratio * (op.overlaps ? 2 : 1) - 1; }
-inline int64_t tail(const Compressor& op) { return earlier(op) + kEntries; }
-inline int64_t width(const CompressedAttend& op) { return (int64_t)op.heads * op.head_dim; }
 
 struct Part {
   int module;

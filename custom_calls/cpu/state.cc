@@ -238,7 +238,7 @@ void DecodeState::make_buffers() {
     for (const plan::Op& op : plan.module(m).ops) {
       if (const auto* attend = std::get_if<plan::Attend>(&op)) widen(attend->heads, attend->head_dim);
       if (const auto* attend = std::get_if<plan::LatentAttend>(&op)) widen(attend->heads, attend->rank);
-      if (const auto* delta = std::get_if<plan::DeltaNet>(&op)) pad(plan::Value::attended, plan::width(*delta));
+      if (const auto* delta = std::get_if<plan::DeltaNet>(&op)) pad(plan::Value::attended, delta->width());
       if (const auto* attend = std::get_if<plan::CompressedAttend>(&op)) {
         widen(attend->heads, attend->head_dim);
         gain = std::max<int64_t>(gain, attend->head_dim);

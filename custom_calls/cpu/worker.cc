@@ -109,11 +109,11 @@ Worker::Worker(DecodeState& state, int index)
         for (const auto* compressor : {&keep->entries, &keep->index_keys}) {
           if (!*compressor) continue;
           kv_heads = std::max(kv_heads, (int64_t)(*compressor)->channels);
-          parts_of_entry_.resize(std::max((int64_t)parts_of_entry_.size(), 3 * (plan::earlier(**compressor) + 1)));
+          parts_of_entry_.resize(std::max((int64_t)parts_of_entry_.size(), 3 * ((*compressor)->earlier() + 1)));
         }
       }
       if (const auto* attend = std::get_if<plan::CompressedAttend>(&op)) {
-        heads = std::max(heads, plan::width(*attend));
+        heads = std::max(heads, attend->width());
         space = std::max(space, latent_floats(attend->head_dim, attend->head_dim));
         if (!attend->index) continue;
         queries = std::max<int64_t>(queries, attend->index->heads * attend->index->channels);

@@ -17,9 +17,10 @@ from custom_calls.gpu.attention import LEAST_KEYS, CompressedSizes, rotated
 from custom_calls.gpu.kinds import Kind
 from custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
 from custom_calls.gpu.supported import Router
-from custom_calls.ops_header import alternatives, fields
-from custom_calls.plan import ENTRIES, kept_of
+from custom_calls.ops_header import alternatives, fields, sizes
+from custom_calls.plan import kept_of
 from laneformer.ops import (
+    ENTRIES,
     TRACE_NAMES,
     Attend,
     CompressedAttend,
@@ -267,8 +268,7 @@ def _compressors(layout: Layout, index: int, of_layers: dict[int, CompressedKeep
         own, constants, functions = next(iter(of_own.values())), {"Channels": 0, "Ratio": 1}, {}
         if own:
             constants, functions = _of_fields(layout, of_own)
-            constants |= _rotations(layout, own) | {"Place": place, "Array": array, "Width": own.width}
-            constants |= {"Earlier": own.earlier, "Tail": own.earlier + ENTRIES}
+            constants |= _rotations(layout, own) | {"Place": place, "Array": array}
             place += own.channels + own.channels % 2
         yield from _struct(f"{title}{index}", constants | {"Given": own is not None}, functions, {}, layout.num_layers)
 
@@ -287,17 +287,17 @@ def _rotations(layout: Layout, op) -> dict:
 def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tuple[dict, dict]:
     """What an op's fields are in its struct: constants by name, and functions of the layer, their values by layer.
 
-    of_layers: the op by layer, or the module by time; they differ in their weights and windows alone. A number, a truth
-    value or an enumeration is a constant, an integer that may be None a function, 0 for None, a float that may be None
-    its value and a constant ...ed. A norm is constants ...ed, ...Eps and ...Stride and the function of its gain's
-    offset; a vector likewise, constants ...Given and ...Stride, and -1 for a layer that has none while others do.
-    Matrices, rotations, lists and the choice of experts are the layout's.
+    of_layers: the op by layer, or the module by time; they differ only in their weights and windows. A number, a truth
+    value, an enumeration and a `size` are constants. An integer that may be None is a function, 0 for None. A float
+    that may be None is its value and a constant ...ed. A norm is constants ...ed, ...Eps and ...Stride and a function
+    that returns the offset of its gain. A vector is constants ...Given and ...Stride and such a function, -1 for a
+    layer that has none while others have one. Matrices, rotations, lists and the choice of experts are the layout's.
     """
     op = next(iter(of_layers.values()))
     constants, functions = {}, {}
     for field, kind in fields(type(op)):
         kinds, optional = alternatives(kind) or ([kind], False)
-        value, title = getattr(op, field), field.title().replace("_", "")
+        value, title = getattr(op, field), _title(field)
         if kinds == [Norm]:
             constants[f"{title}ed"] = value is not None
             constants[f"{title}Eps"] = value.eps if value else 0.0
@@ -318,12 +318,12 @@ def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tupl
             functions[field] = {layer: getattr(own, field) or 0 for layer, own in of_layers.items()}
         elif isinstance(kind, type) and issubclass(kind, (int, float)):
             constants[title] = value
-    return constants, functions
+    return constants | {_title(name): getattr(op, name) for name in sizes(type(op))}, functions
 
 
 def _attend_constants(layout: Layout, op: Attend | LatentAttend | CompressedAttend) -> dict:
     sizes = layout.sizes(op)
-    of_kind = {} if isinstance(op, CompressedAttend) else {"SinksGiven": False, "AttentionGate": False}
+    of_kind = {} if isinstance(op, CompressedAttend) else {"SinksGiven": False, "AttentionGate": False, "ValuesEnd": 0}
     if isinstance(op, Attend):
         of_kind = {
             f"{side}NormOfAll": norm is not None and norm.gain.shape[0] > op.head_dim
@@ -343,7 +343,7 @@ def _attend_constants(layout: Layout, op: Attend | LatentAttend | CompressedAtte
 
 
 def _delta_constants(op: DeltaNet) -> dict:
-    return {"Taps": op.convolution.shape[1], "HeadTiles": op.head_tiles, "QueryScale": op.key_dim**-0.5}
+    return {"Taps": op.convolution.shape[1], "QueryScale": op.key_dim**-0.5}
 
 
 def _at(layout: Layout, weight: Weight) -> int:
@@ -381,9 +381,13 @@ def _score_scale(scale: float) -> float:
     return math.log2(math.e) * scale
 
 
+def _title(name: str) -> str:
+    """GATE_UP, gate_up -> GateUp."""
+    return name.title().replace("_", "")
+
+
 def _name(member) -> str:
-    """GATE_UP -> GateUp."""
-    return member.name.title().replace("_", "")
+    return _title(member.name)
 
 
 def _enumeration(members) -> str:

@@ -18,8 +18,9 @@ from custom_calls.gpu.kinds import Kind, Tiler, signature
 from custom_calls.gpu.stages import Stage, stages
 from custom_calls.gpu.supported import unknown
 from custom_calls.gpu.tiling import Machine, Tiling
-from custom_calls.plan import ENTRIES, Dtype, Plan
+from custom_calls.plan import Dtype, Plan
 from laneformer.ops import (
+    ENTRIES,
     Attend,
     CompressedAttend,
     CompressedKeep,

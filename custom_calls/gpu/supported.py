@@ -15,7 +15,6 @@ from laneformer.ops import (
     LatentKeep,
     Layer,
     Op,
-    OutputNorm,
     Product,
     ProductName,
     RootRoute,
@@ -129,7 +128,7 @@ def _unknown_chain(ops: tuple[Op, ...], chain: tuple[Value, ...]) -> Iterator[st
 
 def _unknown_latents(ops: tuple[Op, ...]) -> Iterator[str]:
     """What the kernel has not of latent attention."""
-    found = [(type(op), op.reads, op.writes) for op in ops if not isinstance(op, OutputNorm)]
+    found = [(type(op), op.reads, op.writes) for op in ops if op.reads != op.writes or op.writes is not Value.OUTPUT]
     if found not in LATENT_ATTENTION:
         yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for _, a, b in found)}"
         return
@@ -147,7 +146,7 @@ def _unknown_latents(ops: tuple[Op, ...]) -> Iterator[str]:
 
 def _unknown_compressed(ops: tuple[Op, ...]) -> Iterator[str]:
     """What the kernel has not of compressed attention."""
-    found = [(type(op), op.reads, op.writes) for op in ops if not isinstance(op, OutputNorm)]
+    found = [(type(op), op.reads, op.writes) for op in ops if op.reads != op.writes or op.writes is not Value.OUTPUT]
     keep, attend = (
         next((op for op in ops if isinstance(op, kind)), None) for kind in (CompressedKeep, CompressedAttend)
     )

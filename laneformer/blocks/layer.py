@@ -1,5 +1,7 @@
 """A layer: two blocks, each with the norms around it. The only file that knows how a norm and a block are joined."""
 
+import dataclasses
+
 import jax
 from flax import nnx
 
@@ -16,11 +18,9 @@ from laneformer.routing import Routing
 BEFORE = {"attention": "attention_norm", "feed_forward": "ffn_norm"}
 """For each block of a layer the name of the norm through which it reads the stream, as in the weights' paths."""
 AFTER = {"attention": "attention_post_norm", "feed_forward": "ffn_post_norm"}
-"""Likewise of the norm of its output."""
-
-
+"""For each block the name of the norm of its output."""
 STREAMS = {"attention": "attention_streams", "feed_forward": "ffn_streams"}
-"""Likewise of the mixture of several residual streams."""
+"""For each block the name of the mixture by which it reads and writes several residual streams."""
 
 
 class Layer(nnx.Module):
@@ -31,13 +31,13 @@ class Layer(nnx.Module):
 
     def __init__(self, weights: dict[str, jax.Array], options: LayerOptions, norms: Norms, precision: Precision):
         for name, own in zip(options._fields, options, strict=True):
-            for norm, path in ((norms.before, BEFORE[name]), (norms.after, AFTER[name])):
+            for norm, path in ((before(norms), BEFORE[name]), (after(norms), AFTER[name])):
                 setattr(self, path, RMSNorm(weights[path], norm) if norm else None)
             setattr(self, name, BLOCKS[type(own)](within(weights, name), own, precision))
             if norms.streams:
                 setattr(self, STREAMS[name], Streams(within(weights, STREAMS[name]), norms.streams))
         self.has_streams = norms.streams is not None
-        self.after_sum = norms.after_sum
+        self.after_sum = after_sum(norms)
 
     def gather(self, x: jax.Array, name: str) -> tuple[jax.Array, Mixture | None]:
         """What a block reads, [l, b, s, d], of several residual streams [l, b, s, m, d], and how its output joins them;
@@ -81,9 +81,9 @@ class Layer(nnx.Module):
 
         return [
             (Streams.table(norms.streams, f"{path}.{STREAMS[name]}") if norms.streams else {})
-            | norm(norms.before, BEFORE[name])
+            | norm(before(norms), BEFORE[name])
             | BLOCKS[type(own)].table(own, f"{path}.{name}")
-            | norm(norms.after, AFTER[name])
+            | norm(after(norms), AFTER[name])
             for name, own in zip(options._fields, options, strict=True)
         ]
 
@@ -93,18 +93,34 @@ class Layer(nnx.Module):
 
         def module(name: str) -> ops.Module:
             own = getattr(options, name)
-            before, after = (
+            of_stream, of_output = (
                 norm_op(norm, f"{path}.{names[name]}") if norm else None
-                for norm, names in ((norms.before, BEFORE), (norms.after, AFTER))
+                for norm, names in ((before(norms), BEFORE), (after(norms), AFTER))
             )
-            found = BLOCKS[type(own)].ops(own, f"{path}.{name}", before, rotary)
+            found = BLOCKS[type(own)].ops(own, f"{path}.{name}", of_stream, rotary)
             if norms.streams:
                 found = (Streams.op(norms.streams, f"{path}.{STREAMS[name]}"), *found)
-            if norms.after_sum:
-                return ops.Module(found, after)
-            return ops.Module((*found, ops.OutputNorm(after)) if after else found)
+            if after_sum(norms):
+                return ops.Module(found, of_output)
+            return ops.Module((*found, ops.OutputNorm(of_output)) if of_output else found)
 
         return ops.Layer(*map(module, options._fields))
+
+
+def before(norms: Norms) -> NormOptions | None:
+    """The norm of the stream before each module."""
+    return norms.in_layers if norms.norm_before else None
+
+
+def after(norms: Norms) -> NormOptions | None:
+    """The norm of each module's output, or of its sum over all lanes, of which lanes have the same scale."""
+    own = norms.in_layers
+    return dataclasses.replace(own, per_lane=own.per_lane and not after_sum(norms)) if norms.norm_after else None
+
+
+def after_sum(norms: Norms) -> bool:
+    """Whether the norm after a module is that of the sum over all lanes."""
+    return norms.norm_after == "sum" and norms.in_layers.num_lanes > 1
 
 
 def norm_op(options: NormOptions, path: str) -> Norm:

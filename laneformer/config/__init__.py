@@ -1,7 +1,7 @@
 """A model's config (`model`), the sizes in it (`sizes`), and what it means for each layer (`options`)."""
 
 from laneformer.config.checks import LARGEST, LARGEST_OTHER
-from laneformer.config.model import HEAD_TYPES, HIDDEN_ACTS, ModelConfig, recorded_fields
+from laneformer.config.model import HIDDEN_ACTS, ModelConfig, recorded_fields
 from laneformer.config.options import (
     AttentionOptions,
     BlockOptions,
@@ -18,7 +18,6 @@ from laneformer.config.options import (
 from laneformer.config.sizes import CompressedAttention, DeltaNetSizes, LatentAttention, ResidualStreams, RopeScaling
 
 __all__ = [
-    "HEAD_TYPES",
     "HIDDEN_ACTS",
     "LARGEST",
     "LARGEST_OTHER",

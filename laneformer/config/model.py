@@ -4,7 +4,8 @@ import dataclasses
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from types import NoneType
+from typing import Literal, get_args, get_origin
 
 from laneformer.config.checks import LARGEST, require_int, require_number
 from laneformer.config.options import (
@@ -22,7 +23,7 @@ from laneformer.config.options import (
 from laneformer.config.sizes import CompressedAttention, DeltaNetSizes, LatentAttention, ResidualStreams, RopeScaling
 from laneformer.errors import ConfigError
 from laneformer.layout import Schedule, make_schedule
-from laneformer.ops import LATER, QUICK_GELU_FACTOR, Activation, AttentionVariant
+from laneformer.ops import LATER, QUICK_GELU_FACTOR, Activation, AttentionVariant, ModuleVariant
 
 # None where there are none
 OF_EXPERTS = ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
@@ -30,8 +31,8 @@ OF_SCORES = (  # options of routers that score each logit alone
     *("router_correction", "hash_layers", "n_group", "topk_group", "routed_scaling_factor"),
 )
 OF_GROUPED = (  # options of grouped-query attention
-    *("sliding_window", "qkv_bias", "out_bias", "attention_sinks", "qk_norm", "attention_gate", "rotary_dim"),
-    "delta_layers",
+    *("sliding_window", "qkv_bias", "out_bias", "attention_sinks", "qk_norm", "rotary_dim", "delta_layers"),
+    *(field.name for field in dataclasses.fields(AttentionVariant)),
 )
 SIZES = {  # parts of the config, objects in JSON
     "delta_net": DeltaNetSizes,
@@ -39,16 +40,14 @@ SIZES = {  # parts of the config, objects in JSON
     "compressed_attention": CompressedAttention,
     "residual_streams": ResidualStreams,
 }
-SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 LAYER_LISTS = ("unclamped_layers", "swa_layers", "nope_layers", "mlp_only_layers", "delta_layers")
-HEAD_TYPES = ("replicate", "lane", "vocab_parallel")
 HIDDEN_ACTS = tuple(kind.name.lower() for kind in Activation if kind)
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig(AttentionVariant):
-    """What a Laneformer computes. Field names follow Hugging Face where it has one; laneformer/ops.py has those of
-    `AttentionVariant`.
+class ModelConfig(AttentionVariant, ModuleVariant):
+    """What a Laneformer computes. Field names follow Hugging Face where it has one. The fields of `AttentionVariant`
+    and `ModuleVariant` are in laneformer/ops.py.
 
     Raises ConfigError, naming the field, its value and the remedy, for values that cannot work.
     """
@@ -99,12 +98,6 @@ class ModelConfig(AttentionVariant):
     """Head replicate: sum the lanes before the final norm instead of averaging after it."""
     replicated_rmsn_scale: bool = True
     """All lanes share one norm scale (true), or each lane has its own (false)."""
-    norm_before: bool = dataclasses.field(default=True, metadata=LATER)
-    """RMSNorm of the stream before each module."""
-    norm_after: Literal["lane", "sum"] | None = dataclasses.field(default=None, metadata=LATER)
-    """RMSNorm of each module's output: of each lane's own, before it is added or sent (lane), or of the sum over all
-    lanes, which is what a published model computes that is cut into lanes (sum; OLMo-2, arXiv 2501.00656; Gemma 2).
-    """
     tie_word_embeddings: bool = False
     """The head reuses the embedding table."""
 
@@ -215,6 +208,10 @@ class ModelConfig(AttentionVariant):
                 raise ConfigError(f"{field.name} = {value!r} must be true or false")
             if field.type is float:
                 require_number(field.name, value, above=0.0)
+            if (choices := _choices(field.type)) and value not in choices:
+                names = ", ".join(choice for choice in choices if choice)
+                left = ", or leave it out" if None in choices else ""
+                raise ConfigError(f"unknown {field.name} {value!r}; choose {names}{left}")
         # JSON gives lists; tuples keep the config hashable.
         for name, kind in SIZES.items():
             object.__setattr__(self, name, _part_of(name, kind, getattr(self, name)))
@@ -322,8 +319,6 @@ class ModelConfig(AttentionVariant):
                 raise ConfigError(f"swiglu_limit requires hidden_act = 'silu', got {self.hidden_act!r}")
 
     def _check_router(self):
-        if self.scoring_func not in SCORES:
-            raise ConfigError(f"unknown scoring_func {self.scoring_func!r}; choose {', '.join(SCORES)}")
         require_int("hash_layers", self.hash_layers, at_least=0, at_most=self.num_hidden_layers)
         if self.scoring_func == "softmax":
             for name in OF_SCORES:
@@ -353,8 +348,6 @@ class ModelConfig(AttentionVariant):
             divided.append("intermediate_size")
         if self.shared_expert_intermediate_size is not None:
             divided.append("shared_expert_intermediate_size")
-        if self.lm_head_type not in HEAD_TYPES:
-            raise ConfigError(f"unknown lm_head_type {self.lm_head_type!r}; choose {', '.join(HEAD_TYPES)}")
         if self.lm_head_type == "vocab_parallel":
             divided.append("vocab_size")
 
@@ -381,12 +374,6 @@ class ModelConfig(AttentionVariant):
             )
 
     def _check_norms(self):
-        if self.norm_after not in (None, "lane", "sum"):
-            raise ConfigError(f"unknown norm_after {self.norm_after!r}; choose lane or sum, or leave it out")
-        if not self.norm_before and self.norm_after is None:
-            raise ConfigError("norm_before = false requires norm_after; set it to lane or sum")
-        if self.qk_norm_over not in ("head", "projection"):
-            raise ConfigError(f"unknown qk_norm_over {self.qk_norm_over!r}; choose head or projection")
         if self.qk_norm and self.qk_norm_over == "projection" and self.num_lanes > 1:
             raise ConfigError(
                 f"num_lanes = {self.num_lanes} with qk_norm_over = 'projection' is not supported: every lane would wait"
@@ -395,11 +382,8 @@ class ModelConfig(AttentionVariant):
         schedule = make_schedule(self)  # raises ConfigError for unknown layouts and arguments
         if self.residual_streams and (self.norm_after or not self.replicated_rmsn_scale):
             raise ConfigError("residual_streams with norm_after or replicated_rmsn_scale = false is not supported")
-        if self.norms.after_sum and not schedule.adds_whole_sums:
-            raise ConfigError(
-                f"norm_after = 'sum' requires a layout that adds each module's output as one sum over all lanes, as tp"
-                f" and ladder do; layout {self.layout} does not: set norm_after = 'lane'"
-            )
+        if reason := self.unfit(self.layout, self.num_lanes == 1 or schedule.adds_whole_sums):
+            raise ConfigError(reason)
 
     def _check_windows(self):
         if self.sliding_window is not None:
@@ -546,14 +530,11 @@ class ModelConfig(AttentionVariant):
         in_layers, final = (
             NormOptions(**shared, per_lane=own, plus_one=self.norm_plus_one) for own in self.lane_norm_scales
         )
-        after_sum = self.norm_after == "sum" and self.num_lanes > 1
-        after = dataclasses.replace(in_layers, per_lane=in_layers.per_lane and not after_sum)
         streams = None
         if self.residual_streams is not None:
             sizes = dataclasses.asdict(self.residual_streams)
             streams = StreamsOptions(hidden_size=self.hidden_size, norm_eps=self.norm_eps, **sizes)
-        before = in_layers if self.norm_before else None
-        return Norms(before, after if self.norm_after else None, after_sum, final, streams)
+        return Norms(in_layers=in_layers, final=final, streams=streams, **self.module_variant)
 
     @property
     def lane_norm_scales(self) -> tuple[bool, bool]:
@@ -569,6 +550,12 @@ class ModelConfig(AttentionVariant):
     def replace(self, **changes) -> "ModelConfig":
         """A validated copy with some fields changed."""
         return dataclasses.replace(self, **changes)
+
+
+def _choices(kind) -> tuple:
+    """The values of a field whose type is a Literal, or one or None; empty for any other type."""
+    values = [value for one in (kind, *get_args(kind)) if get_origin(one) is Literal for value in get_args(one)]
+    return (*values, None) if values and NoneType in get_args(kind) else tuple(values)
 
 
 def _part_of(name: str, kind: type, value):

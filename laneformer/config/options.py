@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from laneformer.config.sizes import DeltaNetSizes, LatentAttention, RopeScaling
-from laneformer.ops import QUICK_GELU_FACTOR, Activation, AttentionVariant
+from laneformer.ops import QUICK_GELU_FACTOR, Activation, AttentionVariant, ModuleVariant
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,19 +21,16 @@ class NormOptions:
     """The factor on each channel is 1 + scale."""
 
 
-class Norms(NamedTuple):
-    """The norms of a model."""
+@dataclass(frozen=True, kw_only=True)
+class Norms(ModuleVariant):
+    """What surrounds the modules of a model, laneformer/blocks/layer.py."""
 
-    before: NormOptions | None
-    """Of the stream, before each module."""
-    after: NormOptions | None
-    """Of the output of each module."""
-    after_sum: bool
-    """The norm after a module is that of its sum over all lanes, instead of each lane's own output."""
+    in_layers: NormOptions
+    """A norm before or after a module."""
     final: NormOptions
-    """Of the stream, before the head."""
+    """The norm of the stream before the head."""
     streams: "StreamsOptions | None" = None
-    """How modules read and write the streams, where there are several."""
+    """How modules read and write several residual streams; None: there is one."""
 
 
 @dataclass(frozen=True, kw_only=True)

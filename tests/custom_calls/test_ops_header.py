@@ -11,9 +11,23 @@ FILE = """
 from dataclasses import dataclass
 from enum import IntEnum
 
+TILE_ROWS = 16
+
+class size(property):
+    pass
+
 @dataclass(frozen=True)
 class Weight:
     path: str
+
+@dataclass(frozen=True)
+class Heads:
+    heads: int
+
+    @size
+    def rows(self) -> int:
+        "Rows in whole tiles."
+        return (self.heads + 15) // TILE_ROWS * TILE_ROWS
 
 class Kind(IntEnum):
     ONE = 0
@@ -33,8 +47,13 @@ class Add:
         return 2 * self.scale
 
 @dataclass(frozen=True)
-class Drop:
+class Drop(Heads):
     channels: int
+    gated: bool
+
+    @size
+    def width(self) -> int:
+        return self.rows * self.channels - (self.heads if self.gated else 0)
 
 Op = Add | Drop
 
@@ -59,7 +78,7 @@ def test_types_and_order_of_fields(header_of):
     declared = [line.removesuffix("{};") for line in lines if line.endswith("{};")]
     assert declared == [
         *("Kind kind", "Array weight", "float scale", "std::optional<int> window"),
-        *("std::vector<Array> weights", "bool gated", "int channels"),
+        *("std::vector<Array> weights", "bool gated", "int heads", "int channels", "bool gated"),
         "std::vector<std::vector<std::variant<Add, Drop>>> modules",
         "std::optional<std::variant<Add, Drop>> last",
     ]
@@ -70,6 +89,26 @@ def test_types_and_order_of_fields(header_of):
     assert "constexpr int count_of(Kind) { return 2; }" in lines
     assert "using Op = std::variant<Add, Drop>;" in lines and "#define EACH_OP(F) F(Add) F(Drop)" in lines
     assert "struct Weight {" not in lines
+    assert "struct Heads {" not in lines, "no field contains one"
+
+
+def test_sizes_are_member_functions(header_of):
+    """A `size` is translated with its fields, other sizes and constants."""
+    lines = [line.strip() for line in header_of(FILE).splitlines()]
+    assert "constexpr int kTileRows = 16;" in lines
+    assert [line for line in lines if line.startswith("int64_t")] == [
+        "int64_t rows() const { return ((((int64_t)heads + 15) / kTileRows) * kTileRows); }",
+        "int64_t width() const { return ((rows() * (int64_t)channels) - (gated ? (int64_t)heads : 0)); }",
+    ]
+
+
+@pytest.mark.parametrize(
+    "result", ["self.channels / 2", "abs(self.channels)", "self.heads if self.channels else 0", "self.other", "2.5"]
+)
+def test_sizes_that_cpp_does_not_have_are_refused(header_of, result):
+    text = FILE.replace("self.rows * self.channels - (self.heads if self.gated else 0)", result)
+    with pytest.raises(TypeError, match=r"Drop\.width"):
+        header_of(text)
 
 
 @pytest.mark.parametrize("kind", ["str", "tuple[int, float]", "complex"])

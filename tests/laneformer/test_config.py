@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laneformer import ConfigError, LaneformerError, ModelConfig, RopeScaling
+from laneformer.blocks.layer import after, after_sum, before
 from laneformer.config import LARGEST, LARGEST_OTHER, AttentionOptions, MlpOptions, NormOptions, Norms, recorded_fields
 from laneformer.config.model import OF_EXPERTS
 from laneformer.hf import config_from_hf
@@ -128,11 +129,13 @@ def test_norms():
     lane_scales = {"replicated_rmsn_scale": False, "norm_eps": 1e-3}
     own = NormOptions(hidden_size=32, num_lanes=4, eps=1e-3, per_lane=True)
     shared = dataclasses.replace(own, per_lane=False)
-    assert make(**lane_scales, pre_norm_lane_agg=True).norms == Norms(own, None, False, shared)
-    assert make(**lane_scales, norm_after="lane").norms == Norms(own, own, False, own)
+    assert make(**lane_scales, pre_norm_lane_agg=True).norms == Norms(in_layers=own, final=shared)
+    found = make(**lane_scales, norm_after="lane").norms
+    assert found == Norms(in_layers=own, final=own, norm_after="lane")
+    assert (before(found), after(found), after_sum(found)) == (own, own, False)
     sums = make(**lane_scales, norm_before=False, norm_after="sum", layout="tp")
-    assert sums.norms == Norms(None, shared, True, own)
-    assert sums.replace(num_lanes=1).norms.after_sum is False
+    assert (before(sums.norms), after(sums.norms), after_sum(sums.norms)) == (None, shared, True)
+    assert not after_sum(sums.replace(num_lanes=1).norms)
     with pytest.raises(ConfigError, match="norm_before = false requires norm_after"):
         make(norm_before=False)
     assert make(qk_norm_over="projection").layers[0].attention.qk_norm is None

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from laneformer import ConfigError
+from laneformer.blocks.layer import after_sum
 from laneformer.executor import run_schedule
 from tests.support import reference, tiny
 
@@ -259,11 +260,11 @@ def test_norms_of_sums_need_whole_sums():
     whole = ("tp", "ladder", "dtp(0)", "desync(1)", "caat(1)", "spd")
     parts = ("parallel", "desync(2)", "spd(1)", "caat(0.5)", "kraken", "track(1)", "dtp(1)", "laneformer", "none")
     for layout in whole:
-        assert tiny.config(layout=layout, norm_after="sum").norms.after_sum
+        assert after_sum(tiny.config(layout=layout, norm_after="sum").norms)
     for layout in parts:
         with pytest.raises(ConfigError, match="norm_after = 'lane'"):
             tiny.config(layout=layout, norm_after="sum")
-        assert not tiny.config(layout=layout, norm_after="sum", num_lanes=1).norms.after_sum
+        assert not after_sum(tiny.config(layout=layout, norm_after="sum", num_lanes=1).norms)
 
 
 IN_ORDER = ("tp", "desync(3)", "spd(1)", "caat(0.4)", "kraken", "track(2)", "dtp(2)", "laneformer", "none")

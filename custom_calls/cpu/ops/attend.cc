@@ -166,7 +166,7 @@ void Worker::merge(const plan::Attend& op, const Heads& wanted) {
   merge_heads(wanted, op.heads, op.head_dim, op.sinks ? d_.small(*op.sinks, wanted.lane) : nullptr);
   const auto& projected = d_.of(plan::Value::projected);
   for (int p = 0; p < positions_ && op.attention_gate; p++)
-    k_.gate(projected.floats() + (wanted.lane * kBlock + p) * projected.padded + plan::values_end(op), wanted.columns,
+    k_.gate(projected.floats() + (wanted.lane * kBlock + p) * projected.padded + op.values_end(), wanted.columns,
             a_.data() + p * wanted.columns);
 }
 

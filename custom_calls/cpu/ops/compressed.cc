@@ -65,7 +65,7 @@ void Worker::run(const plan::CompressedKeep& op, int module) {
 // The entries whose last positions are in the run.
 void Worker::compress(const plan::Compressor& op, const Run& run, int lane, int layer, plan::Kept kind,
                       plan::Kept tail) {
-  const int64_t n = op.channels, width = plan::width(op), ring = plan::tail(op), ratio = op.ratio;
+  const int64_t n = op.channels, width = op.width(), ring = op.tail(), ratio = op.ratio;
   const auto& projected = d_.of(plan::Value::projected);
   const Call& call = *run.slot->call;
   char* const kept = (char*)d_.kept_of(call, kind, layer, lane);
@@ -75,7 +75,7 @@ void Worker::compress(const plan::Compressor& op, const Run& run, int lane, int 
   const float factor = m_.rotaries[op.rotary.index].factor;
   const int64_t first = run.start / ratio;
   const Part part = part_of(lane, (run.start + run.count) / ratio - first);
-  const int64_t most = plan::earlier(op) + 1;
+  const int64_t most = op.earlier() + 1;
   const float **vectors = parts_of_entry_.data(), **gates = vectors + most, **own = gates + most;
   for (int64_t w = first + part.first; w < first + part.last; w++) {
     int count = 0;
@@ -105,7 +105,7 @@ void Worker::compress(const plan::Compressor& op, const Run& run, int lane, int 
 
 void Worker::keep_tail(const plan::Compressor& op, const Run& run, int lane, int layer, plan::Kept tail) {
   const auto& projected = d_.of(plan::Value::projected);
-  const int64_t each = 2 * plan::width(op), ring = plan::tail(op);
+  const int64_t each = 2 * op.width(), ring = op.tail();
   float* const kept = (float*)d_.kept_of(*run.slot->call, tail, layer, lane);
   const Part part = part_of(lane, run.count);
   for (int64_t i = std::max<int64_t>(part.first, run.count - ring); i < part.last; i++)

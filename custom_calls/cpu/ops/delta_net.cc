@@ -20,13 +20,13 @@ namespace laneformer {
 static_assert(plan::kEntries == kTile, "the keys of as many positions are a tile");
 
 Worker::Recurrence::Recurrence(const plan::DeltaNet& op)
-    : inputs((plan::taps(op) - 1 + kBlock) * plan::head_channels(op)),
-      mixed(kBlock * (plan::head_channels(op) + kTile)),
+    : inputs((plan::taps(op) - 1 + kBlock) * op.head_channels()),
+      mixed(kBlock * (op.head_channels() + kTile)),
       rows(2 * kTile * op.key_dim),
-      products(2 * kTile * plan::delta_width(op)),
+      products(2 * kTile * op.delta_width()),
       likeness(2 * kTile * kTile),
-      scaled(kTile * plan::delta_width(op)),
-      scratch(op.key_dim * plan::delta_width(op)),
+      scaled(kTile * op.delta_width()),
+      scratch(op.key_dim * op.delta_width()),
       unit(op.key_dim, 1 / std::sqrt((float)op.key_dim)),
       unit_query(op.key_dim, 1 / (float)op.key_dim) {}
 
@@ -45,14 +45,14 @@ void Worker::run(const plan::DeltaNet& op, int module) {
 // The keys, deltas and decays of the positions from a multiple of kTile on, in the entries of a key head. Two such
 // stretches are kept: one from the base, and one that rows may begin.
 Worker::Stretch Worker::stretch_of(const plan::DeltaNet& op, float* entries, int64_t from) const {
-  float* const keys = entries + from / kTile % 2 * plan::stretch_floats(op);
+  float* const keys = entries + from / kTile % 2 * op.stretch_floats();
   float* const deltas = keys + kTile * op.key_dim;
-  return {keys, deltas, deltas + kTile * plan::delta_width(op)};
+  return {keys, deltas, deltas + kTile * op.delta_width()};
 }
 
 // The matrices of a key head's value heads after a whole stretch; null: zero. They may be changed in place.
 void Worker::advance(const plan::DeltaNet& op, const float* from, const Stretch& by, float* to) {
-  const int64_t ratio = op.value_heads / op.key_heads, width = plan::delta_width(op), own = width / ratio;
+  const int64_t ratio = op.ratio(), width = op.delta_width(), own = width / ratio;
   for (int64_t head = 0; head < ratio; head++) {
     float decay = 1;
     for (int j = kTile - 1; j >= 0; j--) {
@@ -69,7 +69,7 @@ void Worker::advance(const plan::DeltaNet& op, const float* from, const Stretch&
 // What the convolution reads of a key head's channels: those of the last positions before the run, then the run's.
 // Keeps the last ones.
 void Worker::read_inputs(const plan::DeltaNet& op, const Run& run, int lane, int head, char* kept) {
-  const int64_t channels = plan::head_channels(op), width = bytes_of(d_.cache), ring = plan::kept_inputs(op);
+  const int64_t channels = op.head_channels(), width = bytes_of(d_.cache), ring = plan::kept_inputs(op);
   const int64_t before = plan::taps(op) - 1, values = channels - 2 * op.key_dim;
   const auto& projected = d_.of(plan::Value::projected);
   float* to = recurrence_->inputs.data();
@@ -93,8 +93,8 @@ void Worker::read_inputs(const plan::DeltaNet& op, const Run& run, int lane, int
 
 // Convolves the run's positions and scales queries and keys; returns what lies between two positions in `mixed`.
 int64_t Worker::convolve(const plan::DeltaNet& op, const Run& run, int lane, int head) {
-  const int64_t key_dim = op.key_dim, channels = plan::head_channels(op), values = channels - 2 * key_dim;
-  const int64_t stride = (channels + kTile - 1) / kTile * kTile, all = plan::channels(op), taps = plan::taps(op);
+  const int64_t key_dim = op.key_dim, channels = op.head_channels(), values = channels - 2 * key_dim;
+  const int64_t stride = (channels + kTile - 1) / kTile * kTile, all = op.channels(), taps = plan::taps(op);
   const float* const weights = d_.small(op.convolution, lane);  // [taps][all]
   const struct {
     int64_t at, weight, count;
@@ -120,17 +120,16 @@ int64_t Worker::convolve(const plan::DeltaNet& op, const Run& run, int lane, int
 
 // A run's positions through a key head and its value heads.
 void Worker::recur(const plan::DeltaNet& op, int layer, const Run& run, int lane, int head) {
-  const int64_t key_dim = op.key_dim, width = plan::delta_width(op), state = key_dim * width;
+  const int64_t key_dim = op.key_dim, width = op.delta_width(), state = key_dim * width;
   const auto kept = [&](plan::Kept kind) { return d_.kept_of(*run.slot->call, kind, layer, lane); };
   int32_t& base = ((int32_t*)kept(plan::Kept::base))[head];
-  float* const entries = (float*)kept(plan::Kept::entries) + head * 2 * plan::stretch_floats(op);
+  float* const entries = (float*)kept(plan::Kept::entries) + head * 2 * op.stretch_floats();
   float* const matrices = (float*)kept(plan::Kept::state) + head * state;
   const float* now = matrices;
   if (run.start == 0) base = 0;
   const auto current = [&] { return base == 0 && now == matrices ? nullptr : now; };  // null: zero
-  read_inputs(
-      op, run, lane, head,
-      (char*)kept(plan::Kept::inputs) + head * plan::kept_inputs(op) * plan::head_channels(op) * bytes_of(d_.cache));
+  read_inputs(op, run, lane, head,
+              (char*)kept(plan::Kept::inputs) + head * plan::kept_inputs(op) * op.head_channels() * bytes_of(d_.cache));
   const int64_t stride = convolve(op, run, lane, head);
   const int64_t sure = run.start + run.count - run.rows;  // positions before it are part of the text
   int64_t from = base;                                    // of the stretch
@@ -153,7 +152,7 @@ void Worker::recur(const plan::DeltaNet& op, int layer, const Run& run, int lane
 // Positions of one stretch, from the one at `rows.at` in it on. x: of each q, k and v; of zero if null.
 void Worker::respond(const plan::DeltaNet& op, const Rows& rows, const float* matrices, float* x, int64_t stride,
                      const Stretch& stretch) {
-  const int64_t key_dim = op.key_dim, width = plan::delta_width(op);
+  const int64_t key_dim = op.key_dim, width = op.delta_width();
   const int n = rows.count;
   float* const vectors = recurrence_->rows.data();  // keys, then queries
   for (int i = 0; i < n; i++) {
@@ -172,21 +171,21 @@ void Worker::respond(const plan::DeltaNet& op, const Rows& rows, const float* ma
   } else {
     std::fill_n(recurrence_->products.begin(), 2 * n * width, 0.0f);
   }
+  const int ratio = (int)op.ratio();
   for (int i = 0; i < n; i++)
-    for (int head = 0; head < op.value_heads / op.key_heads; head++)
-      write_row(op, rows, i, head, x + i * stride + 2 * key_dim, stretch);
+    for (int head = 0; head < ratio; head++) write_row(op, rows, i, head, x + i * stride + 2 * key_dim, stretch);
 }
 
 // The delta and the result of one position and value head.
 void Worker::write_row(const plan::DeltaNet& op, const Rows& rows, int i, int head, float* values,
                        const Stretch& stretch) {
-  const int64_t size = op.value_dim, ratio = op.value_heads / op.key_heads, width = plan::delta_width(op);
+  const int64_t size = op.value_dim, ratio = op.ratio(), width = op.delta_width();
   const int64_t own = width / ratio, number = rows.head * ratio + head;
   const int at = rows.at + i;
   const auto &of_projected = d_.of(plan::Value::projected), &attended = d_.of(plan::Value::attended);
   const int64_t row = rows.lane * kBlock + rows.first + i;
   const float* const projected = of_projected.floats() + row * of_projected.padded;
-  const float* const steps = projected + plan::steps_begin(op) + rows.head * 2 * ratio + head;  // b, and ratio on a
+  const float* const steps = projected + op.steps_begin() + rows.head * 2 * ratio + head;  // b, and ratio on a
   const float beta = 1 / (1 + std::exp(-steps[0]));
   const float step = steps[ratio] + d_.small(op.step, rows.lane)[number];
   const float softplus = std::max(step, 0.0f) + std::log1p(std::exp(-std::fabs(step)));
@@ -212,7 +211,7 @@ void Worker::write_row(const plan::DeltaNet& op, const Rows& rows, int i, int he
   float* const out = attended.floats() + row * attended.padded + number * size;
   k_.add_parts(parts, query_weights, at + 2, false, size, out);
   k_.rms_norm(out, d_.small(op.norm.gain, rows.lane), op.norm.eps, size, out);
-  const float* const z = projected + rows.head * plan::head_rows(op) + plan::head_channels(op) + head * size;
+  const float* const z = projected + rows.head * op.head_rows() + op.head_channels() + head * size;
   k_.gate(z, size, out);
   for (int64_t c = 0; c < size; c++) out[c] *= z[c];
 }

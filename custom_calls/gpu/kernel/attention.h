@@ -438,7 +438,7 @@ struct Attention {
       float top = kMinusInfinity;
       if constexpr (Op::kSinksGiven) top = sink(head);
       for (int s = 0; s < splits.count; s++) top = larger(top, own[2 * s]);
-      const u64* gate = qkv + (kHeads + 2 * kKvHeads) * kHeadDim + at;
+      const u64* gate = qkv + Op::kValuesEnd + at;
       const u64 early_gate = Op::kAttentionGate ? load_word(gate) : 0;  // arrives while the splits are merged
       float weight = 0, sum = 0;
       if constexpr (Op::kSinksGiven) weight = exp2_of(sink(head) - top);

@@ -12,9 +12,9 @@ import pytest
 from custom_calls import ENDS
 from custom_calls.gpu.layout import Layout
 from custom_calls.gpu.tiling import H200, Machine
-from custom_calls.plan import ENTRIES, make_plan
+from custom_calls.plan import make_plan
 from laneformer.decoder import decoder_ops
-from laneformer.ops import Blocks, CompressedAttend, Product, ProductName
+from laneformer.ops import ENTRIES, Blocks, CompressedAttend, Product, ProductName
 from tests.support import emulated, gpu_cases, small
 from tests.support.decode_cases import COMPRESSED
 from tests.support.gpu_cases import (

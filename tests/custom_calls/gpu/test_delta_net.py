@@ -14,9 +14,9 @@ import pytest
 from custom_calls import ENDS, State
 from custom_calls.gpu.layout import Layout
 from custom_calls.gpu.tiling import H200, Machine
-from custom_calls.plan import ENTRIES, make_plan
+from custom_calls.plan import make_plan
 from laneformer.decoder import decoder_ops
-from laneformer.ops import Attend
+from laneformer.ops import ENTRIES, Attend
 from tests.support import emulated, gpu_cases, small
 from tests.support.decode_cases import DELTA_NET
 from tests.support.gpu_cases import AMD, check_devices, check_drafts, check_texts_of_the_cpu, fail_often, jitted, some

@@ -5,6 +5,7 @@ import logging
 import pytest
 
 from laneformer import ConfigError
+from laneformer.blocks.layer import after_sum
 from laneformer.hf import config_from_hf
 
 DENSE_TYPES = ("llama", "arcee", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "olmo2", "exaone4")
@@ -119,7 +120,7 @@ def test_norms_after_modules():
     assert (olmo2.norm_before, olmo2.norm_after) == (False, "sum")
     assert olmo2.layers[0].attention.qk_norm == "projection"
     exaone4 = config_from_hf(DENSE | {"model_type": "exaone4"}, num_lanes=2)
-    assert exaone4.norms.before is None and exaone4.norms.after_sum
+    assert not exaone4.norm_before and after_sum(exaone4.norms)
     assert exaone4.layers[0].attention.qk_norm == "head"
 
 

@@ -60,17 +60,17 @@ LF_DEVICE bool continues(const Params& p, int layer, int position, int slot) {
 template <class Op, int most = 1>
 struct DeltaNet {
   static constexpr int kKeyDim = Op::kKeyDim, kValueDim = Op::kValueDim, kHeadTiles = Op::kHeadTiles;
-  static constexpr int kRatio = Op::kValueHeads / Op::kKeyHeads, kTiles = kRatio * kHeadTiles;  // of a key head
+  static constexpr int kRatio = Op::kRatio, kTiles = kRatio * kHeadTiles;  // of a key head
   static constexpr int kTile = 16, kQuarters = kTile / 4;
   static_assert(kEntries == kTile, "keys of kEntries positions are a tile");
 
   // What is projected: of each key head q, k, v and z, then of each key head b and a.
-  static constexpr int kValues = kRatio * kValueDim, kChannels = 2 * kKeyDim + kValues, kHeadRows = kChannels + kValues;
+  static constexpr int kValues = kRatio * kValueDim, kChannels = Op::kHeadChannels, kHeadRows = Op::kHeadRows;
 
   // What a layer keeps of a key head: 16-byte pieces of a tile, entries of a stretch of positions and, in a ring of
   // positions, inputs of the convolution.
   static constexpr int kPieces = kKeyDim * kQuarters, kOwnPieces = (kPieces + kThreads - 1) / kThreads;
-  static constexpr int kStretch = kEntries * (kKeyDim + kTile * kTiles + kRatio);
+  static constexpr int kStretch = Op::kStretchFloats;
   static constexpr int kBefore = Op::kTaps - 1, kRing = kBefore + kEntries;
   static constexpr i64 kInputBytes = (i64)kRing * kChannels * bytes_of(kCache);
 
@@ -82,7 +82,7 @@ struct DeltaNet {
   enum Sums { kStateKey = 0, kStateQuery = kTile, kKeysKey = 2 * kTile, kKeysQuery = 3 * kTile };
   static constexpr int kKeySquares = 4 * kTile, kQuerySquares = kKeySquares + 1, kKeyQuery = kKeySquares + 2,
                        kSums = kKeySquares + 3;
-  static constexpr int kSquares = Op::kValueHeads * kValueDim, kAllSquares = Op::kValueHeads * kHeadTiles;
+  static constexpr int kSquares = Op::kWidth, kAllSquares = Op::kValueHeads * kHeadTiles;
 
   // Shared memory, in floats; `merge` uses it too.
   static constexpr int kDeltasAt = 0, kDecaysAt = kEntries * kTile, kReadAt = kDecaysAt + kEntries,
@@ -248,7 +248,7 @@ struct DeltaNet {
     gather<kThreads>(projected(m), kRead, tag, x, watch, kAtVector, [&](int i) {
       if (i < kMixed) return head * kHeadRows + channel_of(i, tile);
       if (i < kSteps) return head * kHeadRows + kValues + channel_of(i - kTile, tile);  // z is behind v
-      return Op::kKeyHeads * kHeadRows + (2 * head + i - kSteps) * kRatio + tile / kHeadTiles;
+      return Op::kStepsBegin + (2 * head + i - kSteps) * kRatio + tile / kHeadTiles;
     });
     const int position = pass.position_of(m);
     LF_UNROLL for (int n = 0; n < kOwnMixed; n++) {
