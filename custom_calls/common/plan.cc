@@ -164,7 +164,7 @@ class Reader {
     }
   }
 
-  // ---- what must be true of ops beyond their types
+  // ---- checks of ops beyond the types of their fields
 
   void check_matrix(const Array& array, const char* what, int64_t experts = 0) {
     if (array.columns == 0) damaged(std::string(what) + " is not a matrix");
@@ -184,7 +184,7 @@ class Reader {
   // Channels of each value of the module that is checked, 0 before it is written.
   int64_t& channels_of(Value value) { return channels_[(int)value]; }
 
-  // Norms of the stream's channels, as all are but those of queries and keys.
+  // All norms of an op have the stream's channels.
   template <class T>
   void check_norms(T& value) {
     value.visit([&](const char*, auto& field) {
@@ -194,10 +194,14 @@ class Reader {
     });
   }
 
-  // An op that has no more to check.
+  // An op without a check of its own: its norms and vectors have the stream's channels.
   template <class T>
   void check(T& op) {
     check_norms(op);
+    op.visit([&](const char*, auto& field) {
+      if constexpr (std::is_same_v<std::decay_t<decltype(field)>, Array>)
+        check_vector(field, plan_.hidden_size, "an op's weight");
+    });
   }
 
   void check(Product& product) {
@@ -300,7 +304,7 @@ class Reader {
 
   void check(GatherStreams& op) { check_gather(op, false); }
 
-  // Rotated channels are the last ones of this many.
+  // The rotated channels are the last ones of a head with this many.
   void check_rotary(const RotaryIndex& rotary, int64_t channels) {
     require(rotating_channels(rotary, plan_) <= channels, "a rotation has more channels than a head");
   }
@@ -485,9 +489,9 @@ class Reader {
   const int64_t num_floats_;
   int64_t at_ = 0;
   int64_t channels_[count_of(Value{})];
-  int64_t experts_ = 0;                   // of the module's router
-  const CompressedKeep* keep_ = nullptr;  // the module's, so far
-  int64_t attended_heads_ = 1;            // channels of its heads' results that are merged together
+  int64_t experts_ = 0;                   // number of experts of the module's router
+  const CompressedKeep* keep_ = nullptr;  // the module's op of this kind, if one was read
+  int64_t attended_heads_ = 1;            // channels of a head's result, which are merged together
   Plan plan_;
 };
 

@@ -16,50 +16,51 @@ constexpr int count_of(Activation) { return kActivations; }
 
 namespace plan {
 
-// One array. Vectors lie among the small weights (float32): that of lane l at offset + l * stride, experts' one after
-// the other.
+// One array. Vectors are stored among the small weights (float32): lane l's at offset + l * stride, with those of its
+// experts end to end.
 struct Weight {
-  bool lane_sharded;           // each lane has its own
-  int64_t experts;             // that have one each, in each lane; 0: no such axis
-  int64_t offset, stride;      // -1 and 0 of a matrix
-  std::vector<int64_t> shape;  // of one lane's share, of one expert's
+  bool lane_sharded;           // each lane has its own array
+  int64_t experts;             // number of experts that have an array each, in each lane; 0: no such axis
+  int64_t offset, stride;      // place among the small weights, in floats; -1 and 0 for a matrix
+  std::vector<int64_t> shape;  // of one expert's array in one lane
 
   bool is_matrix() const { return offset < 0; }
   int64_t copies() const { return experts > 0 ? experts : 1; }  // in each lane
-  int64_t elements() const;                                     // of one lane's share, of all experts
+  int64_t elements() const;                                     // of all experts, in one lane
 };
 
 // A weight of an op.
 struct Array {
-  int number;              // in Plan::weights
-  int64_t size, columns;   // of one copy: elements of a small weight and 0, or rows and columns of a matrix
+  int number;              // its index in Plan::weights
+  int64_t size, columns;   // one expert's: elements and 0 of a vector, rows and columns of a matrix
   int64_t offset, stride;  // as in Weight
-  int64_t experts;         // likewise
+  int64_t experts;         // as in Weight
 };
 
 struct Rotary {
   std::vector<float> frequencies;  // radians per position of each pair
-  float factor;                    // on cos and sin
+  float factor;                    // factor on cos and sin
 };
 
 struct RotaryIndex {
-  int index;  // in Plan::rotaries
+  int index;  // into Plan::rotaries
 };
 
 #include "plan_ops.h"
 
-// Rows and columns of all matrices of a product, of one expert where it is of experts, and what it writes of one.
+// Columns of each matrix of a product, rows of all its matrices together, and channels that it writes; those of one
+// expert if the product is of experts.
 inline int64_t columns(const Product& product) { return product.matrices[0].weight.columns; }
 int64_t rows(const Product& product);
 inline int64_t channels(const Product& product) { return product.gated ? rows(product) / 2 : rows(product); }
-// Experts whose channels follow each other in what a product reads, or in what it writes.
+// Experts whose channels a product reads end to end, or writes end to end.
 inline int64_t read_experts(const Product& product) {
   return product.chosen && product.chosen->summed ? product.chosen->used : 1;
 }
 inline int64_t written_experts(const Product& product) {
   return product.chosen && !product.chosen->summed ? product.chosen->used : 1;
 }
-// Of a block-diagonal product; others are one block.
+// Blocks of a block-diagonal product; 1 for any other.
 inline int blocks(const Product& product) { return product.blocks ? product.blocks->count : 1; }
 
 // DeltaNet: tokens that its convolution reads, and positions whose inputs of the convolution are kept.
@@ -73,13 +74,13 @@ struct Part {
 
 // What happens to a lane's stream at one time of the schedule.
 struct Event {
-  int payload;              // the sum that lands; -1: an own output is added
-  int module;               // own: whose output
-  float weight;             // own: its scale
-  std::vector<Part> apart;  // landing: own parts that the lane adds by itself, taken out again
+  int payload;              // the sum that lands; -1: the lane's own output of a module is added
+  int module;               // own output: its module
+  float weight;             // own output: its scale
+  std::vector<Part> apart;  // sum: parts that the lane has added before, which are subtracted
 };
 
-// One sum over the lanes: of weighted module outputs, the first `width` channels, perhaps with the mean of the streams.
+// A sum over the lanes: the first `width` channels of weighted module outputs and, if stream_mean, of the mean stream.
 struct Sum {
   int width, complete_at;
   bool stream_mean;
@@ -89,7 +90,7 @@ struct Sum {
 struct Plan : DecoderOps {
   std::vector<Weight> weights;
   std::vector<Rotary> rotaries;
-  int64_t small_size;  // floats of all small weights
+  int64_t small_size;  // number of floats of all small weights
 
   std::vector<std::vector<Event>> events;  // by time: modules + 1
   std::vector<Sum> sums;                   // in the order in which they are issued
@@ -98,7 +99,7 @@ struct Plan : DecoderOps {
 
   int num_layers() const { return (int)layers.size(); }
   int streams() const { return head.gather ? head.gather->count : 0; }  // residual streams, where modules mix them
-  int num_modules() const { return 2 * num_layers(); }                  // of each layer: attention, feed forward
+  int num_modules() const { return 2 * num_layers(); }                  // attention and feed forward of each layer
   const Module& module(int time) const {
     const Layer& layer = layers[time / 2];
     return time % 2 == 0 ? layer.attention : layer.feed_forward;
@@ -110,7 +111,7 @@ inline int64_t rotating_channels(const RotaryIndex& rotary, const Plan& plan) {
   return 2 * (int64_t)plan.rotaries[rotary.index].frequencies.size();
 }
 
-// What layers keep between tokens.
+// The kinds of arrays that layers keep between tokens.
 enum class Kept {
   keys,
   values,
@@ -126,13 +127,13 @@ enum class Kept {
   index_keys_tail
 };
 constexpr int kKept = 12;
-enum class KeptType { cached, floats, integers };  // in the dtype of the cache; float32; int32
+enum class KeptType { cached, floats, integers };  // the dtype of the cache; float32; int32
 struct KeptArray {
   int layer;
   Kept kind;
-  std::vector<int64_t> shape;  // of an entry, in one lane
+  std::vector<int64_t> shape;  // of one entry in one lane
   KeptType type = KeptType::cached;
-  bool fixed = false;  // one entry, of the text; otherwise one for each `every` positions
+  bool fixed = false;  // one entry in all; otherwise one for each `every` positions
   int64_t every = 1;
 
   int64_t elements() const {
@@ -141,13 +142,13 @@ struct KeptArray {
     return count;
   }
   int64_t entries(int64_t positions) const { return fixed ? 1 : (positions + every - 1) / every; }
-  // Of an entry in one lane; width: bytes of a value of the cache.
+  // Bytes of one entry in one lane; width: bytes of a value of the cache.
   int64_t bytes(int64_t width) const { return elements() * (type == KeptType::cached ? width : 4); }
 };
-// All of a plan, in the order of a call's operands (custom_calls/decode.py): by kind, then by layer.
+// All kept arrays of a plan, in the order of a call's operands (custom_calls/decode.py): by kind, then by layer.
 std::vector<KeptArray> kept_arrays(const Plan& plan);
 
-// Throws std::runtime_error for words that are damaged or do not fit together.
+// Decodes a plan. Throws std::runtime_error if the words are damaged or do not fit together.
 Plan decode(const int32_t* words, int64_t num_words, const float* floats, int64_t num_floats);
 
 }  // namespace plan
