@@ -20,7 +20,7 @@ void Pass::add(Slot& slot, const int32_t* of, int count, int64_t start, int draw
   rows += drawing;
 }
 
-Schedule::Schedule(int slots, double most_slowdown) : most_slowdown_(most_slowdown) {
+Schedule::Schedule(int slots, double most_slowdown, int64_t (*clock)()) : most_slowdown_(most_slowdown), clock_(clock) {
   if (slots < 1 || slots > kMostRows)
     throw std::runtime_error("slots must be 1 to " + std::to_string(kMostRows) + ", got " + std::to_string(slots));
   for (int i = 0; i < slots; i++) {
@@ -242,7 +242,7 @@ double Schedule::price(int rows) const {
 
 float Schedule::cost_of(const Pass& pass) {
   const int64_t before = ended_ns_;
-  ended_ns_ = now_ns();
+  ended_ns_ = clock_();
   unshared_ = pass.runs > 1 ? 0 : unshared_ + 1;
   const double time = (double)(ended_ns_ - before);
   bool given = false;  // drafts that no price has chosen, or masks to wait for: the times say nothing of usual passes

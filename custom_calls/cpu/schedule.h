@@ -136,7 +136,8 @@ struct Pass {
 class Schedule {
  public:
   // slots: calls that may run together; most_slowdown: of a pass, over a pass of one row, through other calls.
-  Schedule(int slots, double most_slowdown);
+  // clock: the time in ns, which tests simulate.
+  Schedule(int slots, double most_slowdown, int64_t (*clock)() = now_ns);
 
   Slot& slot(int number);  // throws std::runtime_error for one that there is not
   int slots() const { return (int)slots_.size(); }
@@ -199,6 +200,7 @@ class Schedule {
 
   std::vector<std::unique_ptr<Slot>> slots_;
   const double most_slowdown_;
+  int64_t (*const clock_)();
   std::mutex lock_;
   std::condition_variable changed_;
   bool led_ = false;
@@ -214,8 +216,8 @@ class Schedule {
   double long_ = 1;                // of the leader: what passes of more than kMostRows take, over what the list says
   double credit_ = 0;              // of the leader: by how much passes with prompts stayed below the most slowdown
   double most_credit_ = 0;         // of the leader: what the best pass with positions of a prompt needs
-  int64_t ended_ns_ = 0;           // of the leader: when the last pass ended
-  int64_t unshared_ = 0;           // of the leader: passes since one that calls shared
+  int64_t ended_ns_ = 0;  // of the leader: when the last pass ended
+  int64_t unshared_ = 0;  // of the leader: passes since one that calls shared
 };
 
 }  // namespace laneformer

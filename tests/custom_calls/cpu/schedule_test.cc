@@ -14,13 +14,18 @@ namespace {
 
 constexpr int kAlone = 300, kShort = 20;  // tokens
 
+// The clock of the schedules, which passes advance: what a machine under load takes for them does not matter.
+std::atomic<int64_t> simulated_ns{0};
+int64_t simulated_clock() { return simulated_ns; }
+
 // A worker without a model: the keys of a position are its token, and every pass draws token 0 for each of its calls.
-// seconds: what it takes.
+// seconds: what a pass takes on the simulated clock.
 void lead(Schedule& schedule, const Slot& leader, const std::function<double(const Pass&)>& seconds) {
   Pass pass, next;
   schedule.plan(leader, {}, pass);
   while (!pass.over) {
-    std::this_thread::sleep_for(std::chrono::duration<double>(seconds(pass)));
+    simulated_ns += (int64_t)(1e9 * seconds(pass));
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // other threads can join meanwhile
     if (pass.rows) schedule.cost_of(pass);
     for (int r = 0; r < pass.runs; r++) {
       Slot& slot = *pass.run[r].slot;
@@ -48,7 +53,7 @@ void run(Schedule& schedule, int number, int prompt, int limit, const std::funct
 }
 
 void a_price_that_was_too_high_is_not_kept() {
-  Schedule schedule(2, 1.5);
+  Schedule schedule(2, 1.5, simulated_clock);
   float prices[kMostRows];
   for (int rows = 0; rows < kMostRows; rows++) prices[rows] = 1 + 0.2f * (float)rows;
   schedule.speculate(0, prices, true);
@@ -72,7 +77,7 @@ void a_price_that_was_too_high_is_not_kept() {
 // and how many positions are then copied.
 void a_prompt_is_copied_from_a_call_that_runs(int later, bool cancelled, int expected) {
   constexpr int kPrompt = 2 * kBlock + 10, kDrawn = 3;
-  Schedule schedule(2, 1.5);
+  Schedule schedule(2, 1.5, simulated_clock);
   std::vector<int32_t> keys[2] = {std::vector<int32_t>(kPrompt + kDrawn), std::vector<int32_t>(kPrompt + kDrawn)};
   std::atomic<int> passes{0}, computed{0};
   const auto seconds = [&](const Pass& pass) {
@@ -107,7 +112,7 @@ void a_prompt_is_copied_from_a_call_that_runs(int later, bool cancelled, int exp
 // for those of six, so that passes take as long as allowed on average.
 void a_prompt_takes_its_share_of_time_in_the_best_passes() {
   constexpr int kPrompt = 400;
-  Schedule schedule(2, 1.5);
+  Schedule schedule(2, 1.5, simulated_clock);
   float prices[kMostRows];
   for (int rows = 1; rows <= kMostRows; rows++)
     prices[rows - 1] = rows <= 3 ? 1.0f : rows <= 5 ? 1.49f : rows == 6 ? 1.6f : 0.4f * (float)rows;
@@ -138,7 +143,7 @@ void a_prompt_takes_its_share_of_time_in_the_best_passes() {
 // each. Its passes show that it has more.
 void a_prompt_finds_out_that_prices_were_too_high() {
   constexpr int kPrompt = 400;
-  Schedule schedule(3, 1.5);
+  Schedule schedule(3, 1.5, simulated_clock);
   float prices[kMostRows];
   for (int rows = 0; rows < kMostRows; rows++) prices[rows] = 1 + 0.05f * (float)rows;
   schedule.speculate(0, prices, true);
@@ -163,7 +168,7 @@ void a_prompt_finds_out_that_prices_were_too_high() {
 // share of the time nevertheless.
 void a_prompt_learns_what_long_passes_take() {
   constexpr int kPrompt = 400;
-  Schedule schedule(2, 1.5);
+  Schedule schedule(2, 1.5, simulated_clock);
   float prices[kMostRows];
   const auto price = [](int rows) { return 1 + 0.1 * (rows - 1); };
   for (int rows = 1; rows <= kMostRows; rows++) prices[rows - 1] = (float)price(std::min(rows, 12));
