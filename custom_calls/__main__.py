@@ -1,4 +1,4 @@
-"""python -m custom_calls: compiles the native library, and prints where it lies."""
+"""python -m custom_calls: compile the native library and print its path."""
 
 import argparse
 import sys
@@ -9,8 +9,8 @@ from custom_calls.build import SANITIZERS, BuildError, build, cache
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m custom_calls", description="Compile the native library.")
-    parser.add_argument("--out", type=Path, help=f"folder for it (default: {cache()})")
-    parser.add_argument("--sanitizer", choices=SANITIZERS, help="build it for this checker of the compiler")
+    parser.add_argument("--out", type=Path, help=f"folder of the library (default: {cache()})")
+    parser.add_argument("--sanitizer", choices=SANITIZERS, help="compile it with this sanitizer of the compiler")
     options = parser.parse_args()
     try:
         print(build(options.out, options.sanitizer))

@@ -1,10 +1,10 @@
-"""Compiles the native library, once for every state of its sources: python -m custom_calls.
+"""Compiles the native library once for each version of its sources: python -m custom_calls.
 
-`pip install` does it where there is a compiler; otherwise, and whenever the sources or JAX's FFI headers have changed
-since, the first use does. A library's name contains a hash of all that it was made from, so that a stale one is never
-loaded.
+`pip install` compiles it if there is a compiler. Otherwise, and after each change of the sources or of JAX's FFI
+headers, the first use compiles it. The library's name contains a hash of everything that it is built from, so a stale
+library is never loaded.
 
-Nothing here imports JAX: an installation runs this file by itself.
+Nothing here imports JAX, because an installation runs this file alone.
 """
 
 import fcntl
@@ -26,8 +26,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 CPU = tuple(HERE / "cpu" / part for part in (".", "kernels", "kernels/attention", "ops", "packing"))
 SOURCES = (HERE / "common", *CPU, HERE / "gpu" / "host")
-SHARED = HERE / "gpu" / "kernel" / "params.h"  # with the GPU kernel, which gpu/compile.py compiles for each model
-GENERATED = "plan_ops.h"  # from laneformer/ops.py, which is part of the key through it
+SHARED = HERE / "gpu" / "kernel" / "params.h"  # also included by the GPU kernel, which gpu/compile.py compiles
+GENERATED = "plan_ops.h"  # made from laneformer/ops.py; key() contains its text
 INSTALLED = HERE / "lib"
 FLAGS = (
     "-std=c++17",
@@ -42,8 +42,8 @@ FLAGS = (
     "-Wno-implicit-fallthrough",
     "-Wno-ignored-attributes",
 )
-# Instruction sets of the arithmetic, each compiled by itself; the library takes the last one that the machine runs, and
-# AMX where it is asked for.
+# Instruction sets of the arithmetic, each compiled separately. The library uses the last one that the machine supports,
+# and AMX only if it is named.
 INSTRUCTIONS = {
     "x86_64": {
         "amx": ("-march=x86-64-v4", "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512"),
@@ -54,21 +54,21 @@ INSTRUCTIONS = {
         "avx512_bf16": ("-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"),
     }
 }
-# Sources that are compiled for instruction sets: flags, and for which; other sets use the functions of these.
+# Sources that are compiled once per instruction set: their extra flags, and the sets. Other sets use these functions.
 PER_SET = {
     "kernels.cc": ((), ("portable", "avx2", "avx512", "avx512_bf16")),
-    "quantized.cc": (("-ffp-contract=off",), ("portable", "avx2", "avx512", "avx512_vnni")),  # all sets round alike
+    "quantized.cc": (("-ffp-contract=off",), ("portable", "avx2", "avx512", "avx512_vnni")),  # all sets give equal bits
     "amx.cc": ((), ("amx",)),
 }
 SANITIZERS = ("address", "thread", "undefined")
 
 
 class BuildError(Exception):
-    """Why there is no library, and the remedy."""
+    """The library cannot be compiled. The message gives the reason and the remedy."""
 
 
 def compiler() -> list[str] | None:
-    """The C++ compiler, as the beginning of a command: $CXX, g++ or clang++."""
+    """The C++ compiler as the first words of a command: $CXX if set, else g++ or clang++. None if it is not found."""
     named = shlex.split(os.environ.get("CXX", ""))
     return next(
         (command for command in ([named] if named else [["g++"], ["clang++"]]) if shutil.which(command[0])), None
@@ -79,17 +79,17 @@ def headers() -> Path:
     """The folder of JAX's FFI headers. Raises BuildError without jaxlib."""
     spec = importlib.util.find_spec("jaxlib")
     if spec is None or not spec.submodule_search_locations:
-        raise BuildError("jaxlib, whose headers the native library is compiled with, is not installed")
+        raise BuildError("the native library needs the headers of jaxlib, which is not installed: install jax")
     return Path(spec.submodule_search_locations[0]) / "include"
 
 
 def instruction_sets() -> dict[str, tuple[str, ...]]:
-    """Name -> compiler flags, for this kind of machine."""
+    """The compiler flags of each instruction set of this processor architecture, by name."""
     return INSTRUCTIONS.get(platform.machine(), {"portable": ()})
 
 
 def key() -> str:
-    """Of the sources, the flags and the FFI version of the installed jaxlib: 16 hexadecimal digits."""
+    """Hash of the sources, the flags and the FFI version of the installed jaxlib: 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for path in (*sorted(path for folder in SOURCES for path in folder.glob("*.[ch]*")), SHARED):
         digest.update(path.name.encode() + path.read_bytes())
@@ -106,7 +106,7 @@ def key() -> str:
 
 @functools.cache
 def ops_header() -> str:
-    """Text of GENERATED: the C++ structs of the ops (custom_calls/ops_header.py)."""
+    """The text of GENERATED: the C++ structs of the ops (custom_calls/ops_header.py)."""
     spec = importlib.util.spec_from_file_location("ops_header", HERE / "ops_header.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -114,25 +114,25 @@ def ops_header() -> str:
 
 
 def cache() -> Path:
-    """Where libraries made on first use lie."""
+    """Folder of the libraries that are compiled on first use."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "laneformer"
 
 
 def find() -> Path | None:
-    """The library for these sources, if it was built."""
+    """Path of the library for the current sources; None if it was not built."""
     name = f"cpu-{key()}.so"
     return next((folder / name for folder in (INSTALLED, cache()) if (folder / name).is_file()), None)
 
 
 def build(folder: Path | None = None, sanitizer: str | None = None) -> Path:
-    """Compiles the library into `folder` (by default the cache), and returns its path; processes that want the same
-    one wait for the first. Raises BuildError with the compiler's words.
+    """Compiles the library into `folder` (by default the cache) and returns its path. If several processes build the
+    same library, the first compiles it and the others wait. Raises BuildError with the compiler's output.
     """
     cxx = compiler()
     if cxx is None:
         wanted = os.environ.get("CXX") or "g++ or clang++"
         raise BuildError(
-            f"no C++ compiler was found ({wanted}): install one (Debian: apt install g++), or name it in CXX"
+            f"no C++ compiler was found ({wanted}): install g++ (Debian: apt install g++), or set CXX to a compiler"
         )
     folder = Path(folder or cache())
     out = folder / f"cpu-{key()}{f'-{sanitizer}' if sanitizer else ''}.so"
@@ -148,7 +148,7 @@ def build(folder: Path | None = None, sanitizer: str | None = None) -> Path:
 
 
 def _put(library: Path, folder: Path) -> None:
-    """Copies it at once, for other processes that load it now."""
+    """Copies a library into `folder` atomically, because other processes may be loading it."""
     unfinished = folder / f"{library.name}.{os.getpid()}"
     shutil.copy(library, unfinished)
     unfinished.replace(folder / library.name)
@@ -156,7 +156,7 @@ def _put(library: Path, folder: Path) -> None:
 
 @contextmanager
 def _alone(out: Path) -> Iterator[None]:
-    """Waits for other processes that make the same file."""
+    """Holds the lock of the file `out`, after other processes that build the same file have finished."""
     out.parent.mkdir(parents=True, exist_ok=True)
     lock = out.with_name(f"{out.name}.lock")
     with lock.open("w") as file:
@@ -165,14 +165,16 @@ def _alone(out: Path) -> Iterator[None]:
             yield
         finally:
             lock.unlink(missing_ok=True)
-            with suppress(OSError):  # has files
+            with suppress(OSError):  # the folder is not empty
                 out.parent.rmdir()
 
 
 def try_build(folder: Path) -> str | None:
-    """Puts the library into `folder`, for installations, which go on without it: one that was made of these sources
-    before, unless CXX names a compiler, or a new one. Libraries of other sources are removed. The reason in one line
-    where it is impossible, with a compiler that is missing or broken.
+    """Puts the library into `folder` during an installation, which continues without it on failure. Returns the reason
+    of a failure (a missing or broken compiler) in one line, otherwise None.
+
+    A library that was built from these sources before is reused, unless CXX is set. Libraries of other sources are
+    removed.
     """
     try:
         made = None if os.environ.get("CXX") else find()
@@ -196,8 +198,8 @@ def compile_objects(
     api: bool = True,
     sets: dict[str, tuple[str, ...]] | None = None,
 ) -> list[str]:
-    """Object files of all sources in `work`, beside GENERATED; api: with the interface to XLA, which needs its headers;
-    sets: instead of this machine's.
+    """Writes GENERATED into `work`, compiles all sources there, and returns the paths of the object files. api: also
+    compile the interface to XLA, which needs XLA's headers. sets: instruction sets to use instead of this machine's.
     """
     (work / GENERATED).write_text(ops_header(), encoding="utf-8")
     jobs = []

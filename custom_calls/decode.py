@@ -1,4 +1,4 @@
-"""The JAX function of the decode kernel: one custom call takes a prompt and generates a whole answer."""
+"""The JAX function of the decode kernel: one custom call runs a prompt and generates a whole answer."""
 
 from typing import NamedTuple
 
@@ -12,44 +12,45 @@ from custom_calls.plan import Kept, Plan
 from custom_calls.session import DecodeSession
 
 ENDS = ("length", "stop", "cancelled")
-YIELDED = len(ENDS) + 1  # in place of an index into ENDS: the request goes on in another call
+YIELDED = len(ENDS) + 1  # in place of an index into ENDS: the request continues in another call
 
 
 class Inputs(NamedTuple):
-    """What a call is to do. Everything may be traced; sizes are those of the arrays. Where a call has several slots
-    (`DecodeSession.together`), each array begins with an axis of them.
+    """The request of a call. All fields may be traced; the sizes p and s are those of the arrays. If a call has several
+    slots (`DecodeSession.together`), each array has a leading slot axis.
     """
 
     prompt: jax.Array
     """int32 [p]: token ids; only the first control[0] are used."""
     control: jax.Array
-    """int32 [5]: tokens of the prompt, position of the first of them, tokens to draw at most, top_k, and the session's
-    slot that runs the call. Where it has several slots, tokens that the request has drawn in calls before, in place of
-    the slot's number; 0 tokens for a slot without a request.
+    """int32 [5]: number of prompt tokens, position of the first of them, most tokens to draw, top_k, and the number of
+    the session's slot that runs the call. If a call has several slots, the last value is instead the number of tokens
+    that the request drew in earlier calls, and a slot without a request has 0 prompt tokens.
     """
     settings: jax.Array
-    """float32 [4]: temperature, top_p, min_p, repetition penalty (infer/sampling.py says what they do)."""
+    """float32 [4]: temperature, top_p, min_p, repetition penalty (defined in infer/sampling.py)."""
     key: jax.Array
     """uint32 [2]: low and high word of the seed."""
     stops: jax.Array
-    """int32 [s]: tokens after which nothing is drawn; -1 is none."""
+    """int32 [s]: stop tokens, after which nothing is drawn; -1 for an unused entry."""
 
 
 class State(NamedTuple):
-    """What a call changes in place: donate it. Beside `seen`, the arrays of Plan.kept by their names there, of those
-    layers that have one, in order. Where a call has several slots, they are the second axis, and the first of `seen`.
+    """The arrays that a call updates in place: donate them. Except `seen`, each field lists the arrays of that name in
+    Plan.kept, one for each layer that has it, in order. If a call has several slots, they are the second axis of these
+    arrays (of size 1 below) and a leading axis of `seen`.
     """
 
     seen: jax.Array
-    """uint8 [vocab]: 1 for tokens of the text so far, those of the prompt included; drawn ones are added."""
+    """uint8 [vocab]: 1 for tokens of the text so far, including the prompt; the call adds the tokens that it draws."""
     keys: list[jax.Array]
-    """[lanes, 1, positions, kv heads, head size]."""
+    """[lanes, 1, positions, kv heads, head size]; `values` too."""
     values: list[jax.Array]
     latents: list[jax.Array] | tuple[()] = ()
     """[lanes, 1, positions, channels]."""
     base: list[jax.Array] | tuple[()] = ()
-    """int32 [lanes, 1, 1, key heads], or 1 of compressed attention. This and the following are of DeltaNet: kept_of in
-    custom_calls/plan.py.
+    """int32 [lanes, 1, 1, key heads]. `base` to `state` belong to DeltaNet; `kept_of` in custom_calls/plan.py describes
+    them. Compressed attention also keeps a base, [lanes, 1, 1, 1].
     """
     entries: list[jax.Array] | tuple[()] = ()
     """float32 [lanes, 1, 1, key heads, floats]."""
@@ -58,29 +59,29 @@ class State(NamedTuple):
     state: list[jax.Array] | tuple[()] = ()
     """float32 [lanes, 1, 1, key heads, tiles, key_dim, 16]."""
     positions: list[jax.Array] | tuple[()] = ()
-    """[lanes, 1, positions, head_dim]. This and the following are of compressed attention, likewise."""
+    """[lanes, 1, positions, head_dim]. This field and the following ones belong to compressed attention (`kept_of`)."""
     compressed: list[jax.Array] | tuple[()] = ()
     """[lanes, 1, entries, head_dim]."""
     compressed_tail: list[jax.Array] | tuple[()] = ()
-    """float32 [lanes, 1, 1, newest positions, vectors and gates]."""
+    """float32 [lanes, 1, 1, newest positions, channels of vectors and gates]."""
     index_keys: list[jax.Array] | tuple[()] = ()
     """[lanes, 1, entries, channels]."""
     index_keys_tail: list[jax.Array] | tuple[()] = ()
-    """float32 [lanes, 1, 1, newest positions, vectors and gates]."""
+    """float32 [lanes, 1, 1, newest positions, channels of vectors and gates]."""
 
     @classmethod
     def of(cls, seen: jax.Array, layers: list[dict[str, jax.Array]]) -> "State":
-        """From what the layers keep."""
+        """The state with these arrays of each layer, by name."""
         return cls(seen, *([layer[name] for layer in layers if name in layer] for name in cls._fields[1:]))
 
     def layers_like(self, layers: list[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
-        """The inverse of `of`: what layers with these arrays keep now."""
+        """The inverse of `of`: this state's arrays by layer and name, for layers with the names in `layers`."""
         arrays = {name: iter(getattr(self, name)) for name in self._fields[1:]}
         return [{name: next(arrays[name]) for name in layer} for layer in layers]
 
 
 def empty_layers(plan: Plan, capacity: int, mesh: Mesh | None = None, slots: int = 1) -> list[dict[str, jax.Array]]:
-    """What each layer keeps of an empty text, for `capacity` positions."""
+    """The arrays of each layer, by name, before the first token, with room for `capacity` positions."""
     device = None if mesh is None else NamedSharding(mesh, P("lane"))
 
     def make(kept: Kept) -> jax.Array:
@@ -91,22 +92,22 @@ def empty_layers(plan: Plan, capacity: int, mesh: Mesh | None = None, slots: int
 
 
 class Outputs(NamedTuple):
-    """What a call has drawn; rows after the last token are 0, those of the last three not defined. Where it has several
-    slots, each array begins with an axis of them.
+    """The results of a call. Rows after the last token are 0 in `tokens` and `logprobs`, and undefined in the three
+    fields after these. If the call has several slots, each array has a leading slot axis.
     """
 
     tokens: jax.Array
-    """int32 [room]; a stop token is the last one."""
+    """int32 [room]: the drawn tokens; a stop token is the last."""
     logprobs: jax.Array
     """float32 [room]: log softmax of the raw logits at each token."""
     top_tokens: jax.Array
     """int32 [room, top]: the most likely tokens, most likely first."""
     top_logprobs: jax.Array
-    """float32 [room, top]."""
+    """float32 [room, top]: log-probabilities of `top_tokens`."""
     logits: jax.Array
-    """float32 [room, vocab], or [0, vocab] unless asked for."""
+    """float32 [room, vocab], or [0, vocab] without the option `logits`."""
     status: jax.Array
-    """int32 [3]: tokens drawn, index into ENDS or YIELDED, position of the next token."""
+    """int32 [3]: number of tokens drawn, index into ENDS or YIELDED, position of the next token."""
 
 
 def decode(
@@ -120,22 +121,25 @@ def decode(
     logits: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[Outputs, State]:
-    """Runs the prompt through the model and draws up to control[2] tokens, in one call, and the text so far in `state`
-    with them.
+    """Runs the prompt through the model and draws up to control[2] tokens, in one call. Returns the drawn tokens and
+    the updated state.
 
-    operands: `session.operands`, as arguments of the function under jax.jit: a weight that it only closes over would
-    become a constant of the program. room: tokens that fit the result. mesh: (data, lane), over whose lane axis the
-    caches lie. The caches are updated in place: call this under jax.jit, with `state` donated (where it is not, XLA
-    copies it for every call). Raises ValueError outside of jax.jit. A call that fails raises a
-    jax.errors.JaxRuntimeError which says why, also when a device is missing after the session's timeout. A failure that
-    only a GPU can notice has status[1] = len(ENDS), and `session.failure` says why.
+    operands: `session.operands`, passed as arguments of the jitted function, because a weight that the function closes
+    over would become a constant of the program. room: most tokens that fit in the result. mesh: axes (data, lane); the
+    caches are sharded over its lane axis.
 
-    A call of several slots ends for all once one of them has ended; the others have yielded then. A request goes on
-    with a prompt of what is not in its cache yet: what is left of its own, or the last token that it has drawn.
+    The caches are updated in place: call this under jax.jit with `state` donated. Otherwise XLA copies it in every
+    call. Raises ValueError outside of jax.jit. A call that fails raises jax.errors.JaxRuntimeError with the reason; it
+    also fails if a device is missing after the session's timeout. A failure that only a GPU can detect sets status[1]
+    to len(ENDS), and `session.failure` gives the reason.
+
+    A call with several slots ends once one of its requests has ended; the others have YIELDED. Such a request continues
+    in the next call, whose prompt is what its cache does not contain yet: the rest of its prompt, or its last drawn
+    token.
     """
     if not all(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(state)):
         raise ValueError(
-            "custom_calls.decode updates its state in place: call it under jax.jit, with the state donated"
+            "custom_calls.decode updates its state in place: call it under jax.jit with the state donated"
             " (donate_argnums)"
         )
     vocab, slots = session.plan.ops.vocab_size, session.together
@@ -150,7 +154,7 @@ def decode(
     devices, places = (1, _everywhere()) if mesh is None else (len(_ordinals(mesh)), _places(mesh))
 
     if len(operands) != len(session.operands):
-        raise ValueError(f"{len(operands)} operands: pass session.operands, which are {len(session.operands)}")
+        raise ValueError(f"got {len(operands)} operands, expected {len(session.operands)}: pass session.operands")
 
     def local(inputs: Inputs, operands: tuple, state: State) -> tuple[Outputs, State]:
         changed = jax.tree.leaves(state)
@@ -171,7 +175,7 @@ def decode(
         )
         return Outputs(*results[: len(outputs)]), jax.tree.unflatten(jax.tree.structure(state), results[len(outputs) :])
 
-    if slots > 1:  # the call has them one after the other
+    if slots > 1:  # in the custom call, the arrays of all slots follow each other
         inputs = jax.tree.map(jnp.ravel, inputs)
         state = state._replace(seen=jnp.ravel(state.seen))
     if mesh is None:
@@ -183,7 +187,7 @@ def decode(
 
 
 def _by_slot(slots: int, outputs: Outputs, state: State) -> tuple[Outputs, State]:
-    """With an axis of the slots in front, if there are several."""
+    """The results of a call, with a leading slot axis if there are several slots."""
     if slots == 1:
         return outputs, state
     rows = jax.tree.map(lambda x: x.reshape(slots, x.shape[0] // slots, *x.shape[1:]), outputs)
@@ -191,17 +195,21 @@ def _by_slot(slots: int, outputs: Outputs, state: State) -> tuple[Outputs, State
 
 
 def _ordinals(mesh: Mesh) -> list[int]:
-    """Of this process's devices, in the order of the lanes: what a handler knows of its device."""
+    """Ordinals of this process's devices, in the order of the lanes. A handler identifies its device by this number.
+    Raises ValueError if the mesh has an axis other than `lane` with more than one device.
+    """
     if mesh.size != mesh.shape["lane"]:
-        raise ValueError(f"a mesh {dict(mesh.shape)}: decoding uses the lane axis alone; make the mesh with data = 1")
+        raise ValueError(f"decoding uses only the lane axis of the mesh {dict(mesh.shape)}: make it with data = 1")
     own = [device for device in mesh.devices.flat if device.process_index == jax.process_index()]
     return [device.id if device.platform == "cpu" else device.local_hardware_id for device in own]
 
 
 def _places(mesh: Mesh) -> np.ndarray:
-    """For each ordinal its device's position among this process's on the lane axis, -1 for others."""
+    """For each ordinal, the position of its device among this process's devices on the lane axis, or -1 for a device
+    outside the mesh; int32 [ordinals].
+    """
     ordinals = _ordinals(mesh)
-    if len(ordinals) == 1 < mesh.size:  # whichever it is: all processes must compile the same program
+    if len(ordinals) == 1 < mesh.size:  # the same for every ordinal, because all processes must compile one program
         return np.zeros(1, np.int32)
     places = np.full(max(ordinals) + 1, -1, np.int32)
     places[ordinals] = np.arange(len(ordinals), dtype=np.int32)
@@ -209,4 +217,5 @@ def _places(mesh: Mesh) -> np.ndarray:
 
 
 def _everywhere() -> np.ndarray:
+    """Position 0 for the ordinal of every local device: the call runs on one device, and it may be any."""
     return np.zeros(max(device.local_hardware_id for device in jax.local_devices()) + 1, np.int32)

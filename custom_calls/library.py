@@ -24,10 +24,10 @@ HANDLERS = (
 
 
 class NativeError(RuntimeError):
-    """The native library cannot be used, or has refused a call; the message says why."""
+    """The native library cannot be used, or it rejected a call. The message gives the reason."""
 
 
-# What a worker or a CTA did, for the trace: `Span` of cpu/state.h and of gpu/kernel/params.h.
+# One op of a worker or a CTA in a trace: `Span` of cpu/state.h and of gpu/kernel/params.h.
 SPAN = np.dtype([("op", np.int32), ("layer", np.int32), ("begin_ns", np.int64), ("end_ns", np.int64)])
 
 _ID, _INT, _LONG, _POINTER = ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
@@ -92,13 +92,10 @@ _FUNCTIONS = {
 
 
 def unavailable() -> str | None:
-    """Why there is no native library here, and the remedy; None if there is one, or it was compiled now."""
+    """Why the native library is not available, and the remedy. None if it is, or if it could be compiled now."""
     try:
         if build.find() is None and build.compiler() is None:
-            return (
-                "its library was not compiled, and no C++ compiler is here to do it: install g++ (Debian: apt install"
-                " g++)"
-            )
+            return "its library was not compiled, and no C++ compiler was found: install g++ (Debian: apt install g++)"
         if build.find() is None and (problem := _compile()):
             return f"its library cannot be compiled ({problem}): repair the C++ compiler, or name another in CXX"
     except build.BuildError as error:
@@ -108,14 +105,14 @@ def unavailable() -> str | None:
 
 @cache
 def _compile() -> str | None:
-    """Compiles the library; the reason where the compiler cannot. Once, as it takes long."""
-    log.info("compiling the native library, once: some 20 seconds")
+    """Compiles the library. Returns the reason if that fails, and remembers it: another attempt would take long."""
+    log.info("compiling the native library once: about 20 seconds")
     return build.try_build(build.cache())
 
 
 @cache
 def library() -> ctypes.CDLL:
-    """The library, compiled now if it was not before. Raises NativeError if that fails."""
+    """The loaded library, which is compiled first if necessary. Raises NativeError if that fails."""
     try:
         path = build.find()
         if path is None:
@@ -136,20 +133,20 @@ def library() -> ctypes.CDLL:
 
 
 def _check_version(compiled: int, path) -> None:
-    """A handler of another FFI version would make every JAX program of this process fail, so it must not even be
-    registered.
+    """Raises NativeError if the library was compiled for another FFI version than jaxlib's. Registering its handlers
+    would make every JAX program of this process fail.
     """
     header = (build.headers() / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
     major, minor = (int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1]) for part in ("MAJOR", "MINOR"))
     if compiled != 1000 * major + minor:
         raise NativeError(
-            f"{path} was compiled for version {compiled // 1000}.{compiled % 1000} of XLA's FFI, jaxlib here has"
+            f"{path} was compiled for version {compiled // 1000}.{compiled % 1000} of XLA's FFI, but jaxlib has"
             f" {major}.{minor}: remove the file"
         )
 
 
 def call(name: str, *arguments) -> int:
-    """A function that reports errors as text. Raises NativeError with it."""
+    """Calls laneformer_`name` of the library, which reports errors as text. Raises NativeError with that text."""
     text = ctypes.create_string_buffer(1000)
     result = getattr(library(), f"laneformer_{name}")(*arguments, text, len(text))
     if result < 0:
@@ -158,42 +155,44 @@ def call(name: str, *arguments) -> int:
 
 
 def ring_slots(exchanges: list[tuple[int, int]]) -> int:
-    """The smallest ring of slots that exchanges need: (time of issue, time when last read) of each, in order of
-    issue.
+    """Slots in the smallest ring that suffices for these exchanges. exchanges: (time of issue, time of the last read)
+    of each, in the order of issue.
     """
     times = (ctypes.c_int32 * (2 * len(exchanges)))(*(time for pair in exchanges for time in pair))
     return library().laneformer_ring_slots(times, len(exchanges))
 
 
 def default_threads() -> int:
-    """Cores that this process may use, as its affinity and its control group's quota allow."""
+    """Number of cores that this process may use by its affinity and its control group's quota."""
     return library().laneformer_default_threads()
 
 
 def instruction_sets() -> list[str]:
-    """Those that the library was compiled for and this machine runs: the best for decoding first, AMX last."""
+    """Instruction sets that the library contains and this machine supports: the best for decoding first, AMX last."""
     names = list(build.instruction_sets())[::-1]
     return [name for name in names if library().laneformer_can_run(name.encode())]
 
 
 def read_bandwidth(num_bytes: int, threads: int) -> float:
-    """Bytes per second in one pass of `threads` threads over a buffer of that size, which stays allocated between
-    calls.
+    """Bytes per second at which `threads` threads read a buffer of `num_bytes` bytes once. The buffer stays allocated
+    between calls.
     """
     return library().laneformer_read_bandwidth(num_bytes, threads)
 
 
 def arithmetic_peak(count: int, threads: int) -> float:
-    """Multiply-adds of float32 per second, in registers, of `threads` threads that make `count` of them each, with the
-    best instruction set of this machine.
+    """Multiply-adds of float32 in registers per second, summed over `threads` threads. Each computes `count` of them
+    with the best instruction set of this machine.
     """
     return library().laneformer_arithmetic_peak(count, threads)
 
 
 def speedup(way: tuple[str, bool], over: tuple[str, bool], threads: int) -> tuple[float, bool]:
-    """How many times as fast `threads` threads multiply bfloat16 weights, which they read from memory, by one position
-    as with another way, and whether the shortest times agree: other processes may disturb all. Takes tenths of a second
-    and 256 MB. A way is an instruction set and whether the weights are in 12 bits. 0 if an instruction set is unknown.
+    """Speed of the way `way` to multiply bfloat16 weights in memory by one position, as a multiple of the speed of the
+    way `over`, with `threads` threads. Also whether the shortest times of each agree; they do not if other processes
+    disturbed the measurement. The speed is 0 if an instruction set is unknown.
+
+    A way is an instruction set, and whether the weights are in 12 bits. Takes tenths of a second and 256 MB.
     """
     found = library().laneformer_speedup(way[0].encode(), way[1], over[0].encode(), over[1], threads)
     return abs(found), found > 0

@@ -1,4 +1,4 @@
-"""What a session measures once on a machine, kept beside the libraries that it compiles."""
+"""Measurements that a session makes once on each machine. A file beside the compiled libraries keeps them."""
 
 import itertools
 import json
@@ -16,51 +16,56 @@ from custom_calls.library import speedup
 
 log = logging.getLogger("custom_calls")
 NAME = "measured.json"
-KEPT = 50  # measurements in the file; older ones are dropped
+KEPT = 50  # most measurements in the file; the oldest are dropped
 Measurement = float | list[float]
 T = TypeVar("T", float, list[float])
 
 
 def bf12_gain(instructions: str, threads: int) -> float:
-    """How many times as fast as with bfloat16 weights decoding is with weights in 12 bits."""
+    """Speed of decoding with weights in 12 bits, as a multiple of the speed with bfloat16 weights."""
     gain, fresh = _speedup((instructions, True), (instructions, False), threads)
     if fresh:
-        log.info("measured: weights in 12 bits are %.2f times as fast as in 16 here", gain)
+        log.info("measured: weights in 12 bits are %.2f times as fast as in 16 bits on this machine", gain)
     return gain
 
 
 def amx_gain(over: str, threads: int) -> float:
-    """How many times as fast as with the instruction set `over` decoding is with AMX's sums of bfloat16 weights."""
+    """Speed of decoding bfloat16 weights with AMX, as a multiple of the speed with the instruction set `over`."""
     gain, fresh = _speedup(("amx", False), (over, False), threads)
     if fresh:
-        log.info("measured: with AMX one position is %.2f times as fast as with %s here", gain, over)
+        log.info("measured: one position is %.2f times as fast with AMX as with %s on this machine", gain, over)
     return gain
 
 
 def pass_prices(what: str, measure: Callable[[], list[float]]) -> list[float]:
-    """What passes cost over the first one: no less than 1, nor than a pass of fewer rows. what: the session. measure:
-    seconds of passes of rising numbers of rows.
+    """Prices of passes with rising numbers of rows, as multiples of the time of the first pass. No price is below 1 or
+    below the price of fewer rows.
+
+    what: text that identifies the session. measure: returns the seconds of each pass.
     """
 
     def judged() -> tuple[list[float], bool]:
         seconds = measure()
-        return seconds, all(b >= 0.95 * a for a, b in itertools.pairwise(seconds))  # more rows are not faster
+        return seconds, all(b >= 0.95 * a for a, b in itertools.pairwise(seconds))  # more rows cannot be faster
 
     seconds, fresh = _known(f"passes {what}", judged)
     prices = np.maximum.accumulate(np.divide(seconds, seconds[0])).tolist()
     if fresh:
-        log.info("measured: passes of several rows cost %s of one", ", ".join(f"{price:.2f}" for price in prices))
+        log.info("measured: passes take %s times as long as one row", ", ".join(f"{price:.2f}" for price in prices))
     return prices
 
 
 def _speedup(way: tuple[str, bool], over: tuple[str, bool], threads: int) -> tuple[float, bool]:
-    """`speedup` of this machine, and whether it was measured now."""
+    """The result of `speedup` on this machine, and whether it was measured now."""
     return _known(f"{way} {over} {threads}", lambda: speedup(way, over, threads))
 
 
 def _known(what: str, measure: Callable[[], tuple[T, bool]]) -> tuple[T, bool]:
-    """A measurement, made on the first call for these libraries and this processor; whether it was now. measure: also
-    returns whether to keep it, which one that other processes disturbed is not.
+    """A measurement, and whether it was made now. It is made on the first call for this version of the library and this
+    processor, and read from the file afterwards.
+
+    what: text that identifies the measurement. measure: returns the value, and whether to keep it; a value that other
+    processes disturbed is not kept.
     """
     path, key = build.cache() / NAME, f"{build.key()} {_processor()} {what}"
     known = _read(path)
@@ -81,7 +86,7 @@ def _processor() -> str:
 
 
 def _read(path: Path) -> dict[str, Measurement]:
-    """{} if there is no such file, or not one of these."""
+    """The measurements in the file, by key; {} if the file is missing or damaged."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -94,7 +99,7 @@ def _fits(value: Any) -> bool:
 
 
 def _write(path: Path, known: dict[str, Measurement]) -> None:
-    """Replaces the file at once; a cache that cannot be written is measured again next time."""
+    """Replaces the file atomically. If it cannot be written, the next session measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_name(f"{NAME}.{os.getpid()}")

@@ -1,11 +1,11 @@
 """A model's plan: its ops (laneformer/ops.py) and its schedule, as data for Python and as words for C++.
 
-Kernels know a model by its plan alone. custom_calls/words.py says how a plan becomes words, which
+A plan is all that kernels know about a model. custom_calls/words.py defines how a plan becomes words, which
 custom_calls/common/plan.cc decodes.
 
-Vectors (norm gains, biases) lie in one float32 array, the small weights: lane l's share of a weight is at
-offset + l * stride, experts' one after the other. The biases of a product are neighbours, so that biases of all rows
-are one vector per lane.
+Vectors (norm gains, biases) are stored in one float32 array, the small weights. Lane l's share of a weight starts at
+offset + l * stride and contains its experts one after the other. The biases of a product follow each other, so the
+biases of all its rows are one vector per lane.
 """
 
 import dataclasses
@@ -36,45 +36,49 @@ from laneformer.ops import (
 )
 from laneformer.quantized import Quantized
 
-ALIGNED = 16  # floats: a small weight, or a product's biases, begins at a multiple of 64 bytes
+ALIGNED = 16  # floats, 64 bytes: alignment of a small weight, and of the biases of a product
 
-Part = tuple[int, float]  # a module, and the weight of its output
+Part = tuple[int, float]  # a module's number, and the weight of its output
 
 
 @dataclass(frozen=True)
 class Event:
-    """What happens to a lane's stream: its own output of a module is added, or a sum over the lanes lands."""
+    """A change of a lane's stream: the lane's own output of a module is added, or a sum over the lanes lands."""
 
     payload: int
-    """Which sum lands; -1 for an own output."""
+    """Number of the sum that lands; -1 if an own output is added."""
     module: int = 0
+    """Module whose own output is added."""
     weight: float = 1.0
+    """Factor on that output."""
     apart: tuple[Part, ...] = ()
-    """Own parts of the sum that the lane adds by itself: they are taken out again."""
+    """The lane's own parts of the sum that it adds at another time: they are subtracted from the sum."""
 
 
 @dataclass(frozen=True)
 class Sum:
-    """Over all lanes, of weighted module outputs, perhaps with the mean of the streams."""
+    """A sum over all lanes of weighted module outputs."""
 
     width: int
-    """Channels, from the first."""
+    """Number of channels that are summed, from channel 0."""
     complete_at: int
+    """Time at which its last part exists."""
     stream_mean: bool
+    """Whether the sum includes the mean of the lanes' streams."""
     parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)
 class Table:
-    """A laneformer.layout.Schedule for streams of a given width. Events of one time are in the order of
-    laneformer/executor.py: own outputs are added, then sums land; a sum that has the lane's own part adds it as part of
-    the whole.
+    """A laneformer.layout.Schedule for streams of a given width. Events at one time are in the order of
+    laneformer/executor.py: own outputs are added first, then sums land. An own output that lands with a sum at the same
+    time has no event: the sum contains it.
     """
 
     events: tuple[tuple[Event, ...], ...]
-    """By time, modules + 1."""
+    """The events at each time, from 0 to the number of modules."""
     sums: tuple[Sum, ...]
-    """In the order in which they are issued."""
+    """All sums, in the order in which they are issued."""
 
     @classmethod
     def of(cls, schedule, hidden: int) -> "Table":
@@ -104,7 +108,7 @@ class Table:
 
     @cached_property
     def exchanges(self) -> list[tuple[int, int]]:
-        """Of each sum, and last of the head, the times at which it is issued and last read."""
+        """Times at which each sum is issued and last read. The last entry is the exchange of the head."""
         reads = {event.payload: time for time, now in enumerate(self.events) for event in now if event.payload >= 0}
         end = len(self.events) - 1
         return [(total.complete_at, reads.get(i, total.complete_at)) for i, total in enumerate(self.sums)] + [
@@ -113,8 +117,8 @@ class Table:
 
     @cached_property
     def history(self) -> int:
-        """How many of the last modules' outputs a lane must keep: those that are still to be added, sent, or taken out
-        of a sum.
+        """Number of its latest modules' outputs that a lane must keep, because they are still to be added, sent, or
+        subtracted from a sum.
         """
         ages = [1]
         for time, now in enumerate(self.events):
@@ -129,64 +133,69 @@ class Table:
 
 
 Dtype = IntEnum("Dtype", {name: FORMATS[name].id for name in KERNEL_FORMATS})
-"""Number formats of packed weights and caches, by the numbers that kernels know them by."""
+"""Number formats of packed weights and caches, with their numbers in the kernels."""
 
 
 class Kept(NamedTuple):
-    """An array that a layer keeps between tokens: [lanes, 1, t, *shape]."""
+    """An array that a layer keeps between tokens: [lanes, 1, t, *shape], where t is the number of entries."""
 
     name: str
     shape: tuple[int, ...]
+    """Shape of one entry."""
     dtype: str
     fixed: bool = False
-    """t = 1; otherwise it is the positions that fit, or the entries of these."""
+    """Whether t is 1; otherwise t depends on the number of positions."""
     every: int = 1
-    """Positions of an entry."""
+    """Positions of one entry."""
 
     def entries(self, positions: int) -> int:
-        """t, where that many positions fit."""
+        """The number of entries t of an array with room for `positions` positions."""
         return 1 if self.fixed else -(-positions // self.every)
 
 
 class Place(NamedTuple):
-    """Where a vector lies in the array of small weights: that of lane l, of all experts, at offset + l * stride."""
+    """Location of a vector in the array of small weights: lane l's part, with all its experts, starts at
+    offset + l * stride.
+    """
 
     offset: int
+    """Index of lane 0's first float."""
     stride: int
-    """0 where all lanes read the same."""
+    """Floats from one lane's part to the next; 0 if all lanes read the same."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a decode kernel must know of a model."""
+    """Everything that a decode kernel must know about a model."""
 
     ops: DecoderOps
     schedule: Table
     weight_dtype: Dtype
-    """In which matrices are packed."""
+    """Dtype in which matrices are packed."""
     cache_dtype: Dtype
+    """Dtype of keys, values and the other cached vectors."""
     rounded_activations: bool
-    """Whether products read their vectors rounded to the weights' dtype; otherwise in float32."""
+    """Whether vectors are rounded to the weights' dtype before a product reads them; otherwise they are float32."""
 
     @cached_property
     def weights(self) -> dict[str, Weight]:
-        """By path, in the order of the words."""
+        """All weights by path, in the order of the words."""
         return {weight.path: weight for weight in self._writer.weights}
 
     @cached_property
     def index_of(self) -> dict[str, int]:
-        """The number by which C++ knows a weight, by path."""
+        """The number of each weight in C++, by path."""
         return {path: index for index, path in enumerate(self.weights)}
 
     def shape_of(self, path: str) -> tuple[int, ...]:
-        """The whole array's, as in the table of laneformer/weights.py."""
+        """Shape of the whole array of a weight, as in the table of laneformer/weights.py."""
         weight = self.weights[path]
         lanes = (self.ops.lanes,) if weight.lane_sharded else ()
         return (*lanes, *((weight.experts,) if weight.experts else ()), *weight.shape)
 
     @cached_property
     def _cuts(self) -> dict[str, list[Weight]]:
-        """What is cut from a matrix of the table, by the path of that."""
+        """The weights that are cut from a matrix of the table in laneformer/weights.py, by that matrix's path."""
         found: dict[str, list[Weight]] = {}
         for weight in self.weights.values():
             if weight.cut_from:
@@ -194,18 +203,20 @@ class Plan:
         return found
 
     def parts(self, path: str, weight: np.ndarray | Quantized) -> dict[str, np.ndarray | Quantized]:
-        """What a plan has of a weight of the table, by its own paths: the weight itself, or what is cut from it."""
+        """The plan's weights that a weight of the table in laneformer/weights.py supplies, by their paths in the plan:
+        the weight itself, or the parts that are cut from it.
+        """
         cuts = self._cuts.get(path)
         return {cut.path: _cut(cut, weight) for cut in cuts} if cuts else {path: weight}
 
     @cached_property
     def places(self) -> dict[str, Place]:
-        """Of every small weight, by path."""
+        """Location of every small weight, by path."""
         return dict(_places(self.ops))
 
     @cached_property
     def small_size(self) -> int:
-        """Floats in the array of small weights."""
+        """Size of the array of small weights, in floats."""
         ends = (
             place.offset + place.stride * (self.ops.lanes - 1) + _size(self.weights[path])
             for path, place in self.places.items()
@@ -213,48 +224,52 @@ class Plan:
         return max(ends, default=0)
 
     def place(self, small: np.ndarray, path: str, weight: np.ndarray) -> None:
-        """Copies a small weight, of the shape `shape_of`, into the array of all of them: float32 [small_size]."""
+        """Copies a small weight of the shape `shape_of(path)` into `small`, float32 [small_size]."""
         rows = np.asarray(self.with_plus(path, weight), np.float32).reshape(-1, _size(self.weights[path]))
         offset, stride = self.places[path]
         for lane, row in enumerate(rows):
             small[offset + lane * stride : offset + lane * stride + len(row)] = row
 
     def with_plus(self, path: str, weight: np.ndarray) -> np.ndarray:
-        """A weight as kernels have it: float32 with `Weight.plus` added, where that is not 0."""
+        """A weight with `Weight.plus` added, in float32; the weight unchanged if that is 0."""
         plus = self.weights[path].plus
         return np.asarray(weight, np.float32) + np.float32(plus) if plus else weight
 
     @cached_property
     def products(self) -> tuple[Product, ...]:
-        """Of all layers, in order."""
+        """The products of all layers, in order."""
         return tuple(product for layer in self.ops.layers for product in layer.products)
 
     @cached_property
     def matrices(self) -> frozenset[str]:
-        """Paths of the weights that may be quantized: those of products, but not the embedding's table as the head."""
+        """Paths of the weights that may be quantized: the matrices of products and of the head, except a head that is
+        the embedding table.
+        """
         paths = {matrix.weight.path for op in self.products for matrix in op.matrices}
         return frozenset(paths | {self.ops.head.weight.path}) - {self.ops.embedding.path}
 
     @cached_property
     def tables(self) -> dict[str, int]:
-        """Paths of the weights that are tables of experts, and how many experts there are."""
+        """The number of experts by the path of each weight that is a table of experts."""
         routes = [op for layer in self.ops.layers for op in layer.ops if isinstance(op, RootRoute) and op.by_token]
         return {op.by_token.path: op.matrix.rows for op in routes}
 
     @cached_property
     def attends(self) -> tuple[Attend, ...]:
-        """Of all layers that attend, in order: one in each, whose keys and values are that layer's cache."""
+        """The Attend ops of all layers, in order. A layer has at most one, and its cache contains that op's keys and
+        values.
+        """
         return tuple(op for layer in self.ops.layers for op in layer.ops if isinstance(op, Attend))
 
     @cached_property
     def kept(self) -> tuple[tuple[Kept, ...], ...]:
-        """What each layer keeps between tokens."""
+        """The arrays that each layer keeps between tokens."""
         return tuple(
             tuple(kept for op in layer.ops for kept in kept_of(op, self.cache_dtype.name)) for layer in self.ops.layers
         )
 
     def kept_bytes(self, positions: int) -> int:
-        """Of all that layers keep of that many positions."""
+        """Bytes of all arrays that the layers keep, with room for `positions` positions."""
         return self.ops.lanes * sum(
             math.prod(kept.shape) * (2 if kept.dtype in ("bfloat16", "float16") else 4) * kept.entries(positions)
             for layer in self.kept
@@ -263,13 +278,13 @@ class Plan:
 
     @cached_property
     def words(self) -> np.ndarray:
-        """int32 [n]. Raises ValueError for a size that fits no word."""
+        """The plan as words (custom_calls/words.py), int32 [n]. Raises ValueError for a size that does not fit."""
         places = [self.places.get(path, (-1, 0)) for path in self.weights]
         return self._writer.finish(places, self.small_size)
 
     @cached_property
     def floats(self) -> np.ndarray:
-        """float32 [m]: the constants to which words refer."""
+        """The constants to which the words refer, float32 [m]."""
         return np.array(self._writer.floats, np.float32)
 
     @cached_property
@@ -282,8 +297,8 @@ class Plan:
 def make_plan(
     ops: DecoderOps, schedule, *, weight_dtype: str = "float32", cache_dtype: str = "float32", rounded_activations=False
 ) -> Plan:
-    """schedule: a laneformer.layout.Schedule of two modules for each layer of `ops`. The others are as in Plan. Raises
-    ConfigError for an op that no kernel computes.
+    """The plan of a model. schedule: a laneformer.layout.Schedule with two modules for each layer of `ops`. The other
+    arguments are as in Plan. Raises ConfigError for an op that no kernel computes.
     """
     if reason := without_kernel(ops):
         raise ConfigError(f"no decode kernel runs this model ({reason})")
@@ -292,16 +307,18 @@ def make_plan(
 
 
 def kept_of(op: Op, cache_dtype: str) -> tuple[Kept, ...]:
-    """What an op keeps between tokens: `plan::kept_arrays` of custom_calls/common/plan.cc, by name.
+    """The arrays that an op keeps between tokens; `plan::kept_arrays` of custom_calls/common/plan.cc has the same.
 
-    DeltaNet keeps for each key head: `base`, the position before which `state` has everything, a multiple of ENTRIES;
-    `state`, the transposed matrices of its value heads in tiles of 16 rows; `entries`, for twice ENTRIES positions from
-    there on keys, deltas and decays (custom_calls/cpu/ops/delta_net.cc); `inputs`, at position % their number, what the
-    convolution reads.
+    DeltaNet keeps four arrays for each key head:
 
-    Compressed attention keeps the vector of every position, entries and, at position % their number, the newest
-    positions' vectors and gates, which wait for the rest of their entries; `base` is the first position after those
-    that are certain.
+    - base: the position up to which `state` contains all earlier positions, a multiple of ENTRIES
+    - state: the transposed matrices of its value heads, in tiles of 16 rows
+    - entries: keys, deltas and decays of 2 * ENTRIES positions from `base` on (custom_calls/cpu/ops/delta_net.cc)
+    - inputs: the newest inputs of the convolution, a ring with position p at p modulo its size
+
+    Compressed attention keeps the vector of every position (`positions`) and the entries. The arrays `_tail` are such
+    rings too, with the vectors and gates of the newest positions until their entries are complete. `base` is the first
+    position that may still be discarded.
     """
     if isinstance(op, Attend):
         return tuple(Kept(name, (op.kv_heads, op.head_dim), cache_dtype) for name in ("keys", "values"))
@@ -327,13 +344,15 @@ def kept_of(op: Op, cache_dtype: str) -> tuple[Kept, ...]:
 
 
 def _places(ops: DecoderOps) -> Iterator[tuple[str, Place]]:
-    """The layout of the small weights: biases product by product, then every other one, in the order of the ops."""
+    """Path and location of each small weight: first the biases, product by product, then the other small weights in the
+    order of the ops.
+    """
     end = 0
 
     def together(weights: list[Weight]) -> Iterator[tuple[str, Place]]:
         nonlocal end
         if len({weight.lane_sharded for weight in weights}) > 1:
-            raise ValueError(f"biases of one product, but not all are lane_sharded: {[w.path for w in weights]}")
+            raise ValueError(f"only some biases of a product are lane_sharded: {[w.path for w in weights]}")
         at, width = end, sum(map(_size, weights))
         stride = width if weights[0].lane_sharded else 0
         end += -(-max(width, stride * ops.lanes) // ALIGNED) * ALIGNED
@@ -353,7 +372,7 @@ def _places(ops: DecoderOps) -> Iterator[tuple[str, Place]]:
 
 
 def _cut(weight: Weight, array: np.ndarray | Quantized) -> np.ndarray | Quantized:
-    """[lanes, heads, *shape] of the heads' rows [lanes, heads * rows, columns]."""
+    """Cuts `weight`, [lanes, heads, *weight.shape], from a matrix [lanes, heads * rows, columns]."""
     heads, first, count = weight.experts, weight.first_row, weight.shape[weight.transposed]
     if isinstance(array, Quantized):
         return array.cut(heads, first, count, weight.transposed)
@@ -362,7 +381,7 @@ def _cut(weight: Weight, array: np.ndarray | Quantized) -> np.ndarray | Quantize
 
 
 def _size(vector: Weight) -> int:
-    """Values of one lane, of all experts."""
+    """Number of values in one lane's share of a vector, for all experts."""
     return math.prod(vector.shape) * (vector.experts or 1)
 
 
@@ -379,17 +398,18 @@ def _weights(value) -> Iterator[Weight]:
 
 
 class Decoded(NamedTuple):
-    """What the words of a plan say."""
+    """A plan that was decoded from words."""
 
     plan: Plan
-    """The weights' paths are their numbers, as text."""
+    """The plan; each weight's path is its number as text."""
     places: tuple[Place | None, ...]
-    """Of each weight; None for matrices."""
+    """Location of each weight by number; None for matrices."""
     small_size: int
+    """Size of the array of small weights, in floats."""
 
 
 def decode_plan(words: np.ndarray, floats: np.ndarray) -> Decoded:
-    """The inverse of Plan.words and Plan.floats, but for the weights' paths. Raises ValueError for other words."""
+    """The inverse of Plan.words and Plan.floats, except for the weights' paths. Raises ValueError for invalid words."""
     reader = Reader(words, floats)
     plan = reader.get(Plan)
     reader.finish()

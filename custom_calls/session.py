@@ -1,4 +1,4 @@
-"""What decode sessions on every platform share: a model in the native library, and its running call."""
+"""The base classes of decode sessions on all platforms: a model in the native library, and its running call."""
 
 import weakref
 from abc import ABC, abstractmethod
@@ -12,87 +12,89 @@ from laneformer.errors import CheckpointError
 
 
 class EmittedTokens(NamedTuple):
-    """Consecutive tokens of a call."""
+    """n consecutive tokens of a call."""
 
     tokens: np.ndarray
-    """int32 [n]."""
+    """Token ids, int32 [n]."""
     logprobs: np.ndarray
-    """float32 [n]."""
+    """Log-probabilities of the tokens, float32 [n]."""
     times: np.ndarray
-    """Seconds on the clock of time.perf_counter (Linux: CLOCK_MONOTONIC) at which each was drawn, float64 [n]."""
+    """Seconds on the clock of time.perf_counter (Linux: CLOCK_MONOTONIC) at which each token was drawn, float64 [n]."""
     top_tokens: np.ndarray
-    """int32 [n, top]."""
+    """The most likely tokens at each place, most likely first, int32 [n, top]."""
     top_logprobs: np.ndarray
-    """float32 [n, top]."""
+    """Log-probabilities of `top_tokens`, float32 [n, top]."""
     drafted: np.ndarray
-    """Whether each was drafted before the model drew it, bool [n]; none where a session makes no drafts."""
+    """Whether the token was drafted before the model drew it, bool [n]; all False in a session without drafts."""
     others: np.ndarray
-    """Other calls with rows in the pass that drew it, uint8 [n]; 0 where a session runs one call at a time."""
+    """Number of other calls with rows in the pass that drew the token, uint8 [n]; 0 if calls run one at a time."""
 
 
 class Bf12Weights(NamedTuple):
-    """What is packed in 12 bits per weight (laneformer/formats.py)."""
+    """Counts of the weights that are packed in 12 bits (laneformer/formats.py)."""
 
     weights: int
+    """Weights in 12 bits."""
     exceptions: int
-    """Weights among them that a list of 32 bits each has as well."""
+    """Weights among them that also have an entry of 32 bits in the list of exceptions."""
     matrices: int
+    """Matrices in 12 bits."""
     left: int
-    """Matrices that stay in 16 bits, because more of their weights are exceptions than BF12_MOST_EXCEPTIONS."""
+    """Matrices kept in 16 bits, because their share of exceptions is larger than BF12_MOST_EXCEPTIONS."""
 
 
 class Drafting(NamedTuple):
-    """What drafts were worth in a call."""
+    """Counts of the drafts of a call."""
 
     rows: tuple[int, ...]
-    """Passes after the prompt's by their rows: of one, of two, ..."""
+    """Passes after the prompt, by their number of rows: with one row, with two, ..."""
     accepted: tuple[int, ...]
-    """Drafts that were right, by their place in a pass: first ones, second ones, ..."""
+    """Accepted drafts, by their place in a pass: first drafts, second drafts, ..."""
     predicted: int = 0
-    """Drafts from a text beside the prompt."""
+    """Drafts that were copied from a text beside the prompt."""
     predicted_accepted: int = 0
-    """Of these, the right ones."""
+    """Accepted drafts among `predicted`."""
 
     @property
     def passes(self) -> int:
-        """Passes after the prompt's."""
+        """Passes after the prompt."""
         return sum(self.rows)
 
     @property
     def drafted(self) -> int:
-        """Tokens that were drafted and checked."""
+        """Drafts that were checked."""
         return sum(place * count for place, count in enumerate(self.rows))
 
     @property
     def drafts(self) -> int:
-        """Passes that checked any."""
+        """Passes that checked at least one draft."""
         return sum(self.rows[1:])
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens after the first one that a pass gave."""
+        """Mean number of tokens that a pass after the prompt produced; 1 without such passes."""
         return 1 + sum(self.accepted) / self.passes if self.passes else 1.0
 
 
 class CallStream(ABC):
-    """The tokens of a call while it runs, or of the last one."""
+    """The tokens of the running call, or of the last call if none runs."""
 
     @abstractmethod
     def _stream(self, name: str, *arguments: Any) -> Any:
-        """Calls a function of the library."""
+        """Calls the library's function `name` for this stream."""
 
     copied: int = 0
-    """Positions that the running or last call has copied from another one; once it has drawn a token."""
+    """Positions that the running or last call copied from another call. Valid once the call has drawn a token."""
 
     def begin(self) -> int:
-        """Forgets the last call's tokens and a cancellation. Needed before a call whose tokens `wait` reports. The
-        number of the call, above 0 where others can copy from it.
+        """Discards the last call's tokens and a pending cancellation. Required before a call whose tokens `wait` is to
+        report. Returns the number of the call, which is above 0 if other calls can copy from it.
         """
         return self._stream("begin")
 
     def wait(self, have: int, timeout_ms: int = 50) -> int:
-        """Tokens drawn by the running call, once there are more than `have`, it has ended, or after the timeout. The
-        GIL is free.
+        """Waits until the running call has drawn more than `have` tokens, has ended, or the timeout has passed. Returns
+        the number of tokens drawn. Releases the GIL.
         """
         return self._stream("wait", have, timeout_ms)
 
@@ -102,11 +104,11 @@ class CallStream(ABC):
         return bool(self._stream("finished"))
 
     def cancel(self) -> None:
-        """Ends the running call, or the one that `begin` has announced, before its next token."""
+        """Ends the running call, or the call that `begin` has announced, before its next token."""
         self._stream("cancel")
 
     def drawn(self, first: int, count: int, top: int = 0) -> EmittedTokens:
-        """Tokens first .. first + count - 1 of the call, once `wait` has reported them; top: as in the call."""
+        """Tokens first .. first + count - 1 of the call, after `wait` has reported them. top: as in the call."""
         arrays = (np.empty(count, np.int32), np.empty(count, np.float32), np.empty(count, np.int64))
         ranked = (np.empty((count, top), np.int32), np.empty((count, top), np.float32))
         self._stream("drawn", first, count, top, *(array.ctypes.data for array in (*arrays, *ranked)))
@@ -118,7 +120,7 @@ class CallStream(ABC):
 
 
 class DecodeSession(CallStream):
-    """One model in the library, by its plan. Subclasses open it, pack weights and name the ops of a trace."""
+    """A model in the library, opened with its plan. Subclasses open it, pack weights and name the ops of a trace."""
 
     plan: Plan
     target: str
@@ -126,17 +128,22 @@ class DecodeSession(CallStream):
     ops: tuple[str, ...]
     """Names of the ops in a trace, by their number in a span."""
     worker: str
-    """What computes ops: a worker thread, a CTA."""
+    """Name in a trace for a unit that computes ops, such as a worker thread or a CTA."""
     of_lanes: tuple[bool, ...] = ()
-    """For each operand whether its first axis is that of the lanes."""
+    """For each operand, whether its first axis is the lanes."""
     failure: str | None = None
-    """What went wrong in the last call beyond what XLA could report; None if nothing did."""
+    """Why the last call failed, if XLA could not report it; None if it did not fail."""
     together: int = 1
-    """Slots that one call has: from 2 on, a leading axis of inputs, outputs and `seen`, and the caches' second one."""
+    """Slots of one call. If there are several, they are the leading axis of inputs, outputs and `seen`, and the second
+    axis of the caches.
+    """
     _prefix: str
+    """Prefix of the library's functions for this platform, after `laneformer_`."""
 
     def _open(self, plan: Plan, timeout_ms: int, *arguments) -> None:
-        """arguments: of the library's function, after the plan's words and numbers. Raises NativeError."""
+        """Opens the model in the library. arguments: those of the library's function after the plan's words and floats.
+        Raises NativeError.
+        """
         self.plan, self.timeout_ms, self._lib = plan, timeout_ms, library()
         self._missing = dict.fromkeys(plan.weights)  # paths, in order
         try:
@@ -152,14 +159,16 @@ class DecodeSession(CallStream):
 
     @property
     def id(self) -> int:
-        """The session's number in the library. Raises NativeError once it was closed."""
+        """The session's number in the library. Raises NativeError if the session was closed."""
         if not self.close.alive:
             raise NativeError("this decode session was closed: open another one")
         return self._id
 
     @property
     def operands(self) -> tuple:
-        """Arrays that the custom call reads beside those of the call. Raises NativeError while weights are missing."""
+        """Arrays that the custom call reads besides its inputs and state. Raises NativeError while weights are
+        missing.
+        """
         self._require_weights()
         return ()
 
@@ -168,11 +177,11 @@ class DecodeSession(CallStream):
         if path not in self.plan.weights:
             raise NativeError(f"the model has no weight called {path}")
         if shape != (wanted := self.plan.shape_of(path)):
-            raise NativeError(f"weight {path} has the shape {shape}, the model's has {wanted}")
+            raise NativeError(f"weight {path} has the shape {shape}, the model needs {wanted}")
 
     def _checked_table(self, path: str, weight: np.ndarray) -> np.ndarray:
-        """A table of experts as kernels have it, float32; any other weight as it is. Raises CheckpointError for experts
-        that there are not.
+        """A table of experts as the float32 array that kernels read; any other weight unchanged. Raises CheckpointError
+        if the table contains an expert that the model does not have.
         """
         if path not in self.plan.tables:
             return weight
@@ -181,20 +190,21 @@ class DecodeSession(CallStream):
         if len(wrong):
             place = tuple(wrong[0])
             raise CheckpointError(
-                f"weight {path} has expert {int(weight[place])} at [{', '.join(map(str, place))}], the model has 0 to"
-                f" {experts - 1}: copy the checkpoint again, or use an earlier one"
+                f"weight {path} has expert {int(weight[place])} at [{', '.join(map(str, place))}], but the model has"
+                f" experts 0 to {experts - 1}: copy the checkpoint again, or use an earlier one"
             )
         return weight.astype(np.float32)
 
     def _require_weights(self) -> None:
         if self._missing:
             raise NativeError(
-                f"{len(self._missing)} weights have not been packed, among them {next(iter(self._missing))}"
+                f"{len(self._missing)} weights have not been packed, among them {next(iter(self._missing))}: call"
+                " session.pack for each"
             )
 
     @property
     def slots(self) -> tuple[CallStream, ...]:
-        """What can run a call while others run, by the number that a call gives: one stream of tokens each."""
+        """The session's slots by number. Each runs one call at a time, while other slots run theirs."""
         return (self,)
 
     def _stream(self, name: str, *arguments: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Writes what a traced call did, op by op and worker by worker, for ui.perfetto.dev or chrome://tracing."""
+"""Writes the trace of a call as a timeline with one row per worker, for ui.perfetto.dev or chrome://tracing."""
 
 import gzip
 import json
@@ -10,20 +10,20 @@ import numpy as np
 from custom_calls.session import DecodeSession
 
 WITHOUT_LAYER = ("head", "embed", "sample", "final")
-MOST_OPS = 32  # of a layer, with its exchanges
+MOST_OPS = 32  # spans of a layer in one token: its ops and its exchanges
 PROCESS = 1
 
 
 def spans_needed(layers: int, prompt_tokens: int, output_tokens: int) -> int:
-    """Spans per worker that are enough for a call; `Session.trace` takes it."""
+    """Spans per worker that suffice to record a call: the argument of `Session.trace`."""
     return (prompt_tokens + output_tokens) * (MOST_OPS + 1) * (layers + 1)
 
 
 def write_perfetto(path: str | Path, session: DecodeSession, name: str = "laneformer decode") -> int:
-    """Writes the spans that the session holds in Chrome's JSON trace format, compressed if `path` ends in .gz; returns
-    how many.
+    """Writes the session's recorded spans in Chrome's JSON trace format, compressed if `path` ends in .gz. Returns the
+    number of spans.
 
-    One row per worker; times in microseconds from the first span. name: of the process in the picture.
+    Each worker is one row. Times are microseconds since the first span began. name: label of the process.
     """
     path, workers = Path(path), list(session.spans())
     with gzip.open(path, "wt", encoding="utf-8") if path.suffix == ".gz" else path.open("w", encoding="utf-8") as file:

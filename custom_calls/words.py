@@ -1,19 +1,19 @@
-"""Trees of dataclasses as words: the format in which a plan travels to C++ (custom_calls/common/plan.cc decodes it).
+"""Trees of dataclasses as words: the encoding in which C++ gets a plan (custom_calls/common/plan.cc decodes it).
 
-A tree is an array of words (int32) and one of constants (float32):
+A tree is an array of words (int32) and an array of constants (float32). The words are:
 
     FORMAT, number of words, number of floats, size of the array of small weights
-    number of weights, then of each: lane_sharded, experts or 0, offset, stride, number of dimensions, dimensions
-    number of rotations, then of each: number of pairs, index of the first frequency, index of the factor
+    number of weights, then for each: lane_sharded, experts or 0, offset, stride, number of dimensions, dimensions
+    number of rotations, then for each: number of pairs, index of the first frequency, index of the factor
     the fields of the root
 
-A field that is a number, a truth value or an enumeration is one word; a float is its index among the floats; a Weight
-or a Rotary is its index in the tables above. A tuple of any length is its count, then its elements. An optional field
-is 0, or 1 and the field. Any other dataclass is its fields in their order. Where a field may be one of several
-dataclasses (an op), first come its number among them, from 0, and the number of its words. Texts do not travel: a
-weight is known by its number.
+An integer, a bool or an enumeration is one word. A float is its index among the floats. A Weight or a Rotary is its
+index in the tables above. A tuple of any length is its count, followed by its elements. An optional field is 0 if it is
+None, otherwise 1 followed by the value. Any other dataclass is its fields in order. A field that may be one of several
+dataclasses (an op) starts with the number of the dataclass, counted from 0, and the number of words that follow.
+Strings are not encoded: a weight is identified by its number.
 
-offset and stride say where a vector lies among the small weights; a matrix, which the kernel packs, has offset -1.
+offset and stride locate a vector in the array of small weights. A matrix, which the kernel packs, has offset -1.
 """
 
 import typing
@@ -28,18 +28,18 @@ FORMAT = 6  # raise it whenever older words could be misread
 
 
 class Writer:
-    """Collects the words of a tree and the tables that they refer to."""
+    """Collects the words of a tree, and the tables to which the words refer."""
 
     def __init__(self):
         self.words: list[int] = []
         self.floats: list[float] = []
         self.weights: list[Weight] = []
         self.rotaries: list[int] = []
-        """Their words, three of each."""
+        """The words of all rotations, three for each."""
         self._seen: dict = {}
 
     def put(self, value, kind) -> None:
-        """Appends the words of a value of this type."""
+        """Appends the words of `value`, whose declared type is `kind`."""
         if kind is float:
             self.words.append(self._constant(value))
         elif kind is Weight:
@@ -94,7 +94,9 @@ class Writer:
         return self._seen[key]
 
     def finish(self, places: Sequence[tuple[int, int]], small_size: int) -> np.ndarray:
-        """All words, the tables included; places: offset and stride of each weight."""
+        """All words with the tables, int32 [n]. places: offset and stride of each weight. Raises ValueError for a
+        number that does not fit in 32 bits.
+        """
         weights = [
             word
             for weight, place in zip(self.weights, places, strict=True)
@@ -105,23 +107,23 @@ class Writer:
         for word in words:
             if not -(2**31) <= word < 2**31:
                 raise ValueError(
-                    f"the model's plan contains {word}, which does not fit 32 bits: make the model smaller"
+                    f"the model's plan contains {word}, which does not fit in 32 bits: make the model smaller"
                 )
         return np.array(words, np.int32)
 
 
 class Reader:
-    """Reads what a Writer wrote. Raises ValueError where the words do not fit together."""
+    """Decodes the words of a Writer. Raises ValueError if they are inconsistent."""
 
     def __init__(self, words: np.ndarray, floats: np.ndarray):
         self._words, self._floats, self._at = words.tolist(), floats.tolist(), 0
         head = [self._next() for _ in range(4)]
         if head[:3] != [FORMAT, len(self._words), len(self._floats)]:
             wanted = [FORMAT, len(self._words), len(self._floats)]
-            raise ValueError(f"a plan must begin with format, words and floats = {wanted}, this one with {head[:3]}")
+            raise ValueError(f"a plan must begin with format, words and floats = {wanted}, got {head[:3]}")
         self.small_size = head[3]
         self.weights: list[Weight] = []
-        """Their paths are their numbers."""
+        """All weights by number; each path is the weight's number as text."""
         self.places: list[tuple[int, int]] = []
         for index in range(self._next()):
             lane_sharded, experts, offset, stride, dimensions = (self._next() for _ in range(5))
@@ -134,7 +136,7 @@ class Reader:
             self._rotaries.append(Rotary(tuple(self._floats[first : first + pairs]), self._floats[factor]))
 
     def finish(self) -> None:
-        """Raises ValueError if words are left."""
+        """Raises ValueError if unread words remain."""
         if self._at != len(self._words):
             raise ValueError(f"{len(self._words) - self._at} words follow the end of the plan")
 
@@ -145,7 +147,7 @@ class Reader:
         return self._words[self._at - 1]
 
     def get(self, kind):
-        """The next value of this type."""
+        """Reads the next value, whose declared type is `kind`."""
         if kind is float:
             return self._floats[self._next()]
         if kind in (Weight, Rotary):
@@ -168,5 +170,5 @@ class Reader:
         kind, length, begin = kinds[self._next()], self._next(), self._at
         value = self.get(kind)
         if self._at != begin + length:
-            raise ValueError(f"{kind.__name__} has {length} words, of which {self._at - begin} were read")
+            raise ValueError(f"{kind.__name__} has {length} words, but its fields take {self._at - begin}")
         return value

@@ -172,7 +172,7 @@ def test_a_library_for_another_ffi_version_is_refused_before_it_is_registered(he
     monkeypatch.setattr(library.jax.ffi, "register_ffi_target", lambda *a, **k: registered.append(a))
     library.library.cache_clear()
     try:
-        with pytest.raises(NativeError, match=r"version 0\.\d+ of XLA's FFI, jaxlib here has 0\.99: remove the file"):
+        with pytest.raises(NativeError, match=r"version 0\.\d+ .* 0\.99: remove the file"):
             library.library()
     finally:
         library.library.cache_clear()

@@ -244,7 +244,7 @@ def test_damaged_words_are_refused():
 def test_a_size_beyond_32_bits_is_refused():
     config = small.make_config()
     ops = dataclasses.replace(decoder_ops(config), context=2**31)
-    with pytest.raises(ValueError, match=r"2147483648, which does not fit 32 bits"):
+    with pytest.raises(ValueError, match=r"contains 2147483648, .*32 bits"):
         _ = make_plan(ops, config.schedule).words
 
 

@@ -127,7 +127,7 @@ def test_tables_with_experts_that_there_are_not_are_refused():
     session, path = emulated.open_session(plan, {}), "layers.0.feed_forward.by_token"
     table = weights_of(plan)[path]
     table[7, 1] = 6
-    with pytest.raises(CheckpointError, match=rf"weight {path} has expert 6 at \[7, 1\], the model has 0 to 5"):
+    with pytest.raises(CheckpointError, match=rf"weight {path} has expert 6 at \[7, 1\], .* 0 to 5"):
         session.pack(path, table)
 
 

@@ -354,7 +354,7 @@ def test_experts_beyond_those_of_the_model_are_refused(tmp_path):
     tensors["layers.0.ffn.gate.tid2eid"][7, 2] = 8
     save_file(tensors, tmp_path / "model.safetensors")
     shutil.copy(CASE / "config.json", tmp_path)
-    with pytest.raises(CheckpointError, match=r"by_token has expert 8 at \[7, 2\], the model has 0 to 7: copy"):
+    with pytest.raises(CheckpointError, match=r"by_token has expert 8 at \[7, 2\], .* 0 to 7: copy"):
         Engine.load(tmp_path, "cpu")
 
 
