@@ -1,8 +1,8 @@
-// What a product does to its rows, written once for the CPU's vectors and the GPU's numbers. GPU kernels are compiled
-// with a copy of this file beside their own. Kinds as in laneformer.ops.Activation.
+// Activations of a product's rows, written once for vectors on a CPU and single numbers on a GPU. GPU kernels are
+// compiled with a copy of this file in their folder. The kinds are those of laneformer.ops.Activation.
 #pragma once
 
-#ifndef LF_MATH  // GPU kernels have their own
+#ifndef LF_MATH  // GPU kernels define their own
 #define LF_MATH static inline __attribute__((always_inline))
 #endif
 
@@ -11,8 +11,8 @@ namespace laneformer {
 enum class Activation : int { kNone, kSilu, kGelu, kGeluPytorchTanh, kRelu2, kQuickGelu };
 constexpr int kActivations = 6;
 
-// Phi(-x) exp(x^2 / 2) of x in 0 .. 13.4 within 4e-7 of it; Phi is the normal distribution function. A minimax
-// polynomial in 1 / (1 + 0.35 x).
+// Phi(-x) exp(x^2 / 2) for x in 0 .. 13.4, with a relative error of at most 4e-7, where Phi is the normal distribution
+// function. A minimax polynomial in 1 / (1 + 0.35 x).
 template <class Number>
 LF_MATH Number normal_tail(Number x) {
   const Number t = 1.0f / (1.0f + 0.35f * x);
@@ -27,14 +27,14 @@ LF_MATH Number normal_tail(Number x) {
   return p * t;
 }
 
-// Math has, for numbers or vectors of them: exp(x), for x up to 87, and at_least(x, low). A NaN stays one.
+// Math provides exp(x) for x up to 87, and at_least(x, low), for numbers or vectors of numbers. A NaN stays NaN.
 template <class Math, class Number>
 LF_MATH Number sigmoid(Number x) {
   return 1.0f / (1.0f + Math::exp(-Math::at_least(x, -87.0f)));  // exp(87) is finite
 }
 
-// With an exp within 2 units in the last place, gelu and its approximation are within 2e-7 |x| of the exact value, and
-// within 4e-6 of it where it is at least 1e-12.
+// If exp is exact to 2 units in the last place, gelu and its approximation have an absolute error of at most 2e-7 |x|,
+// and a relative error of at most 4e-6 for values of at least 1e-12.
 template <Activation kind, class Math, class Number>
 LF_MATH Number activated(Number x) {
   if constexpr (kind == Activation::kSilu) {

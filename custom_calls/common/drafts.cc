@@ -7,25 +7,26 @@ namespace laneformer {
 
 namespace {
 
-constexpr int64_t kLongest = 64;  // tokens of a match, beyond which it is not followed
-constexpr size_t kSmallest = 1 << 10;
+constexpr int64_t kLongest = 64;       // most tokens of a match that are compared
+constexpr size_t kSmallest = 1 << 10;  // entries of a table at first
 constexpr float kLearned = 1.0f / 16;  // weight of one draft in the running rate
 
-// Classes of matches by their length: below 3, 6, 16 tokens, and longer.
+// Classes of matches by their length: less than 3, 6 or 16 tokens, and longer.
 constexpr int64_t kBelow[] = {3, 6, 16};
 constexpr int kMostDrafts[] = {2, 4, 7, kMostRows - 1};
-constexpr float kRates[] = {0.1f, 0.3f, 0.6f, 0.9f};  // before anything is known: low, as watching costs nothing
-constexpr float kLeastGain = 1.03f;                   // prices are measured, and rates guessed
-// What an answer may lose, in passes of one row: some at once, a share of its passes, and of what it has gained all.
+constexpr float kRates[] = {0.1f, 0.3f, 0.6f, 0.9f};  // at first: low, because unchecked drafts are compared for free
+constexpr float kLeastGain = 1.03f;                   // above 1, because prices have errors and rates are guesses
+// What an answer may lose, in passes of one row: kLoss at the start, kLossShare of its passes, and all of its gains.
 constexpr float kLoss = 0.1f, kLossShare = 0.005f;
-constexpr float kTrusted = 0.8f, kTrustedLoss = 1;  // a rate from which one pass may lose more
+constexpr float kTrusted = 0.8f, kTrustedLoss = 1;  // from this rate on, one pass may lose kTrustedLoss more
 
-// Of what a pass took counts for the next ones: less with each later pass, and less for other numbers of rows.
+// A later pass with the same number of rows leaves the share kKept of a pass's weight, with another number more of it.
+// From the weight kKnown on, a number of rows counts as measured.
 constexpr float kKept = 0.8f, kKnown = 0.5f;
-constexpr float kFaster = 0.9f;  // than one row, of its time: passes of several show so that it was disturbed
-constexpr float kSaved = 0.003f, kMostSaved = 1;  // of each pass for trials, in passes of one row
+constexpr float kFaster = 0.9f;  // cost of several rows below which the times of one row must have been disturbed
+constexpr float kSaved = 0.003f, kMostSaved = 1;  // saved for trials per pass, and in total, in passes of one row
 
-// By their rows. A pass costs some microseconds less with a table.
+// Weight of a pass with `other` rows for the price of `rows` rows, 0 to 1. The table saves some microseconds per pass.
 float nearness(int rows, int other) {
   static const auto table = [] {
     std::array<std::array<float, kMostRows + 1>, kMostRows + 1> made{};
@@ -46,7 +47,7 @@ float nearness(int rows, int other) {
 void Prices::begin(const Speculation& speculation) {
   std::array<float, kMostRows> list = speculation.prices;
   for (int rows = 1; speculation.corrected && rows <= kMostRows; rows++)
-    list[rows - 1] = std::clamp(list[rows - 1], 1.0f, (float)rows);  // as many passes of one row cost no more
+    list[rows - 1] = std::clamp(list[rows - 1], 1.0f, (float)rows);  // `rows` passes of one row cost that much
   if (corrected_ == speculation.corrected && list_ == list) return;
   corrected_ = speculation.corrected;
   prices_ = list_ = list;
@@ -55,7 +56,7 @@ void Prices::begin(const Speculation& speculation) {
   savings_ = 0;
 }
 
-// Medians, as something else may disturb a pass, and lower ones, as that only makes it longer.
+// Uses medians, because other processes may disturb a pass, and lower medians, because that only makes it longer.
 float Prices::took(int rows, double time) {
   if (!corrected_) return of(rows);
   savings_ = std::min(savings_ + kSaved, kMostSaved);
@@ -92,7 +93,7 @@ void Prices::add(int rows, float ratio) {
 
 void Prices::correct() {
   for (int rows = 2; rows <= kMostRows; rows++) {
-    float weights[kPasses], sum = 0, listed = 0;  // the list counts as much as the pass that counts most
+    float weights[kPasses], sum = 0, listed = 0;  // the list has the largest weight of a pass
     for (size_t i = 0; i < passed_.size(); i++) {
       sum += weights[i] = passed_[i].weight * nearness(rows, passed_[i].rows);
       listed = std::max(listed, weights[i]);
@@ -135,7 +136,7 @@ void Drafts::begin(const Speculation& speculation, Prices& prices) {
   }
 }
 
-// f(number of a length, hash) of the n-grams that end before `end`.
+// Calls f(index of the length, hash) for each n-gram that ends before `end`, the shortest first.
 template <class F>
 void Drafts::each_hash(size_t end, const F& f) const {
   uint64_t hash = 0;
@@ -149,7 +150,7 @@ void Drafts::each_hash(size_t end, const F& f) const {
   }
 }
 
-// The entry of the n-gram that ends before `end`: with its newest place, or empty.
+// The table entry of the n-gram that ends before `end`. It contains the newest place after that n-gram, or 0.
 int32_t& Drafts::entry(int length, uint64_t hash, size_t end) {
   std::vector<int32_t>& table = tables_[length];
   const int32_t* const last = text_.data() + end;
@@ -166,7 +167,7 @@ void Drafts::insert(size_t end) {
   each_hash(end, [&](int length, uint64_t hash) { entry(length, hash, end) = (int32_t)end; });
 }
 
-// An n-gram is entered when the token after it is known: so the end of the text never finds itself.
+// An n-gram is inserted when the token after it is known, so the end of the text never matches itself.
 void Drafts::add(int32_t token) {
   if (2 * text_.size() == tables_[0].size()) {
     for (auto& table : tables_) table.assign(4 * text_.size(), 0);
@@ -176,7 +177,7 @@ void Drafts::add(int32_t token) {
   text_.push_back(token);
 }
 
-// Tokens before a place that are those before the end.
+// Number of equal tokens before `place` and before the end of the text.
 int64_t Drafts::follow(int64_t place) const {
   const int32_t *const there = text_.data() + place, *const here = text_.data() + text_.size();
   int64_t n = 0;
@@ -195,14 +196,14 @@ int Drafts::propose(int next, int most, int32_t* to, int beside) {
     return count;
   }
   int64_t place = 0;
-  each_hash(text_.size(), [&](int number, uint64_t hash) {  // the shortest first
+  each_hash(text_.size(), [&](int number, uint64_t hash) {  // the longest match is last
     if (const int32_t found = entry(number, hash, text_.size())) place = found;
   });
   if (place == 0) return 0;
   from_other_ = place < other_;
   const int64_t length = follow(place);
   class_ = (int)(std::upper_bound(kBelow, kBelow + kClasses - 1, length) - kBelow);
-  for (int64_t i = 0; i < kMostDrafts[class_]; i++) {  // beyond the end it goes on in itself
+  for (int64_t i = 0; i < kMostDrafts[class_]; i++) {  // after the end of the text, drafts continue from drafts
     const int64_t at = place + i, beyond = at - (int64_t)text_.size();
     const int32_t token = beyond < 0 ? text_[at] : drafts_[beyond];
     if (token == kEndOfText) break;
@@ -213,8 +214,8 @@ int Drafts::propose(int next, int most, int32_t* to, int beside) {
   return count;
 }
 
-// How many drafts promise the most tokens per time; none if that is no gain. Now and then other ones than these, for a
-// trial: any where none are worth it, and more than these where passes of that many rows are not known.
+// The number of drafts with the most expected tokens per time; 0 if there is no gain. A trial, paid from savings, takes
+// another number now and then: any number if none gains, or a larger one whose pass has not been measured.
 int Drafts::worth(int most, int beside) const {
   const auto price = [&](int drafts) { return prices_->of(beside + 1 + drafts) / prices_->of(beside + 1); };
   const float rate = rates_[class_], most_loss = credit_ + (rate < kTrusted ? 0 : kTrustedLoss);

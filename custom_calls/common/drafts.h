@@ -1,6 +1,7 @@
-// Drafts of the next tokens, copied from the text itself: what followed the newest place that reads as its end does. A
-// pass may check several (cpu/sample.cc); whether they are right decides its speed, never its tokens. How many are
-// checked follows from their prices, which the times of the passes correct; so a choice may depend on a clock.
+// Drafts of the next tokens, copied from the text itself: the tokens after the newest earlier match of the text's end.
+// A pass may check several drafts (cpu/sample.cc). Whether they are right changes its speed, never its tokens. How many
+// are checked depends on their prices, which are corrected by the measured times of passes. That choice therefore
+// depends on a clock.
 #pragma once
 
 #include <array>
@@ -10,45 +11,45 @@
 
 namespace laneformer {
 
-constexpr int kMostRows = 16;  // of a pass: the last token and its drafts
+constexpr int kMostRows = 16;  // most rows of a pass: the last token and its drafts
 
-// What a call may draft, and from what.
+// Options of the drafts of a call.
 struct Speculation {
-  int most = 0;  // drafts of a pass; 0: none
-  // [rows - 1]: time of a pass of that many rows over that of one row.
+  int most = 0;  // most drafts in a pass; 0: no drafts
+  // [rows - 1]: time of a pass with that number of rows, as a multiple of the time of a pass of one row.
   std::array<float, kMostRows> prices = [] {
     std::array<float, kMostRows> equal;
     equal.fill(1);
     return equal;
   }();
-  bool corrected = false;       // the prices, by the times of the passes
-  std::vector<int32_t> before;  // text before the prompt, or another one that ends with kEndOfText
-  std::vector<int32_t> forced;  // the answer's first tokens, whatever is drawn: for measurements
-  std::vector<int32_t> given;   // drafts of the answer's tokens by their number, -1 for none, at any price: for tests
+  bool corrected = false;       // whether the times of passes correct the prices
+  std::vector<int32_t> before;  // tokens before the prompt, or another text, which ends with kEndOfText
+  std::vector<int32_t> forced;  // first tokens of the answer, which replace those drawn: for measurements
+  std::vector<int32_t> given;   // draft of each token of the answer, -1 for none, at any price: for tests
 };
 
 constexpr int32_t kEndOfText = -1;
 
-// What passes cost by their rows, in passes of one row: a list to begin with, corrected by what they took. Knows no
-// clock; lives as long as a session.
+// Prices of passes by their number of rows: times in units of a pass of one row. They start as a list, and the times of
+// passes correct them. This class reads no clock. It lives as long as a session.
 class Prices {
  public:
-  void begin(const Speculation& speculation);  // a call; with another list it forgets what it has measured
+  void begin(const Speculation& speculation);  // starts a call; a list other than the last one resets all corrections
   float of(int rows) const { return prices_[rows - 1]; }
-  float listed(int rows) const { return list_[rows - 1]; }  // before any correction
-  int most_rows() const { return most_rows_; }  // twice those that were measured: a wrong list is found out cheaply
-  float took(int rows, double time);            // a pass; returns what it has cost
-  float cost(double time) const;                // of a pass that took so long; 0 while that is unknown
-  bool knows(int rows) const;                   // from passes of about that many
-  // Whether to make a pass that seems to lose `cost`, to see what it takes: some of each pass's time is saved for that.
+  float listed(int rows) const { return list_[rows - 1]; }  // price before any correction
+  int most_rows() const { return most_rows_; }  // at most twice the rows of measured passes: limits a wrong list's cost
+  float took(int rows, double time);            // records the time of a pass; returns its cost in passes of one row
+  float cost(double time) const;                // cost of a pass with this time; 0 while that is unknown
+  bool knows(int rows) const;                   // whether passes with about this number of rows were measured
+  // Whether to measure a pass that is expected to lose `cost`. A share of each pass's time is saved for such trials.
   bool try_for(float cost);
 
  private:
   static constexpr int kPasses = 32, kSingles = 9;
-  struct Passed {  // a pass of several rows
+  struct Passed {  // a measured pass of several rows
     int rows;
-    float ratio;   // logarithm of its time over what the list says
-    float weight;  // less with each later pass, the more the nearer that one's rows
+    float ratio;   // logarithm of its time over the time by the list
+    float weight;  // reduced by each later pass, most by passes with a similar number of rows
   };
   void add(int rows, float ratio);
   void correct();
@@ -56,20 +57,20 @@ class Prices {
   std::array<float, kMostRows> list_{}, prices_{};
   bool corrected_ = false;
   int most_rows_ = kMostRows;
-  std::vector<Passed> passed_;   // by their ratios
+  std::vector<Passed> passed_;   // in the order of their ratios
   std::vector<double> singles_;  // times of passes of one row, the newest first
-  float savings_ = 0;
+  float savings_ = 0;            // saved for trials, in passes of one row
 };
 
-// The text so far and tables of its n-grams.
+// The text so far, and tables of its n-grams.
 class Drafts {
  public:
-  void begin(const Speculation& speculation, Prices& prices);  // which must live as long as this is used
+  void begin(const Speculation& speculation, Prices& prices);  // both must outlive this object's use
   void add(int32_t token);
-  // Writes drafts of the tokens from number `next` of the answer on, and returns how many: at most `most`, and as many
-  // as promise the most tokens per time. beside: rows of other calls in the pass.
+  // Writes drafts of the answer's tokens from number `next` on, and returns their number: the number with the most
+  // expected tokens per time, at most `most`. beside: rows of other calls in the pass.
   int propose(int next, int most, int32_t* to, int beside = 0);
-  // Compares what was drawn from there on with the drafts, also with those that were too dear to be checked. cost: of
+  // Compares the drawn tokens with the last drafts, including drafts that were too expensive to check. cost: cost of
   // the pass, in passes of one row.
   void learn(const int32_t* drawn, int count, float cost);
   bool from_other() const { return from_other_; }  // whether the last drafts were copied from another text
@@ -88,13 +89,13 @@ class Drafts {
   const Speculation* speculation_ = nullptr;
   Prices* prices_ = nullptr;
   std::vector<int32_t> text_;
-  std::vector<int32_t> tables_[kNumLengths];  // newest places after n-grams, by hashes, half empty; 0: none
-  std::vector<int32_t> drafts_;               // the last ones, before some were cut off
-  int class_ = 0;                             // of their match
-  float rates_[kClasses] = {};                // of drafts that were right
-  int64_t other_ = 0;                         // where the last other text ends
+  std::vector<int32_t> tables_[kNumLengths];  // newest place after each n-gram, a hash table; 0: an empty entry
+  std::vector<int32_t> drafts_;               // the last drafts, including those that were not checked
+  int class_ = 0;                             // class of their match
+  float rates_[kClasses] = {};                // running share of right drafts in each class
+  int64_t other_ = 0;                         // end of the last other text in text_
   bool from_other_ = false;
-  float credit_ = 0;  // passes that drafts have saved in this answer, and a share of it: what one pass may lose
+  float credit_ = 0;  // what one pass may lose, in passes of one row: savings by drafts, and a share of the passes
 };
 
 }  // namespace laneformer

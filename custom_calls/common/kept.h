@@ -1,4 +1,4 @@
-// What layers keep between tokens, as operands of a call that changes them in place.
+// The arrays that layers keep between tokens (plan.h), as operands of a call that updates them in place.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,8 @@ inline xla::ffi::DataType type_of(const KeptArray& array, const Plan& plan) {
   return plan.cache_dtype == 0 ? ffi::F32 : plan.cache_dtype == 1 ? ffi::BF16 : ffi::F16;
 }
 
-// Whether a device's array has lanes of these, each with slots. positions: -1 if they are not known yet.
+// Whether `shape` is [lanes, slots, t, *array.shape], where t is the number of entries for `positions` positions.
+// positions: -1 if it is not known yet; then any t fits.
 inline bool fits(const KeptArray& array, xla::ffi::Span<const int64_t> shape, int64_t lanes, int64_t slots,
                  int64_t positions) {
   const std::vector<int64_t>& entry = array.shape;
@@ -26,13 +27,14 @@ inline bool fits(const KeptArray& array, xla::ffi::Span<const int64_t> shape, in
          ((!array.fixed && positions < 0) || shape[2] == array.entries(positions));
 }
 
-// Calls take(array number, address) for a device's arrays, which have some lanes each. Returns what is wrong with them,
-// or nothing. positions: those that fit.
+// Calls take(number, address) for each of a device's arrays, which contain `lanes` lanes each. Sets `positions` to the
+// number of positions for which the arrays have room. Returns an error message, or an empty string.
 template <class Take>
 std::string take_kept(const std::vector<KeptArray>& kept, const Plan& plan, int64_t lanes, int64_t slots,
                       const xla::ffi::RemainingArgs& before, xla::ffi::RemainingRets& after, int64_t& positions,
                       Take take) {
-  if (before.size() != kept.size() || after.size() != kept.size()) return "there must be all that the layers keep";
+  if (before.size() != kept.size() || after.size() != kept.size())
+    return "the decode call's state must contain exactly the arrays that the layers keep";
   positions = -1;
   for (size_t i = 0; i < kept.size(); i++) {
     const auto given = before.get<xla::ffi::AnyBuffer>(i);
@@ -43,7 +45,7 @@ std::string take_kept(const std::vector<KeptArray>& kept, const Plan& plan, int6
     if (given->element_type() != type_of(array, plan) || !fits(array, shape, lanes, slots, positions))
       return "cache " + std::to_string(i) + " does not fit the model: its shape must be [lanes, " +
              std::to_string(slots) + ", " +
-             (array.fixed                                              ? "1, what a recurrent layer keeps of each lane"
+             (array.fixed                                              ? "1, the entry of a recurrent layer"
               : array.kind == Kept::latents                            ? "positions, channels of a latent"
               : array.kind == Kept::keys || array.kind == Kept::values ? "positions, kv heads, head size"
                                                                        : "positions or entries of several, channels") +

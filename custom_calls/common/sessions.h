@@ -1,4 +1,4 @@
-// What the C interfaces of cpu/ and gpu/host/ share: sessions by number, and errors as text.
+// Shared by the C interfaces of cpu/ and gpu/host/: sessions by number, and errors as text.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace laneformer {
 
-// T: of a session. A call that runs keeps its session, also when that is closed meanwhile.
+// All open sessions, of type T, by number. A running call keeps its session alive, even if the session is closed.
 template <class T>
 class Sessions {
  public:
@@ -27,7 +27,7 @@ class Sessions {
   }
 
   void close(int64_t id) {
-    std::shared_ptr<T> last;  // destroyed outside of the lock, when no call uses it any more
+    std::shared_ptr<T> last;  // destroyed after the lock is released
     const std::lock_guard<std::mutex> lock(lock_);
     const auto found = sessions_.find(id);
     if (found == sessions_.end()) return;
@@ -46,7 +46,7 @@ inline void put_text(const char* text, char* to, int64_t size) {
   to[size - 1] = 0;
 }
 
-// Runs `action`; what it throws becomes text in `error` and the result -1.
+// Runs `action` and returns its result. If it throws, writes the message to `error`, of `size` bytes, and returns -1.
 template <class Action>
 int64_t guarded(char* error, int64_t size, Action action) {
   try {

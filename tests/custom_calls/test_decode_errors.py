@@ -103,8 +103,8 @@ STATES = {
     "a batch": (partial(changed, layer=0, shape=(2, 2, CAPACITY, 1, 6)), "cache 0 does not fit"),
     "another rank": (partial(changed, layer=0, shape=(2, CAPACITY, 1, 6)), "cache 0 does not fit"),
     "another capacity": (partial(changed, layer=2, shape=(2, 1, CAPACITY - 1, 1, 6)), "cache 2 does not fit"),
-    "a layer too few": (lambda s: s._replace(keys=s.keys[1:], values=s.values[1:]), "all that the layers keep"),
-    "values missing": (lambda s: s._replace(values=s.values[1:]), "all that the layers keep"),
+    "a layer too few": (lambda s: s._replace(keys=s.keys[1:], values=s.values[1:]), "the layers keep"),
+    "values missing": (lambda s: s._replace(values=s.values[1:]), "the layers keep"),
     "another vocabulary": (lambda s: s._replace(seen=jnp.zeros(41, jnp.uint8)), "each token of the vocabulary"),
 }
 
@@ -143,7 +143,7 @@ def test_a_session_may_be_closed_during_its_last_call(model):
     [
         ("wx", 12, "float32", r"no weight called layers\.0\.attention\.wx"),
         ("wq", 12, "float64", "float64: the kernel packs"),
-        ("wq", 13, "float32", r"wq has the shape \(2, 13, 20\), the model's has \(2, 12, 20\)"),
+        ("wq", 13, "float32", r"wq has the shape \(2, 13, 20\), .* \(2, 12, 20\)"),
     ],
 )
 def test_refused_weights(name, rows, dtype, words, session):
