@@ -1,4 +1,4 @@
-"""A decode session on the CPU: weights packed for worker threads, and the call that they run."""
+"""A decode session on the CPU: weights packed for worker threads, and the calls that these run."""
 
 import hashlib
 import math
@@ -22,16 +22,18 @@ from laneformer.quantized import Quantized
 MOST_THREADS = 1024
 EMBEDDING = -1  # number of the embedding table among the products
 REMEDY = "use backend xla, or add --weights bfloat16 to round it to 16 bits"
-LEAST_GAIN = 1.03  # measured, from which weights in 12 bits are worth it
-LEAST_AMX_GAIN = 0.98  # of decoding, from which AMX's faster prompts are worth it
-MOST_ROWS = 16  # of a pass: the last token and its drafts; kMostRows of common/drafts.h
-PASSES = 2  # of each, in turns
+LEAST_GAIN = 1.03  # measured speedup from which weights in 12 bits are used
+LEAST_AMX_GAIN = 0.98  # measured speed of decoding from which AMX is used, because it makes prompts faster
+MOST_ROWS = 16  # rows of a pass: the last token and its drafts; kMostRows of common/drafts.h
+PASSES = 2  # measurements of each number of rows, alternating with the others
 END_OF_TEXT = -1  # in the texts of a call; kEndOfText of common/drafts.h
-PRICED = (1, 2, 3, 4, 6, 8, 12, 16)  # rows of the passes that are measured
+PRICED = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of rows for which a pass is measured
 
 
 class Slot(CallStream):
-    """Runs a call at a time, beside the calls of the session's other slots. Results do not depend on these."""
+    """A slot of a session. It runs one call at a time, beside the calls of the other slots, which do not change its
+    results.
+    """
 
     def __init__(self, session: "Session", number: int):
         self._session, self.number = weakref.proxy(session), number
@@ -47,13 +49,13 @@ class Slot(CallStream):
         given: Sequence[int] = (),
         most: int | None = None,
     ) -> None:
-        """Texts of this slot's next call, as token ids.
+        """Sets the texts of this slot's next call, as token ids. Raises NativeError for tokens outside the vocabulary.
 
-        before: what drafts may be copied from besides prompt and answer, the text before the prompt; END_OF_TEXT ends
-        another text, whose drafts are counted apart. forced: the first tokens of the answer, whatever is drawn, for
-        measurements: drafts of them are right as if the model had drawn them. given: for tests, drafts of the answer's
-        tokens by their number, at any price, -1 for none. most: drafts of a pass, if they are to be fewer than in other
-        calls. Raises NativeError for tokens outside the vocabulary.
+        before: text before the prompt, from which drafts may be copied as from prompt and answer; a part that ends with
+        END_OF_TEXT is another text, and its drafts are counted separately. forced: first tokens of the answer, which
+        replace the drawn ones, for measurements; drafts equal to them are accepted as if the model had drawn them.
+        given: the draft of each token of the answer, -1 for none, at any price, for tests. most: most drafts in a pass,
+        if the call is to make fewer than others.
         """
         texts = [np.ascontiguousarray(text, np.int32) for text in (before, forced, given)]
         arrays = (word for text in texts for word in (text.ctypes.data, text.size))
@@ -66,27 +68,27 @@ class Slot(CallStream):
         biases: Sequence[tuple[int, float]] = (),
         masked: bool = False,
     ) -> None:
-        """Penalties of the next call, and token ids with what is added to their logits (infer/sampling.py).
-        masked: each draw waits for `give_mask`, and the call makes no drafts. Raises NativeError for tokens outside
-        the vocabulary.
+        """Sets the penalties and the logit biases of the next call (infer/sampling.py). biases: token ids, and what is
+        added to the logit of each. masked: each draw waits for `give_mask`, and the call makes no drafts. Raises
+        NativeError for tokens outside the vocabulary.
         """
         tokens, values = np.array([t for t, _ in biases], np.int32), np.array([b for _, b in biases], np.float32)
         arrays = tokens.ctypes.data, values.ctypes.data, len(tokens)
         call("give_adjustment", self._session.id, self.number, presence, frequency, *arrays, masked)
 
     def give_mask(self, number: int, words: np.ndarray) -> None:
-        """What the answer's token of that number may be: a bit for each token of the vocabulary, the lowest first,
-        uint32 [ceil(vocab / 32)], with at least one set. Raises NativeError unless that is the next token, without a
-        mask yet.
+        """Sets which tokens the answer's token `number` may be. words: a bit for each token of the vocabulary, lowest
+        bit first, at least one set, uint32 [ceil(vocab / 32)]. Raises NativeError unless `number` is the next token and
+        has no mask yet.
         """
         words = np.ascontiguousarray(words, np.uint32)
         call("give_mask", self._session.id, self.number, number, words.ctypes.data, len(words))
 
     def give_source(self, slot: int, number: int, positions: int) -> None:
-        """Another slot and the number that `begin` gave its call: this slot's next call has the tokens of the first
-        `positions` in common with that one, and copies their keys and values as soon as they are filled. If that call
-        has ended when this one begins, they are computed. Raises NativeError for a slot that there is not, and for a
-        model with a recurrent state.
+        """Lets this slot's next call copy keys and values from call `number` (as `begin` returned it) of slot `slot`.
+        Both texts must begin with the same `positions` tokens. Each position is copied as soon as the other call has
+        filled it; if that call has ended before this one begins, the positions are computed instead. Raises NativeError
+        for a slot that does not exist, and for a model with a recurrent state.
         """
         call("give_source", self._session.id, self.number, slot, number, positions)
 
@@ -101,14 +103,14 @@ class Slot(CallStream):
 
     @property
     def drafting(self) -> Drafting:
-        """What drafts were worth in the last call, once it has ended."""
+        """Counts of the drafts of the last call, after it has ended."""
         counts = self._counts()
         rows, accepted, others = np.split(counts[:-1], [MOST_ROWS, 2 * MOST_ROWS - 1])
         return Drafting(tuple(rows.tolist()), tuple(accepted.tolist()), *others.tolist())
 
     @property
     def shared_passes(self) -> int:
-        """Passes of the last call that had rows of other calls, once it has ended."""
+        """Passes of the last call that also had rows of other calls, after it has ended."""
         return int(self._counts()[-1])
 
     def _counts(self) -> np.ndarray:
@@ -118,8 +120,8 @@ class Slot(CallStream):
 
 
 class Session(DecodeSession):
-    """One model in the library, on the CPU. Pack every weight, then use it in `custom_calls.decode`; one call at a
-    time in each slot.
+    """A model in the library, on the CPU. Pack every weight, then pass the session to `custom_calls.decode`, with one
+    call at a time in each slot.
     """
 
     _prefix, target = "", TARGET
@@ -139,26 +141,27 @@ class Session(DecodeSession):
         slots: int = 1,
         most_slowdown: float = 1.5,
     ):
-        """threads: by default one per core that may be used.
+        """Opens a session. Raises NativeError if an option is invalid.
 
-        one_thread_per_lane: the lanes exchange messages as GPUs would, instead of sharing memory; the same results bit
-        for bit. chaos_us: random delays of up to this many microseconds around every exchange. Both are for tests.
-        timeout_ms: how long a call waits for a worker or a device before it fails. instructions: one of
-        `instruction_sets()`, by default the first. bf12: pack bfloat16 weights in 12 bits, each matrix that has few
-        exceptions; the results have the same bits, and a weight can be packed only once. slots: calls that may run
-        together, at most MOST_ROWS. most_slowdown: time of a pass over that of one row, up to which the rows of other
-        calls are let into it; it needs prices (`speculate`). Raises NativeError.
+        threads: worker threads, by default one for each core that may be used. one_thread_per_lane: for tests; lanes
+        exchange messages as GPUs would, instead of sharing memory, with the same bits of every result. chaos_us: for
+        tests; longest random delay around every exchange, in microseconds. timeout_ms: time that a call waits for a
+        worker or a device before it fails. instructions: one of `instruction_sets()`, by default the first. bf12: pack
+        each bfloat16 matrix that has few exceptions in 12 bits; results have the same bits, but a weight can be packed
+        only once. slots: most calls that may run together, at most MOST_ROWS. most_slowdown: rows of other calls join a
+        pass only while its price is at most this multiple of a pass of one row; needs prices (`speculate`).
         """
         if threads is not None and threads < 1:
             raise NativeError(f"threads must be at least 1, got {threads}")
         if threads is not None and threads > MOST_THREADS:
             raise NativeError(f"threads must be at most {MOST_THREADS}, got {threads}")
         self._num_slots = slots
-        self._mapped: list[np.ndarray] = []  # which the library reads
-        # Of quantized products, which the library reads, with the share of them that a token reads.
+        self._mapped: list[np.ndarray] = []  # arrays of `map`, kept because the library reads them
+        # Tiles of quantized products, kept because the library reads them, and the share of each that a token reads.
         self._tiles: list[tuple[np.ndarray, float]] = []
-        self._formats: dict[str, str] = {}  # of their matrices
-        self._held: dict[str, Quantized | None] = {}  # matrices; quantized ones until those of their products are in
+        self._formats: dict[str, str] = {}  # formats of quantized matrices, by path
+        # Packed matrices by path: None, or a quantized one that waits for the other matrices of its product.
+        self._held: dict[str, Quantized | None] = {}
         self._open(
             plan,
             timeout_ms,
@@ -173,14 +176,14 @@ class Session(DecodeSession):
         )
 
     def pack(self, path: str, weight: np.ndarray | Quantized) -> None:
-        """Copies a weight into its place; path and shape as in the table of laneformer/weights.py. Matrices of products
-        may be quantized. Raises NativeError if it does not fit, CheckpointError if it has a value that is not finite in
-        the dtype of the packed weights.
+        """Packs a weight whose path and shape are those of the table in laneformer/weights.py. Matrices of products may
+        be quantized. Raises NativeError if the weight does not fit the model, CheckpointError if a value is not finite
+        in the dtype of the packed weights.
         """
         self._check_weight(path, weight.shape)
         if isinstance(weight, Quantized):
             if path not in self.plan.matrices:
-                raise NativeError(f"weight {path} is {weight.name}, but no matrix of a product: dequantize it")
+                raise NativeError(f"weight {path} is {weight.name}, but not a matrix of a product: dequantize it")
             if why := refusal(weight):
                 raise NativeError(f"weight {path} ({weight.name}) {why}: {REMEDY}")
         else:
@@ -194,9 +197,9 @@ class Session(DecodeSession):
         weight = np.ascontiguousarray(self.plan.with_plus(path, weight))
         name = weight.dtype.name
         if name not in Dtype.__members__:
-            raise NativeError(f"weight {path} is {name}: the kernel packs {', '.join(Dtype.__members__)}")
+            raise NativeError(f"weight {path} is {name}: the kernel packs {', '.join(Dtype.__members__)}; convert it")
         number = call("pack", self.id, self.plan.index_of[path], weight.ctypes.data, weight.size, Dtype[name])
-        if number > 0:  # counted from 1
+        if number > 0:  # number of the first value that is not finite, counted from 1
             place = np.unravel_index(number - 1, weight.shape)
             raise CheckpointError(
                 f"weight {path} has {weight[place]} at [{', '.join(map(str, place))}], which is not finite as packed:"
@@ -205,7 +208,9 @@ class Session(DecodeSession):
         self._missing.pop(path, None)
 
     def _map_quantized(self, paths: tuple[str, ...], gated: bool) -> None:
-        """Maps the tiles of a product once all its matrices are in, if any of them is quantized."""
+        """Passes the tiles of a product to the library, if any of its matrices is quantized and all of them are packed.
+        paths, gated: the product's key in `_products`.
+        """
         parts = [self._held[path] for path in paths if path in self._held]
         if len(parts) < len(paths) or all(part is None for part in parts):
             return
@@ -220,7 +225,7 @@ class Session(DecodeSession):
             number = error.args[0]
             raise NativeError(
                 f"weight {paths[number]} differs from {paths[number - 1]} in format or order of columns, but the number"
-                f" of rows before it ({sum(rows[:number])}) is no multiple of 16: {REMEDY}"
+                f" of rows before it ({sum(rows[:number])}) is not a multiple of 16: {REMEDY}"
             ) from None
         words = np.array([piece.words for piece in pieces], np.int64)
         call("map_quantized", self.id, self._products[paths, gated], words.ctypes.data, len(words))
@@ -232,10 +237,12 @@ class Session(DecodeSession):
                 del self._held[path]
 
     def map(self, product: Bf12Product) -> bool:
-        """Uses the matrices of a product, or the embedding table, where they are: nothing is copied but the exceptions,
-        and `product` must stay as it is. Needs bf12. Its units must begin at a multiple of 64 bytes to be read fast,
-        and have finite values. Returns whether the model has this product; if not, pack its weights. Raises NativeError
-        for sizes or exceptions that do not fit.
+        """Uses the matrices of a product, or the embedding table, without copying them. Only the exceptions are copied,
+        so `product` must not change. Needs the option bf12. The units must have finite values, and should begin at a
+        multiple of 64 bytes to be read fast.
+
+        Returns whether the model has this product; if not, pack its weights instead. Raises NativeError for sizes or
+        exceptions that do not fit the model.
         """
         number = self._products.get((product.paths, product.interleaved))
         if number is None:
@@ -244,7 +251,9 @@ class Session(DecodeSession):
         units = np.ascontiguousarray(tiles.units, np.uint8)
         table, exceptions = np.ascontiguousarray(tiles.table, np.uint8), np.ascontiguousarray(tiles.exceptions)
         if len(table) != BF12_TABLE or exceptions.dtype != np.uint32:
-            raise NativeError(f"{product.paths[0]}: the table must have {BF12_TABLE} values, and exceptions be uint32")
+            raise NativeError(
+                f"{product.paths[0]}: the table must have {BF12_TABLE} values, and exceptions must be uint32"
+            )
         arrays = (units.ctypes.data, units.nbytes, table.ctypes.data, exceptions.ctypes.data, len(exceptions))
         call("map", self.id, number, *arrays)
         self._mapped.append(units)
@@ -254,7 +263,7 @@ class Session(DecodeSession):
 
     @cached_property
     def _products(self) -> dict[tuple[tuple[str, ...], bool], int]:
-        """The number by which C++ knows a product, by its matrices and whether their tiles alternate."""
+        """The number of each product in C++, by the paths of its matrices and whether their tiles alternate."""
         ops, products = self.plan.ops, self.plan.products
         numbers = {
             (tuple(matrix.weight.path for matrix in op.matrices), op.gated): number
@@ -264,13 +273,13 @@ class Session(DecodeSession):
 
     @cached_property
     def _product_of(self) -> dict[str, tuple[tuple[str, ...], bool]]:
-        """The key in `_products` of the product that a matrix is in."""
+        """The key in `_products` of each matrix's product, by path."""
         return {path: key for key, number in self._products.items() if number != EMBEDDING for path in key[0]}
 
     @property
     def quantized_weights(self) -> dict[str, Any]:
-        """What is quantized: its formats, and how many weights and bytes of their tiles a token reads; empty if nothing
-        is.
+        """The formats of the quantized matrices, and the number of their weights and the bytes of their tiles that one
+        token reads; {} if nothing is quantized.
         """
         if not self._formats:
             return {}
@@ -282,51 +291,52 @@ class Session(DecodeSession):
         }
 
     def _share(self, path: str) -> float:
-        """Share of a product's matrix that one token multiplies."""
+        """Share of the matrix `path` that one token multiplies: experts used / experts, or 1."""
         number = self._products[self._product_of[path]]
         return self.plan.products[number].share if number < len(self.plan.products) else 1.0
 
     @property
     def threads(self) -> int:
-        """Worker threads."""
+        """Number of worker threads."""
         return self._lib.laneformer_threads(self.id)
 
     @property
     def instructions(self) -> str:
-        """The instruction set in use."""
+        """Name of the instruction set in use."""
         return self._lib.laneformer_instructions(self.id).decode()
 
     @property
     def packed_bytes(self) -> int:
-        """Memory of the packed weights and of the embedding table."""
+        """Bytes of the packed weights and of the embedding table."""
         return self._lib.laneformer_packed_bytes(self.id)
 
     @property
     def bf12_weights(self) -> Bf12Weights:
-        """What is packed in 12 bits; zeros without that option."""
+        """Counts of the weights that are packed in 12 bits; zeros without the option bf12."""
         counts = np.zeros(4, np.int64)
         self._lib.laneformer_bf12_weights(self.id, counts.ctypes.data)
         return Bf12Weights(*counts.tolist())
 
     def speculate(self, most: int, prices: Sequence[float] | None = None) -> None:
-        """Lets the next calls check up to `most` drafts in a pass, 0 for none. Drafts are copied from the text so far;
-        they change the speed alone, no bit of a result.
+        """Lets the next calls check up to `most` drafts in a pass; 0 for none. Drafts are copied from the text so far.
+        They change only the speed, no bit of a result.
 
-        prices: time of passes of 1, 2, ... MOST_ROWS rows over that of one row, which then stay as they are; by default
-        as `prices` measures them, and corrected by the times of the calls' passes. Raises NativeError.
+        prices: times of passes of 1, 2, ... MOST_ROWS rows in units of a pass of one row, which then stay fixed. By
+        default they are measured (see `prices`), and the times of later passes correct them. Raises NativeError for
+        another number of prices.
         """
         corrected = prices is None
         if corrected:
             prices = self.prices if most or self._num_slots > 1 else [1.0] * MOST_ROWS
         given = np.asarray(prices, np.float32)
         if given.shape != (MOST_ROWS,):
-            raise NativeError(f"prices must be {MOST_ROWS}, got {given.size}")
+            raise NativeError(f"prices must have {MOST_ROWS} values, got {given.size}")
         call("speculate", self.id, most, given.ctypes.data, corrected)
 
     @cached_property
     def prices(self) -> list[float]:
-        """Time of a pass of 1, 2, ... MOST_ROWS rows over that of one row, measured once on each machine; all weights
-        must be packed.
+        """Times of passes of 1, 2, ... MOST_ROWS rows in units of a pass of one row, measured once on each machine. All
+        weights must be packed.
         """
         self._require_weights()
         most = min(MOST_ROWS, (self.plan.ops.context - 1) // PASSES)
@@ -337,14 +347,16 @@ class Session(DecodeSession):
         return np.interp(np.arange(1, MOST_ROWS + 1), rows, found).tolist()
 
     def _time_passes(self, rows: Sequence[int]) -> list[float]:
-        """Seconds of a pass for each number of rows."""
+        """Seconds of a pass with each of these numbers of rows."""
         counts, seconds = np.asarray(rows, np.int32), np.empty(len(rows))
         call("time_passes", self.id, counts.ctypes.data, len(counts), PASSES, seconds.ctypes.data)
         return seconds.tolist()
 
     @cached_property
     def slots(self) -> tuple["Slot", ...]:
-        """What can run a call while others run. The session itself is the first one's stream of tokens."""
+        """The session's slots by number. Each runs one call at a time, beside the others. The session itself is the
+        stream of tokens of slot 0.
+        """
         return tuple(Slot(self, number) for number in range(self._num_slots))
 
     def _stream(self, name: str, *arguments: Any) -> Any:
@@ -354,33 +366,31 @@ class Session(DecodeSession):
         return self.slots[0]._origins(first, count)
 
     def give_texts(self, **texts) -> None:
-        """Of the next call of slot 0; see Slot.give_texts."""
+        """Sets the texts of slot 0's next call; see Slot.give_texts."""
         self.slots[0].give_texts(**texts)
 
     @property
     def drafting(self) -> Drafting:
-        """What drafts were worth in the last call of slot 0, once it has ended."""
+        """Counts of the drafts of the last call of slot 0, after it has ended."""
         return self.slots[0].drafting
 
     @property
     def running_prices(self) -> list[float]:
-        """Prices as the last call left them, once it has ended."""
+        """Prices of passes, as corrected by all calls so far, by their number of rows: float [MOST_ROWS]."""
         prices = np.zeros(MOST_ROWS, np.float32)
         self._lib.laneformer_prices(self.id, prices.ctypes.data)
         return prices.tolist()
 
     def read_pass(self) -> float:
-        """Seconds in which the workers read all that they stream for one token, without computing anything: the bound
-        of decoding.
-        """
+        """Seconds in which the workers read all weights of one token without computing: the lower bound of decoding."""
         return self._lib.laneformer_read_pass(self.id)
 
     def trace(self, spans_per_worker: int) -> None:
-        """Records what each worker does when, from now on; 0 ends it."""
+        """Starts recording the spans of each worker, at most `spans_per_worker`; 0 stops recording."""
         self._lib.laneformer_trace(self.id, spans_per_worker)
 
     def spans(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Each worker's number and spans, an array of SPAN."""
+        """The number and the recorded spans of each worker; the spans are an array of SPAN."""
         for worker in range(self.threads):
             spans = np.zeros(self._lib.laneformer_spans(self.id, worker, None, 0), SPAN)
             self._lib.laneformer_spans(self.id, worker, spans.ctypes.data, len(spans))
@@ -390,10 +400,10 @@ class Session(DecodeSession):
 def fastest_way(
     threads: int | None = None, instructions: str | None = None, bf12: bool | None = None
 ) -> tuple[str, bool]:
-    """The instruction set, and whether to hold bfloat16 weights in 12 bits, that decode fastest here, as measured. AMX
-    is taken if one position is hardly slower with it: it adds products in another order, which makes prompts faster.
+    """The instruction set, and whether to hold bfloat16 weights in 12 bits: the measured fastest combination on this
+    machine. AMX is chosen even if decoding is slightly slower with it, because it makes prompts faster.
 
-    threads: as of a Session. instructions, bf12: what is decided already.
+    threads: as in Session. instructions, bf12: choices that are fixed already; None to measure.
     """
     sets, count = instruction_sets(), _measured_with(threads)
 

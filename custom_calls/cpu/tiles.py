@@ -1,4 +1,4 @@
-"""Quantized matrices as the CPU kernel reads them: tiles of 16 rows, as cpu/kernels/quantized.h describes them."""
+"""Packs quantized matrices for the CPU kernel: tiles of 16 rows, in the layout of cpu/kernels/quantized.h."""
 
 import math
 from collections.abc import Sequence
@@ -10,51 +10,52 @@ import numpy as np
 from laneformer.quantized import INT4_ZERO, Quantized, pack4
 
 ROWS, BLOCK, CHUNK = 16, 32, 512  # rows of a tile; columns of a block of codes and of a chunk
-LINE = 64  # bytes of codes
-AT_ONCE = 1 << 24  # bytes of codes
+LINE = 64  # bytes of a line of codes
+AT_ONCE = 1 << 24  # bytes of codes that are tiled at a time
 CODES = {"int4": 0, "mxfp4": 1, "nvfp4": 1, "int8": 2, "fp8": 3}
 SCALES = {"bfloat16": 3, "float16": 4, "float32": 5}
 E8M0, E4M3 = 1, 2
 FINEST = {"mxfp4": 16, "nvfp4": 16}  # columns of a scale; BLOCK for others
-ZEROS = {"int4": INT4_ZERO, "int8": 0x80}  # of codes as they are stored
+ZEROS = {"int4": INT4_ZERO, "int8": 0x80}  # stored codes of the value 0
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """All tiles of matrices in one format, lane by lane."""
+    """All tiles of one or more matrices in one format, lane by lane."""
 
     format: tuple[int, int, int, bool, bool, bool]
-    """The fields of `Quantized` in cpu/kernels/quantized.h."""
+    """The fields of the struct `Quantized` in cpu/kernels/quantized.h, in order."""
     data: np.ndarray
-    """Uint8 [lanes, bytes]."""
+    """The tiles of each lane, uint8 [lanes, bytes]."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The tiles of a product's matrices that have one format and one order of columns; `Piece` in cpu/state.h."""
+    """The tiles of those matrices of a product that share a format and an order of columns; `Piece` in cpu/state.h."""
 
     first: int
-    """Its tile j is tile first + j step of a lane."""
+    """Number of its first tile among all tiles of the product in a lane."""
     step: int
+    """Its tile j is tile first + j * step of the product."""
     count: int
-    """Tiles of a lane."""
+    """Number of its tiles in a lane."""
     columns: int
-    """Of a tile."""
+    """Columns of a tile."""
     tiles: Tiles | None = None
-    """None: in the dtype of weights that are not quantized."""
+    """The quantized tiles; None if the weights are not quantized."""
     order: np.ndarray | None = None
-    """The entry of the vector that each column multiplies, -1 for none, int32 [columns]; None: in order."""
+    """The entry of the vector that each column multiplies, -1 for none, int32 [columns]; None if they are in order."""
 
     @property
     def words(self) -> tuple[int, ...]:
-        """As the library reads it; `tiles` must stay."""
+        """This piece as integers for the library, with addresses: `tiles` and `order` must outlive its use."""
         data = () if self.tiles is None else (self.tiles.data.ctypes.data, self.tiles.data.nbytes, *self.tiles.format)
         order = 0 if self.order is None else self.order.ctypes.data
         return (self.first, self.step, self.count, *(data or [0] * 8), self.columns, order)
 
 
 def refusal(record: Quantized) -> str | None:
-    """Why the kernel should not hold a matrix; None if it can."""
+    """Why the kernel does not hold a matrix, as the end of a sentence about it; None if it does."""
     group = record.group[1]
     if group < record.columns and record.format.bits * _block(record) > 16 * group:
         return f"has groups of {group} columns, whose codes would take more than 16 bits per weight"
@@ -62,15 +63,17 @@ def refusal(record: Quantized) -> str | None:
 
 
 def _block(record: Quantized) -> int:
-    """Columns in which a group of the record is stored."""
+    """Columns that a group of the record takes where it is stored, padding included."""
     group, finest = min(record.group[1], record.columns), FINEST.get(record.kind, BLOCK)
     return group if math.gcd(group, CHUNK) % finest == 0 else -(-group // finest) * finest
 
 
 def in_blocks(record: Quantized, joined: bool = False) -> tuple[Quantized, np.ndarray | None]:
-    """The matrix with its columns as they are stored, and the entry of the vector that each of them multiplies, -1 for
-    none, int32 [columns]; None: in order. Groups that the kernel cannot read are padded with such columns. joined:
-    lanes [lanes, rows, columns] become [rows, lanes * columns].
+    """The matrix with the columns that are stored, and the entry of the vector that each of them multiplies: int32
+    [columns], -1 for none; None instead of the array if all are in order. Groups of a size that the kernel cannot read
+    are padded with columns that multiply nothing.
+
+    joined: the matrix [lanes, rows, columns] becomes [rows, lanes * columns].
     """
     columns, group, block = record.columns, min(record.group[1], record.columns), _block(record)
     entries = np.arange(columns, dtype=np.int32) if record.order is None else record.order
@@ -93,9 +96,11 @@ def in_blocks(record: Quantized, joined: bool = False) -> tuple[Quantized, np.nd
 def make_pieces(
     parts: Sequence[Quantized | None], rows: Sequence[int], lanes: int, gated: bool, joined: bool = False
 ) -> list[Piece]:
-    """All tiles of a product, in as few pieces as possible. parts: its matrices, each with `lanes` lanes, or no such
-    axis if it is the same in all; None for one that is not quantized. Experts of a lane count as lanes. rows: of each,
-    of a lane. joined: as of `in_blocks`. Raises MidTile.
+    """All tiles of a product, in as few pieces as possible. Raises MidTile.
+
+    parts: the product's matrices, each with `lanes` lanes, or without a lane axis if all lanes share it; None for a
+    matrix that is not quantized. Experts of a lane count as lanes. rows: rows of each matrix in a lane. gated: the
+    tiles of the two matrices alternate. joined: as in `in_blocks`.
     """
     parts = [part if part is None or part.ndim < 4 else _flat(part) for part in parts]
     columns = next(part.columns for part in parts if part is not None)
@@ -121,20 +126,20 @@ def make_pieces(
 
 
 def _flat(record: Quantized) -> Quantized:
-    """[lanes, experts, rows, columns] as [lanes * experts, rows, columns]."""
+    """Reshapes a record [lanes, experts, rows, columns] to [lanes * experts, rows, columns]."""
     found = {name: array.reshape(-1, *array.shape[-2:]) for name, array in record.arrays.items() if array.ndim == 4}
     return replace(record, **found)
 
 
 class MidTile(ValueError):
-    """Matrix number args[0] must be in another piece than the one before, but its rows begin within a tile."""
+    """Matrix number args[0] needs another piece than the matrix before it, but its rows begin inside a tile."""
 
 
 def make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool) -> Tiles:
-    """Of the matrices of a product, whose rows follow each other, or whose tiles alternate. Each has `lanes` lanes, or
-    no such axis if it is the same in all. They must be of one kind and as `in_blocks` makes them.
+    """The tiles of a product's matrices, which must be of one kind and made by `in_blocks`. Their rows follow each
+    other, or their tiles alternate. Each matrix has `lanes` lanes, or no lane axis if all lanes share it.
 
-    Some lanes at a time, so that what is computed meanwhile takes little memory.
+    Tiles are made for some lanes at a time, to limit the memory of intermediate arrays.
     """
     step = max(1, AT_ONCE * lanes // sum(part.codes.nbytes for part in parts))
     starts = range(0, lanes, step)
@@ -146,7 +151,7 @@ def make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool) -> Til
     begin = made(0, True)
     if len(starts) == 1:
         return begin
-    for shared in (True, False):  # all lanes must have one format
+    for shared in (True, False):  # all lanes must have the same format
         begin = begin if shared else made(0, False)
         data = np.empty((lanes, begin.data.shape[1]), np.uint8)
         data[:step] = begin.data
@@ -167,11 +172,11 @@ def _some_lanes(record: Quantized, which: slice) -> Quantized:
 
 
 def _make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool, shared: bool) -> Tiles:
-    """shared: whether scales that a tile's rows share may be stored once."""
+    """`make_tiles` for some lanes. shared: whether a scale that all rows of a tile share may be stored once."""
     kind, columns = parts[0].kind, parts[0].columns
     zeros = any(part.zero_points is not None for part in parts)
     whole_rows = not zeros and all(part.group[1] >= columns for part in parts)
-    # A scale of whole rows may be repeated anywhere.
+    # A part with one scale per row fits any group: the scale is repeated.
     group = 0 if whole_rows else math.gcd(CHUNK, *(part.group[1] for part in parts if part.group[1] < columns))
     rows = whole_rows or any(part.global_scale is not None for part in parts)
     wide = len({part.scales.dtype for part in parts}) > 1
@@ -209,7 +214,7 @@ def _make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool, share
         scale_type = 0
     elif scale_type is None:
         scale_type = SCALES[of_scale.dtype.name]
-    pieces = []  # uint8 [lanes, tiles, units, bytes of a unit]: two tiles alternate by units
+    pieces = []  # uint8 [lanes, tiles, units, bytes of a unit]; `_streams` alternates the units of two tiles
     if rows:
         pieces.append(_bytes(tiled(factors, 0))[:, :, None])
     of_zero = tiled(zero_points, "edge") if zeros else None
@@ -231,8 +236,8 @@ def _make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool, share
 
 
 def _streams(pieces: list[np.ndarray], together: int) -> np.ndarray:
-    """Pieces of all tiles, as [lanes, bytes]: piece by piece of two tiles at a time, whose units alternate, or of one.
-    A last tile is by itself.
+    """Concatenates pieces [lanes, tiles, units, bytes of a unit] to streams, uint8 [lanes, bytes]. Each stream contains
+    `together` tiles: piece by piece, with their units alternating. Left-over tiles are streams of one tile.
     """
     lanes, tiles = pieces[0].shape[:2]
     sizes = [piece[0, 0].size for piece in pieces]
@@ -251,8 +256,8 @@ def _streams(pieces: list[np.ndarray], together: int) -> np.ndarray:
 
 
 def _words(part: Quantized) -> np.ndarray:
-    """The codes of a row in words that stay together in a tile, [*lanes, rows, words]: of 8 columns in 4 bits, 4 in
-    int8, 2 in fp8.
+    """The codes of each row as words that a tile keeps together, [*lanes, rows, words]. A word has 8 columns of 4 bits,
+    4 columns of int8 or 2 of fp8.
     """
     codes = part.codes
     if part.kind == "int8":
@@ -267,24 +272,26 @@ def _words(part: Quantized) -> np.ndarray:
     words = np.ascontiguousarray(codes).view(np.uint16 if part.kind == "fp8" else np.uint32)
     if part.format.bits == 8:
         return words
-    low, high = words & 0x0F0F, words >> 16 & 0x0F0F  # even columns of the first and the last four
+    low, high = words & 0x0F0F, words >> 16 & 0x0F0F  # even columns of the first and of the last four
     odd_low, odd_high = words >> 4 & 0x0F0F, words >> 20 & 0x0F0F
     even, odd = low | high << 4, odd_low | odd_high << 4
     return (even & 0xFF) | (odd & 0xFF) << 8 | (even & 0xFF00) << 8 | (odd & 0xFF00) << 16
 
 
 def _each_row(part: Quantized, grid: np.ndarray) -> np.ndarray:
-    """What has a value for each group, for each row instead of some."""
+    """Expands a grid [..., groups of rows, n] to [..., rows, n]: each row gets the values of its group."""
     return np.repeat(grid, part.group[0], -2)[..., : part.shape[-2], :] if part.group[0] > 1 else grid
 
 
 def _per_lane(array: np.ndarray, lanes: int) -> np.ndarray:
-    """[rows, n] the same in all lanes, or [lanes, rows, n]."""
+    """Broadcasts an array [rows, n], which all lanes share, or [lanes, rows, n] to [lanes, rows, n]."""
     return np.broadcast_to(array, (lanes, *array.shape[-2:]))
 
 
 def _tiled(parts: list[np.ndarray], alternating: bool, fill: int | str) -> np.ndarray:
-    """[lanes, rows(, n)] of each part as [lanes, tiles, 16(, n)] of all. fill: of rows that are padding, or `edge`."""
+    """Joins parts [lanes, rows(, n)] to tiles [lanes, tiles, 16(, n)]. fill: value of padding rows, or "edge" to repeat
+    the last row.
+    """
 
     def padded(array: np.ndarray) -> np.ndarray:
         width = [(0, 0), (0, -array.shape[1] % ROWS), *[(0, 0)] * (array.ndim - 2)]
@@ -299,6 +306,6 @@ def _tiled(parts: list[np.ndarray], alternating: bool, fill: int | str) -> np.nd
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:
-    """[lanes, tiles, ...] as uint8 [lanes, tiles, n]."""
+    """The bytes of an array [lanes, tiles, ...], uint8 [lanes, tiles, n]."""
     flat = np.ascontiguousarray(array).reshape(*array.shape[:2], -1)
     return flat.view(np.uint8)
