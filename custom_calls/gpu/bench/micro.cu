@@ -1,12 +1,12 @@
-// Microbenchmarks of what the decode kernel is made of, with its own headers: the weight stream, edges, the lane
-// exchange, launches. NVIDIA only.
+// Microbenchmarks of the parts of the decode kernel, compiled with its headers: the weight stream, products, edges, the
+// lane exchange, launches. NVIDIA only.
 //
 //   micro [--quick] [NAME ...]     names: ring product plain copy burst sync edge lanes launch; by default all
 //
-// One JSON object per line. Times are from the devices' global timer inside a kernel (from the first CTA's begin to
-// the last one's end) or, where "clock" says so, from events or the host. Every wait in a kernel has a watchdog; a
-// failed measurement ends the program with status 1. The build chooses the ring: -DLF_WARPS, -DLF_SLOT_LINES (512 bytes
-// each), -DLF_SLOTS.
+// Prints one JSON object per line. Times are measured with the device's global timer inside a kernel, from the start of
+// the first CTA to the end of the last one, or with events or the host's clock where the field "clock" names these.
+// Every wait in a kernel has a watchdog. A failed measurement ends the program with status 1. Build options choose the
+// ring: -DLF_WARPS, -DLF_SLOT_LINES (of 512 bytes), -DLF_SLOTS.
 #include <cuda_runtime.h>
 #include <unistd.h>
 
@@ -36,7 +36,7 @@ void check(cudaError_t status, const char* what) {
   if (status != cudaSuccess) give_up(what, cudaGetErrorString(status));
 }
 
-void too_late(int) { give_up("the whole program", "it took longer than its limit"); }
+void too_late(int) { give_up("the whole program", "timed out"); }
 
 struct Numbers {
   double median, least, p95;
@@ -60,7 +60,7 @@ struct Bench {
   u32 next_tag = 1;
 
   static constexpr int kMost = 1024, kRounds = 24,
-                       kBoards = 256;  // CTAs with time stamps, stamps of each, CTAs with boards
+                       kBoards = 256;  // most CTAs with time stamps, most stamps of each, most CTAs with boards
 
   Bench() {
     check(cudaSetDevice(0), "cudaSetDevice");
@@ -78,7 +78,7 @@ struct Bench {
     check(cudaHostAlloc(&params.host, sizeof(Host), cudaHostAllocPortable), "memory of the host");
     std::memset(params.host, 0, sizeof(Host));
     params.devices = 1;
-    params.pass_tag = kPassTags;  // memory of zeros has no failure of that tag
+    params.pass_tag = kPassTags;  // zeros are not a failure with this tag
     for (auto& timeout : params.timeouts_ns) timeout = 1000000000;
     check(cudaEventCreate(&before), "event");
     check(cudaEventCreate(&after), "event");
@@ -89,7 +89,7 @@ struct Bench {
     launch(list, sms, false);
   }
 
-  // Milliseconds by events.
+  // Launches a kernel. Returns its milliseconds, measured with events.
   double launch(Kernel kernel, int grid, bool cooperative = true, const char* what = "launch") {
     const int bytes = kernel == fill || kernel == list || kernel == empty || kernel == clocks || kernel == plain ||
                               kernel == grid_sync
@@ -105,13 +105,13 @@ struct Bench {
           what);
     check(cudaEventRecord(after), what);
     check(cudaDeviceSynchronize(), what);
-    if (params.host->failure) give_up(what, "the watchdog of a wait ended it");
+    if (params.host->failure) give_up(what, "a wait timed out");
     float ms = 0;
     check(cudaEventElapsedTime(&ms, before, after), what);
     return ms;
   }
 
-  // Microseconds from the first CTA's begin to the last one's end.
+  // Microseconds from the start of the first of the CTAs first .. last - 1 to the end of the last one, in round n.
   double span(int n, int first, int last, int grid) {
     stamps.resize((size_t)grid);
     check(cudaMemcpy(stamps.data(), job.stamps + (i64)n * grid, sizeof(Stamp) * (size_t)grid, cudaMemcpyDeviceToHost),
@@ -122,7 +122,7 @@ struct Bench {
   }
 
   Numbers repeat(const std::function<double()>& once) {
-    once();  // warm
+    once();  // warm-up
     std::vector<double> samples;
     for (int i = 0; i < repetitions; i++) samples.push_back(once());
     return summary(samples);
@@ -195,11 +195,11 @@ struct Bench {
     }
   }
 
-  // The same numbers of weights in all formats, which take fewer lines the fewer bits they have.
+  // Products with the same number of weights in each format. Formats with fewer bits take fewer lines.
   void products() {
     const auto measured = [&](auto format, auto of_cluster, const char* name) {
       using Shape = Multiplied<decltype(format), decltype(of_cluster)::value>;  // threads that share a scale
-      // Smaller rings measure reading alone.
+      // Builds with a smaller ring measure only reading.
       if constexpr (Shape::kLines + kSlotLines - 1 <= kRingLines) {
         job.steps = 4 * kLayerLines / 12;
         const int ctas = std::min(sms, 128);
@@ -284,8 +284,7 @@ struct Bench {
   }
 
   void edges() {
-    if (sms < 128 || 2 * sms > kMost)
-      give_up("edge", "the device has a number of multiprocessors that this was not made for");
+    if (sms < 128 || 2 * sms > kMost) give_up("edge", "the device must have 128 to 512 multiprocessors");
     job.rounds = 1000, job.group = 128, job.words = 384;
     const auto measured = [&](bool with_edges, int lines) {
       job.edges = with_edges, job.lines = lines;
@@ -294,7 +293,7 @@ struct Bench {
         return span(0, 0, 128, 128) / job.rounds;
       });
     };
-    constexpr int lines = 112 / kWarps / 2 * 2;  // 56 KB for a CTA: a fifth of a layer of the 2B on 8 GPUs
+    constexpr int lines = 112 / kWarps / 2 * 2;  // 56 KB for each CTA: a fifth of a layer of the 2B on 8 GPUs
     const Numbers stream = measured(false, lines);
     print(conditions("edge", "us", 128,
                      field("rounds", job.rounds) + ", \"form\": \"none\", " + field("lines_between", lines)),
@@ -374,7 +373,7 @@ int main(int count, char** words) {
       {"edge", &Bench::edges},     {"lanes", &Bench::exchange},   {"launch", &Bench::launches}};
   for (const std::string& name : wanted)
     if (std::none_of(all.begin(), all.end(), [&](const auto& one) { return one.first == name; }))
-      give_up(name.c_str(), "there is no such measurement");
+      give_up(name.c_str(), "unknown measurement; the head of micro.cu lists the names");
   bench.machine();
   for (const auto& [name, measure] : all)
     if (wanted.empty() || std::find(wanted.begin(), wanted.end(), name) != wanted.end()) (bench.*measure)();

@@ -10,20 +10,20 @@ namespace laneformer {
 namespace gpu {
 
 constexpr int kSharedBytes = kRingBytes + 8 * kWarps * kSlots;
-constexpr i64 kShare = (i64)kWarps * kLayerLines * kLineBytes;  // bytes of a CTA
+constexpr i64 kShare = (i64)kWarps * kLayerLines * kLineBytes;  // bytes of weights for each CTA
 constexpr int kTake = 4;                                        // lines that a warp takes at once
-constexpr int kWidest = 3072, kRows = 24;                       // words of an edge, rows of a CTA in the exchange
+constexpr int kWidest = 3072, kRows = 24;                       // most words of an edge; rows of a CTA in the exchange
 using Mail = Exchange<2, 8, kWidest>;
 
 struct Stamp {
   u64 begin, end;
 };
 
-// What a launch of any kernel here gets besides Params: p.spans is not used, times go here.
+// The arguments of all kernels in this file beside Params. Times are written to `stamps`, not to p.spans.
 struct Job {
   char* weights;
-  Stamp* stamps;  // [rounds of stamps][CTAs]
-  u64* done;      // words of the device
+  Stamp* stamps;  // [rounds][CTAs]
+  u64* done;      // some words in the device's memory
   u32 first_tag;
   int rounds, lines, steps, group, words;
   bool edges, flags, at_once, ping;
@@ -40,7 +40,7 @@ LF_DEVICE void end(const Job& job, int n) {
   if (thread() == 0) job.stamps[(i64)n * gridDim.x + cta()].end = clock_ns();
 }
 
-LF_DEVICE void keep(const Job& job, u32 value) {  // so that what made it is not left out
+LF_DEVICE void keep(const Job& job, u32 value) {  // so that the compiler keeps the computation of `value`
   if (value == 0x9e3779b9u) job.done[1] = value;
 }
 
@@ -67,7 +67,7 @@ LF_KERNEL void fill(LF_PARAMS, const Job job) {
 
 LF_KERNEL void empty(LF_PARAMS, const Job) {}
 
-// How finely the global timer ticks, and the clock of the multiprocessor.
+// Measures the step of the global timer, and the clock rate of the multiprocessor.
 LF_KERNEL void clocks(LF_PARAMS, const Job job) {
   if (cta() || thread()) return;
   u64 finest = ~0ull, last = clock_ns();
@@ -91,8 +91,8 @@ LF_KERNEL void ring(LF_PARAMS, const Job job) {
   stream.drain();
 }
 
-// The stream as steps of a product, as product.h has it: four rows of three vectors for each thread, or, by tensor
-// cores, one of twelve. One exception of bf12 in eight units, as in trained weights.
+// A shape for reading the stream in steps of a product (product.h): each thread has four rows of three vectors, or with
+// tensor cores one row of twelve. Bf12 has one exception in eight units, as trained weights do.
 template <class Format, int cluster>
 struct Multiplied {
   using Weights = Format;
@@ -106,7 +106,7 @@ struct Multiplied {
 
 template <class Shape>
 __global__ void __launch_bounds__(kThreads, 1) multiply(LF_PARAMS p, const Job job) {
-  LF_SHARED(product_memory);  // the kernels that are extern "C" have the name `memory`
+  LF_SHARED(product_memory);  // another name than `memory` of the extern "C" kernels
   __shared__ float brought[kBrought<Shape> + 1];
   constexpr int rows = Shape::kTogether, vectors = rows * Shape::kVectors;
   begin(job, 0);
@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(LF_PARAMS p, const Job j
   keep(job, float_to_bits(total));
 }
 
-// What bf12 has beside the stream: a table, and for each warp the exceptions.
+// Writes what bf12 stores beside the stream: a table, and the exceptions of each warp.
 LF_KERNEL void list(LF_PARAMS p, const Job) {
   u32* coding = (u32*)p.coding;
   u32* listed = (u32*)p.listed;
@@ -172,8 +172,8 @@ LF_KERNEL void plain(LF_PARAMS, const Job job) {
   end(job, 0);
 }
 
-// Bursts of a number of bytes from memory that no cache has, all CTAs together, the memory idle before: bulk copies of
-// 4 KiB from every warp.
+// Bursts: all CTAs together read a number of bytes that are in no cache, with bulk copies of 4 KiB in every warp. The
+// memory is idle before each burst.
 LF_KERNEL void burst(LF_PARAMS, const Job job) {
   constexpr int bytes = 4096, slots = kRingBytes / kWarps / bytes;
   LF_SHARED(memory);
@@ -221,8 +221,8 @@ LF_KERNEL void grid_sync(LF_PARAMS, const Job job) {
   end(job, 0);
 }
 
-// Every CTA publishes its part of the words and all CTAs of the group read all of them, again and again; between, a
-// warp takes some lines.
+// In each round, every CTA publishes its part of the words, and all CTAs of the group read all words. Between rounds,
+// each warp takes some lines.
 LF_KERNEL void edge(LF_PARAMS p, const Job job) {
   LF_SHARED(memory);
   constexpr int each = (kWidest / 8 + kThreads - 1) / kThreads;
@@ -274,8 +274,8 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
   keep(job, mixed ^ float_to_bits(total));
 }
 
-// The first 2 * group CTAs are two lanes that exchange rows, CTA c with CTA c. The others load the memory meanwhile, if
-// there are any.
+// The first 2 * group CTAs are two lanes that exchange rows, CTA c with CTA c. The other CTAs, if any, put load on the
+// memory meanwhile.
 LF_KERNEL void lanes(LF_PARAMS p, const Job job) {
   LF_SHARED(memory);
   if (cta() >= 2 * job.group) {
@@ -292,7 +292,7 @@ LF_KERNEL void lanes(LF_PARAMS p, const Job job) {
   const int lane = cta() / job.group, c = cta() % job.group, row = c * kRows + thread();
   Watch watch(p, p.shared[0], lane);
   const u64 from = clock_ns();
-  while (clock_ns() - from < 50000) pause();  // until the others' streams run
+  while (clock_ns() - from < 50000) pause();  // until the streams of the other CTAs run
   begin(job, 0);
   float total = 0;
   if (thread() < kRows) {

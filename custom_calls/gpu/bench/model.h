@@ -1,5 +1,5 @@
-// In place of the file that custom_calls/gpu/header.py writes: what stream.h needs to know, chosen by the build of
-// micro.cu.
+// Replaces the file that custom_calls/gpu/header.py writes, with the constants that stream.h needs. The build of
+// micro.cu chooses them.
 #pragma once
 
 #include "numbers.h"
@@ -20,7 +20,7 @@ namespace gpu {
 constexpr int kWarps = LF_WARPS, kSlotLines = LF_SLOT_LINES, kSlots = LF_SLOTS;
 constexpr int kPassTags = 64, kPassRows = 1, kRequests = 1, kLaneWords = 0;
 constexpr bool kListed = true;
-constexpr int kLayerLines = 16384 / LF_WARPS, kHeadLines = 0;  // 8 MiB for a CTA, whatever its warps
+constexpr int kLayerLines = 16384 / LF_WARPS, kHeadLines = 0;  // 8 MiB for a CTA with any number of warps
 
 }  // namespace gpu
 }  // namespace laneformer

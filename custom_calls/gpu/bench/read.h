@@ -1,4 +1,4 @@
-// Reading the weights of a token without computing anything: the bound of decoding, which benchmarks measure beside it.
+// A kernel that reads the weights of a token without computing: benchmarks measure it as the lower bound of decoding.
 #pragma once
 
 #include "call.h"
@@ -21,7 +21,8 @@ LF_DEVICE void read_lines(AnyStream& stream, int count, u32& mixed) {
   }
 }
 
-// Of a layer with experts: those that `routes` has are read.
+// Reads the weights of a module, in a model with experts. Instead of chosen experts it reads experts that are far from
+// each other.
 template <class AnyStream, class... Op>
 LF_DEVICE void read_module(Ops<Op...>, AnyStream& stream, int layer, u32& mixed) {
   const auto read = [&](auto op) {
@@ -42,7 +43,7 @@ LF_DEVICE void read_module(Ops<Op...>, AnyStream& stream, int layer, u32& mixed)
   (read(Op{}), ...);
 }
 
-// Reads the weights of p.room tokens. Of experts, those that are far from each other.
+// Reads the weights of p.room tokens.
 LF_KERNEL void laneformer_read(LF_PARAMS p) {
   LF_SHARED(memory);
   StreamOf<PassCourse> stream(weights_of_cta(p), memory, (u64*)(memory + kRingBytes), PassCourse{0});
@@ -67,7 +68,7 @@ LF_KERNEL void laneformer_read(LF_PARAMS p) {
 #endif
   }
   stream.drain();
-  if (mixed == 0x9e3779b9u) p.host->read = mixed;  // so that it is not left out
+  if (mixed == 0x9e3779b9u) p.host->read = mixed;  // so that the compiler keeps the reads
 }
 
 }  // namespace gpu

@@ -44,7 +44,7 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
   if (seen.element_count() != (size_t)model.plan.vocab_size * slots)
     return wrong("seen must have an element for each token of the vocabulary");
   if (seen.untyped_data() != seen_after->untyped_data())
-    return wrong("the decode call's `seen` was not donated: it is updated in place");
+    return wrong("the decode call's `seen` was not donated: it is updated in place (jax.jit(..., donate_argnums=...))");
   if ((int64_t)packed.element_count() != model.packed_words)
     return wrong("the packed weights are not those of this session");
   Params p{};
@@ -90,7 +90,7 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
   return ffi::Error::Success();
 }
 
-// The same for a driver that emulates its devices, where XLA has no stream.
+// `decode` for a driver with emulated devices, where XLA has no stream.
 constexpr auto decode_emulated = [](auto... operands) { return decode(nullptr, operands...); };
 
 #define LANEFORMER_BINDING(context)                         \
@@ -122,7 +122,7 @@ constexpr auto decode_emulated = [](auto... operands) { return decode(nullptr, o
 
 }  // namespace
 
-// One launch at a time, never captured into a command buffer: the epochs of the exchange are arguments.
+// XLA must not capture this call into a command buffer, because the exchange's tags are arguments of the launch.
 XLA_FFI_DEFINE_HANDLER_SYMBOL(laneformer_decode_gpu, decode,
                               LANEFORMER_BINDING(ffi::Ffi::Bind().Ctx<ffi::PlatformStream<void*>>()));
 
@@ -130,7 +130,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(laneformer_decode_emulated, decode_emulated, LANEF
 
 extern "C" {
 
-// words, floats: the plan; numbers: see Model; the others as for Session.
+// words, floats: the plan. numbers: the text of Numbers (model.h). The other arguments are as in Session.
 int64_t laneformer_gpu_open(const int32_t* words, int64_t num_words, const float* floats, int64_t num_floats,
                             const char* numbers, const char* driver, const char* library, const void* image,
                             char* error, int64_t size) {
@@ -142,7 +142,7 @@ int64_t laneformer_gpu_open(const int32_t* words, int64_t num_words, const float
 
 void laneformer_gpu_close(int64_t id) { sessions.close(id); }
 
-// Between processes, see session.h.
+// Memory between processes: see session.h.
 int64_t laneformer_gpu_export(int64_t id, Handle* handles, char* error, int64_t size) {
   return guarded(error, size, [&] {
     sessions.find(id)->export_memory(handles);
@@ -168,7 +168,7 @@ int64_t laneformer_gpu_begin(int64_t id, int32_t slot, char* error, int64_t size
     return 0;
   });
 }
-// Of several slots: before each call, and what ends it.
+// For calls with several slots: `begin_call` before each call, and the functions that end it early.
 int64_t laneformer_gpu_begin_call(int64_t id, char* error, int64_t size) {
   return guarded(error, size, [&] {
     sessions.find(id)->begin_call();
@@ -208,8 +208,8 @@ int64_t laneformer_gpu_give_texts(int64_t id, int32_t slot, const int32_t* befor
     return 0;
   });
 }
-// Passes after the prompt's by their rows, right drafts by their place, drafts from another text, and right ones of
-// these.
+// Writes the counts of the last call: passes after the prompt by their rows, accepted drafts by their place, drafts
+// from another text, and accepted drafts among these.
 void laneformer_gpu_drafting(int64_t id, int32_t slot, int64_t* to) {
   const DraftCounts found = sessions.find(id)->draft_counts(slot);
   to = std::copy(std::begin(found.passes), std::end(found.passes), to);

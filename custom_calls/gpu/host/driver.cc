@@ -7,12 +7,13 @@ namespace gpu {
 
 namespace {
 
-// The two drivers differ in names and in the numbers of attributes; the arguments are the same unless noted.
+// The two drivers differ in the names of functions and the numbers of attributes. Arguments are the same in both unless
+// a comment says otherwise.
 constexpr int kMultiprocessors[2] = {16, 63};  // CU_DEVICE_ATTRIBUTE_*, hipDeviceAttribute_t
-constexpr int kDynamicShared = 8;              // of a function, in both
-constexpr unsigned kPortable = 1 | 2;          // host memory: portable, mapped
-constexpr unsigned kNonBlocking = 1;           // of a stream, in both
-constexpr int kThisThread = 1;                 // captures what this thread launches, in both
+constexpr int kDynamicShared = 8;              // attribute of a function
+constexpr unsigned kPortable = 1 | 2;          // flags of host memory: portable, mapped
+constexpr unsigned kNonBlocking = 1;           // flag of a stream
+constexpr int kThisThread = 1;                 // captures only what this thread launches
 
 // CUlaunchConfig and CUlaunchAttribute of cuda.h.
 struct Attribute {
@@ -80,7 +81,7 @@ Driver::Driver(const std::string& name, const char* library) : hip_(name == "hip
   find(destroy_executable_, "cuGraphExecDestroy", "hipGraphExecDestroy");
   find(launch_configured_, "cuLaunchKernelEx", nullptr);
   find(launch_plain_, nullptr, "hipModuleLaunchKernel");
-  check(init_(0), "start the driver");
+  check(init_(0), "start");
 }
 
 void Driver::check(int status, const char* what) const {
@@ -101,7 +102,8 @@ int Driver::devices() const {
   return count;
 }
 
-// The primary context, as in JAX; only of devices in use, because a context takes memory and may be forbidden.
+// The primary context of a device, as in JAX. It is retained only for devices in use, because a context takes memory
+// and may be forbidden.
 void* Driver::context(int device) const {
   const std::lock_guard<std::mutex> lock(retaining_);
   void*& context = contexts_[device];
@@ -115,7 +117,7 @@ void Driver::use(int device) const {
 
 int Driver::multiprocessors(int device) const {
   int value = 0;
-  check(attribute_(&value, kMultiprocessors[hip_], device), "count its multiprocessors");
+  check(attribute_(&value, kMultiprocessors[hip_], device), "count the multiprocessors");
   return value;
 }
 
@@ -130,7 +132,7 @@ void Driver::unload(void* module) const { unload_(module); }
 void* Driver::function(void* module, const char* name, int shared_bytes) const {
   void* function = nullptr;
   check(function_(&function, module, name), "find the kernel");
-  if (!hip_) check(set_attribute_(function, kDynamicShared, shared_bytes), "give the kernel its shared memory");
+  if (!hip_) check(set_attribute_(function, kDynamicShared, shared_bytes), "set the kernel's shared memory");
   return function;
 }
 
@@ -150,7 +152,7 @@ Address Driver::allocate(size_t bytes) const {
 void Driver::release(Address address) const { release_(address); }
 void Driver::clear(Address address, size_t bytes) const {
   check(clear_(address, 0, bytes), "clear memory");
-  synchronize();  // the stream of the next launch would not wait for it
+  synchronize();  // the stream of the next launch does not wait for this
 }
 void Driver::copy_from(void* to, Address from, size_t bytes) const {
   check(copy_(to, from, bytes), "copy from the device");
@@ -158,7 +160,7 @@ void Driver::copy_from(void* to, Address from, size_t bytes) const {
 
 void* Driver::allocate_host(size_t bytes) const {
   void* memory = nullptr;
-  check(allocate_host_(&memory, bytes, kPortable), "allocate memory of the host");
+  check(allocate_host_(&memory, bytes, kPortable), "allocate pinned memory of the host");
   __builtin_memset(memory, 0, bytes);
   return memory;
 }
@@ -167,12 +169,12 @@ void Driver::release_host(void* memory) const { release_host_(memory); }
 
 void Driver::share(int device, int peer) const {
   int can = 0;
-  check(can_share_(&can, device, peer), "find out whether devices access each other's memory");
+  check(can_share_(&can, device, peer), "query access to another device's memory");
   if (!can)
     throw std::runtime_error(
         "devices " + std::to_string(device) + " and " + std::to_string(peer) +
         " cannot write to each other's memory: use devices with NVLink or xGMI between them, or one device");
-  constexpr int kAlready = 704;  // in both
+  constexpr int kAlready = 704;  // access is enabled already
   const int status = hip_ ? share_device_(peer, 0) : share_(context(peer), 0);
   if (status != kAlready) check(status, "enable access to another device's memory");
 }
@@ -184,7 +186,7 @@ Handle Driver::export_memory(Address address) const {
 }
 
 Address Driver::open(const Handle& handle) const {
-  constexpr unsigned kLazyPeerAccess = 1;  // in both
+  constexpr unsigned kLazyPeerAccess = 1;
   Address address = 0;
   check(open_(&address, handle, kLazyPeerAccess), "open memory of another process");
   return address;
@@ -192,7 +194,7 @@ Address Driver::open(const Handle& handle) const {
 
 void Driver::close(Address address) const { close_(address); }
 
-void Driver::synchronize() const { check(synchronize_(), "finish its work"); }
+void Driver::synchronize() const { check(synchronize_(), "synchronize"); }
 
 void Driver::launch(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments) const {
   check(launch_(function, (unsigned)grid, 1, 1, (unsigned)threads, 1, 1, (unsigned)shared_bytes, stream, arguments),
@@ -203,7 +205,7 @@ void* Driver::record(const std::function<void(void*)>& launches) const {
   void *stream = nullptr, *graph = nullptr, *executable = nullptr;
   check(make_stream_(&stream, kNonBlocking), "make a stream");
   try {
-    check(begin_capture_(stream, kThisThread), "begin to record launches");
+    check(begin_capture_(stream, kThisThread), "start recording launches");
     try {
       launches(stream);
     } catch (...) {

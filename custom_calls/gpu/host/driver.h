@@ -1,4 +1,4 @@
-// The driver of NVIDIA or AMD, loaded at run time: this library needs no toolkit to build or to run.
+// The driver of NVIDIA or AMD GPUs, loaded at run time, so that this library needs no toolkit to build or to run.
 #pragma once
 
 #include <cstddef>
@@ -12,50 +12,52 @@
 namespace laneformer {
 namespace gpu {
 
-using Address = uint64_t;  // of a device's memory
+using Address = uint64_t;  // address in a device's memory
 
-struct Handle {  // of memory, for other processes: CUipcMemHandle, hipIpcMemHandle_t
+struct Handle {  // identifies memory for other processes: CUipcMemHandle, hipIpcMemHandle_t
   char bytes[64];
 };
 
 class Driver {
  public:
-  // name: "cuda" or "hip"; library: its file, null for the usual one. Throws std::runtime_error with what is missing.
+  // name: "cuda" or "hip". library: file of the driver; null for the default. Throws std::runtime_error if the driver
+  // or one of its functions is missing.
   Driver(const std::string& name, const char* library);
 
   int devices() const;
-  void use(int device) const;  // on this thread, from now on
+  void use(int device) const;  // makes it the device of this thread
   int multiprocessors(int device) const;
 
-  void* load(const void* image) const;  // a module, as a whole: nothing is loaded while a kernel runs
+  void* load(const void* image) const;  // loads a whole module, so that nothing is loaded while a kernel runs
   void unload(void* module) const;
   void* function(void* module, const char* name, int shared_bytes) const;
-  int resident(void* function, int threads, int shared_bytes) const;  // CTAs on a multiprocessor
+  int resident(void* function, int threads, int shared_bytes) const;  // CTAs that fit on a multiprocessor
 
-  Address allocate(size_t bytes) const;  // zeros
+  Address allocate(size_t bytes) const;  // memory of the device in use, filled with zeros
   void release(Address) const;
   void clear(Address, size_t bytes) const;
   void copy_from(void* to, Address from, size_t bytes) const;
-  void* allocate_host(size_t bytes) const;  // zeros, at the same address for every device
+  void* allocate_host(size_t bytes) const;  // pinned memory with zeros, at the same address on every device
   void release_host(void*) const;
-  void share(int device, int peer) const;  // lets `device`, which is in use, write to memory of `peer`
-  Handle export_memory(Address) const;     // all of an allocation
-  Address open(const Handle&) const;       // memory of another process on this machine, for the device in use
-  void close(Address) const;               // what was opened, likewise
+  void share(int device, int peer) const;  // lets `device`, which must be in use, write to memory of `peer`
+  Handle export_memory(Address) const;     // a handle of a whole allocation
+  Address open(const Handle&) const;       // opens memory of another process on this machine, for the device in use
+  void close(Address) const;               // closes memory that `open` returned
 
-  void synchronize() const;  // with the device in use
+  void synchronize() const;  // waits for the device in use
 
-  // All CTAs run at the same time, or none does.
+  // A cooperative launch: all CTAs run at the same time, or it fails.
   void launch(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments) const;
 
-  // A graph of what `launches` puts on the stream that it is given. Each launch waits for the one before.
+  // Records what `launches` puts on the stream that it gets, and returns it as a graph. Each launch waits for the
+  // launch before it.
   void* record(const std::function<void(void* stream)>& launches) const;
-  // overlapping: the launch starts while the one before ends, and the kernel waits (join_launches of gpu/kernel/port.h;
-  // CUDA only).
+  // Adds a launch to a recording. overlapping: it starts while the launch before it ends, and the kernel waits
+  // (join_launches of gpu/kernel/port.h; CUDA only).
   void add(void* function, int grid, int threads, int shared_bytes, void* stream, void** arguments,
            bool overlapping) const;
   void launch_recorded(void* graph, void* stream) const;
-  void release_recorded(void* graph) const;  // takes effect once all of its launches have ended; returns at once
+  void release_recorded(void* graph) const;  // returns at once; the graph is freed after its launches have ended
 
  private:
   void check(int status, const char* what) const;

@@ -11,14 +11,14 @@ namespace gpu {
 
 namespace {
 
-// Of arrays that are sorted by kind, the place of each once they are sorted by layer.
+// The index of each array after sorting the arrays, which are in the order of their kinds, by layer.
 std::vector<int> by_layer(const std::vector<plan::KeptArray>& kept) {
   std::vector<int> places(kept.size());
   for (size_t i = 0; i < kept.size(); i++)
     for (size_t other = 0; other < kept.size(); other++)
       places[i] += kept[other].layer < kept[i].layer || (kept[other].layer == kept[i].layer && other < i);
   if (kept.size() > kMaxKept)
-    throw std::runtime_error("a model's layers keep more than " + std::to_string(kMaxKept) + " arrays");
+    throw std::runtime_error("the layers keep more than " + std::to_string(kMaxKept) + " arrays: use backend xla");
   return places;
 }
 
@@ -32,7 +32,7 @@ Numbers::Numbers(const char* text) {
     words >> name;
     std::vector<int64_t>& numbers = lines_[name];
     for (int64_t number; words >> number;) numbers.push_back(number);
-    if (!words.eof()) throw std::runtime_error("not a list of numbers: " + line);
+    if (!words.eof()) throw std::runtime_error("a line of the session's numbers contains other text: " + line);
   }
 }
 

@@ -25,8 +25,8 @@ Session::Session(Model numbers, const char* driver, const char* library, const v
     for (size_t d = 0; d < model.devices.size(); d++) {
       const int ordinal = model.devices[d];
       if (ordinal >= driver_.devices())
-        throw std::runtime_error("there is no device " + std::to_string(ordinal) + ": the driver has " +
-                                 std::to_string(driver_.devices()));
+        throw std::runtime_error("device " + std::to_string(ordinal) +
+                                 " does not exist; devices of the driver: " + std::to_string(driver_.devices()));
       driver_.use(ordinal);
       devices_.emplace_back();
       Device& device = devices_.back();
@@ -111,7 +111,7 @@ void Session::free_all() {
     try {
       driver_.use(device.ordinal);
     } catch (const std::exception&) {
-      continue;  // the process is ending, and the driver is unloaded already
+      continue;  // the process is exiting, and the driver is unloaded already
     }
     close_peers(device);
     for (const Address address :
@@ -136,7 +136,7 @@ void Session::begin(int slot) {
 void Session::begin_call() {
   const std::lock_guard<std::mutex> lock(launching_);
   __atomic_fetch_and(&host_->asked, ~kYield, __ATOMIC_RELAXED);
-  if (host_->failure) {  // clear its word: no call reads it now, but its tag will recur
+  if (host_->failure) {  // clear the failure's word, because its tag will recur; no call reads it now
     for (const Device& device : devices_) {
       driver_.use(device.ordinal);
       driver_.clear(device.shared, 8);
@@ -149,15 +149,15 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   std::unique_lock<std::mutex> lock(launching_);
   Device& device = devices_[(size_t)index];
   device.pass_tag += (uint32_t)model_.pass_tags;
-  if (device.pass_tag == 0) device.pass_tag += (uint32_t)model_.pass_tags;  // the tag of memory that was never written
+  if (device.pass_tag == 0) device.pass_tag += (uint32_t)model_.pass_tags;  // 0 is the tag of cleared memory
   params.pass_tag = device.pass_tag;
   params.exchange_tag = device.exchange_tag;
-  // All devices of all processes count alike, also for a call that fails or is refused.
+  // All devices of all processes count the same passes, even for a call that fails or is rejected.
   device.pass_tag += (uint32_t)(passes * model_.pass_tags);
   device.exchange_tag += (uint32_t)(passes * model_.exchanges);
   if (!connected()) throw std::runtime_error("the decode session was closed");
   if (host_->failure && (uint32_t)(host_->failure >> 32) - params.pass_tag >= (uint32_t)model_.pass_tags)
-    throw std::runtime_error("the previous call has failed (" + failure() + "): call begin first");
+    throw std::runtime_error("the previous call failed (" + failure() + "): call begin first");
   if (index == 0) {
     if (!armed_ && model_.requests == 1) host_->asked = host_->count[0] = host_->done[0] = 0;
     std::fill(std::begin(host_->drafts), std::end(host_->drafts), DraftCounts{});
@@ -193,8 +193,8 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   if (!model_.steps.empty()) launch_steps(device, params, passes, stream);
 }
 
-// Enqueues as many passes as the call may take, because only the device knows how many it needs. A launch after the end
-// returns at once.
+// Enqueues as many passes as the call may take, because only the device determines how many it needs. A launch after
+// the end of the call returns at once.
 void Session::launch_steps(const Device& device, Params& params, int64_t passes, void* stream) {
   void* arguments[] = {&params};
   void* pass = driver_.record([&](void* recording) {
@@ -214,7 +214,7 @@ void Session::launch_steps(const Device& device, Params& params, int64_t passes,
   driver_.release_recorded(pass);
 }
 
-// Memory for texts of that many tokens of a slot beside those of its prompt and answer, in each slot.
+// Allocates memory for the tokens of each slot: prompt, answer and `texts` tokens of other texts.
 void Session::give_room(Device& device, size_t texts) {
   const size_t wanted = texts + 2 * (size_t)model_.plan.context;
   if (device.text_ints >= wanted) return;
@@ -227,7 +227,8 @@ void Session::give_room(Device& device, size_t texts) {
 void Session::speculate(int most, const std::vector<float>& prices) {
   const std::lock_guard<std::mutex> lock(launching_);
   if (most < 0 || most >= std::max(model_.rows, 1) || (int)prices.size() != model_.rows)
-    throw std::runtime_error("a pass has at most " + std::to_string(model_.rows) + " rows, got " +
+    throw std::runtime_error("a pass of at most " + std::to_string(model_.rows) +
+                             " rows needs fewer drafts than rows, and a price for each number of rows: got " +
                              std::to_string(most) + " drafts and " + std::to_string(prices.size()) + " prices");
   if (most > 0 && !model_.drafting) throw std::runtime_error("the kernel was compiled without drafts");
   most_drafts_ = most;
@@ -237,7 +238,7 @@ void Session::speculate(int most, const std::vector<float>& prices) {
 void Session::give_texts(int slot, const std::vector<int>& before, const std::vector<int>& forced,
                          const std::vector<int>& drafts, int most) {
   const std::lock_guard<std::mutex> lock(launching_);
-  if (!model_.drafting) throw std::runtime_error("the kernel was compiled without drafts: it takes no texts");
+  if (!model_.drafting) throw std::runtime_error("the kernel was compiled without drafts, so it takes no texts");
   for (const std::vector<int>* text : {&before, &forced, &drafts})
     for (const int token : *text)
       if (token >= model_.plan.vocab_size || token < (text == &forced ? 0 : -1))
@@ -265,14 +266,14 @@ void Session::give_texts(int slot, const std::vector<int>& before, const std::ve
   launches_left_ = devices_.size();
 }
 
-// What a call drafts from on a device.
+// Sets the texts from which a call drafts on a device.
 void Session::give_texts_to(const Device& device, Params& params) {
   for (size_t slot = 0; slot < given_.size(); slot++) {
     Texts& texts = params.texts[slot] = given_[slot].texts;
     texts.most = std::min(texts.most, most_drafts_);
     std::fill_n(texts.prices, kMaxRows, 1.0f);
     std::copy(prices_.begin(), prices_.end(), texts.prices);
-    texts.room = texts.before + 2 * (int)model_.plan.context;  // prompt and answer take no more than the context
+    texts.room = texts.before + 2 * (int)model_.plan.context;  // prompt and answer fit in the context
     texts.text = (int*)device.text + slot * device.text_ints;
   }
   if (launches_left_ > 0 && --launches_left_ == 0) forget_texts();
@@ -293,8 +294,8 @@ int32_t Session::wait(int slot, int32_t have, int timeout_ms) {
     std::this_thread::sleep_for(std::chrono::microseconds(20));
     seen = count();
   }
-  seen = count();  // tokens emitted before the end, if the call has ended meanwhile
-  if (seen > 0) {  // the token was emitted before this moment: the smallest offset is the most exact
+  seen = count();  // again, because the call may have emitted tokens and ended since
+  if (seen > 0) {  // the token was emitted before now, so the smallest offset is the most exact one
     const int64_t offset = now_ns() - (int64_t)emitted_[slot * model_.plan.context + seen - 1].time_ns;
     if (offset < clock_offset_.load()) clock_offset_.store(offset);
   }
@@ -315,7 +316,8 @@ void Session::drawn(int slot, int32_t first, int32_t count, int32_t top, int32_t
   }
 }
 
-// At the check-in another process may still compile. Waits for lanes time out first, so that the error names the lane.
+// Timeout of a wait. At the check-in other processes may still compile. Waits for lanes time out first, so that the
+// error names the lane.
 int64_t Session::timeout_ms(int where) const {
   return where == kAtCheckIn   ? 6 * model_.timeout_ms
          : where == kAtLanding ? model_.timeout_ms
@@ -331,8 +333,8 @@ std::string Session::failure() const {
   const int what = failed & 7, lane = failed >> 3 & 0xff, waited_for = failed >> 11 & 0x1fffff;
   const int layer = (int)((failed >> 32) % (unsigned)model_.pass_tags) - 1;
   if (what == kBadCall)
-    return "prompt, position and limit do not fit the cache and the result's room, or a token is outside the "
-           "vocabulary, or a recurrent state is not that before the position";
+    return "prompt, position and limit do not fit the cache or the result, or a token is outside the vocabulary, or "
+           "the recurrent state belongs to another position";
   std::string which = std::string(missing[what]) + " " + std::to_string(waited_for);
   if (what == kAtPacket) {
     const int cta = waited_for / kPacketWords;
@@ -361,7 +363,7 @@ double Session::read_pass(const void* const* weights) {
       driver_.synchronize();
       return 1e-9 * (double)(now_ns() - began);
     };
-    constexpr int kFew = 1, kMore = 5;  // the difference excludes the launch
+    constexpr int kFew = 1, kMore = 5;  // their difference does not contain the time of the launch
     const double few = seconds(kFew), more = seconds(kMore);
     longest = std::max(longest, (more - few) / (kMore - kFew));
   }

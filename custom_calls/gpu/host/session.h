@@ -1,5 +1,5 @@
-// A model on this process's GPUs, which are some or all of those that have its lanes: the loaded kernel, the memory of
-// its edges, and the running call.
+// A model on the GPUs of this process, which have some or all of its lanes: the loaded kernel, the memory of its edges,
+// and the running call.
 #pragma once
 
 #include <atomic>
@@ -17,24 +17,25 @@ namespace gpu {
 
 class Session {
  public:
-  // driver: "cuda" or "hip"; library: its file, null for the usual one; image: the compiled kernel.
+  // driver: "cuda" or "hip". library: file of the driver; null for the default. image: the compiled kernel.
   Session(Model model, const char* driver, const char* library, const void* image);
   ~Session();
   Session(const Session&) = delete;
 
   const Model& model() const { return model_; }
 
-  // For processes that share the lanes. Each exports the memory of its devices that others write to, and opens that of
-  // all devices, by place. They may write there until they have left; destroy a session only after that.
-  void export_memory(Handle* handles) const;  // one for each device here
-  void connect(const Handle* handles);
-  void leave();  // once no call runs and none will follow
+  // For processes that share the lanes. Each process exports the memory of its devices to which others write, and opens
+  // the memory of all devices. The others may write there until they have left; destroy a session only after that.
+  void export_memory(Handle* handles) const;  // handles: one for each device of this process
+  void connect(const Handle* handles);        // handles: one for each device of all processes, by place
+  void leave();                               // call it when no call runs and none will follow
 
-  // Enqueues a call of one device on its stream. params: the operands; the rest is filled in here. passes: the most.
+  // Enqueues a call of one device on its stream. params: the operands; this function sets the other fields. passes:
+  // most passes that the call may take.
   void launch(int device, Params params, int64_t passes, void* stream);
 
-  // Streaming, as for the CPU (cpu/decoder.h). Where calls have several slots, `begin` is for a slot's next request and
-  // `begin_call` for each call.
+  // Streaming, as on the CPU (cpu/decoder.h). If calls have several slots, use `begin` before a slot's next request and
+  // `begin_call` before each call.
   void begin(int slot);
   void begin_call();
   int32_t wait(int slot, int32_t have, int timeout_ms);
@@ -42,22 +43,21 @@ class Session {
   void cancel(int slot) { __atomic_fetch_or(&host_->asked, 1 << slot, __ATOMIC_RELAXED); }
   void drawn(int slot, int32_t first, int32_t count, int32_t top, int32_t* tokens, float* logprobs, int64_t* times_ns,
              int32_t* top_tokens, float* top_logprobs) const;
-  // Ends the running call of several slots, or the next one, after a pass; passes: every later one after that many, 0
-  // for none.
+  // Ends the running call with several slots, or the next call, after its current pass.
   void yield() { __atomic_fetch_or(&host_->asked, kYield, __ATOMIC_RELAXED); }
-  void yield_after(int passes) { passes_ = passes; }
-  int passes() const { return host_->passes; }  // of the last call of several slots
-  // Of a kernel with drafts. speculate: from the next call on, drafts of a slot in a pass at most, 0 for none, and
-  // times of passes of 1, 2, ... rows. give_texts: of a slot in the next call alone, see Texts. Throw
-  // std::runtime_error for what does not fit.
+  void yield_after(int passes) { passes_ = passes; }  // ends every later call after that many passes; 0: no limit
+  int passes() const { return host_->passes; }        // passes of the last call with several slots
+  // For a kernel with drafts; both throw std::runtime_error for invalid arguments. speculate: sets, for all later
+  // calls, the most drafts of a slot in a pass (0: none) and the prices of passes of 1, 2, ... rows. give_texts: sets
+  // the texts of a slot for the next call only; see Texts.
   void speculate(int most, const std::vector<float>& prices);
   void give_texts(int slot, const std::vector<int>& before, const std::vector<int>& forced,
                   const std::vector<int>& drafts, int most);
-  DraftCounts draft_counts(int slot) const { return host_->drafts[slot]; }  // of the last call, once it has ended
+  DraftCounts draft_counts(int slot) const { return host_->drafts[slot]; }  // counts of the last call, after its end
 
-  std::string failure() const;  // why the last call failed on the devices; empty if it did not
+  std::string failure() const;  // why the last call failed on the devices; empty if it did not fail
 
-  // Seconds that the slowest device takes to only read the weights of one token. weights: by device.
+  // Seconds that the slowest device takes to read the weights of one token without computing. weights: by device.
   double read_pass(const void* const* weights);
 
   void trace(int64_t spans);
@@ -69,14 +69,14 @@ class Session {
     void *module = nullptr, *function = nullptr, *read = nullptr;
     std::vector<Address> peers;  // addresses of all devices' shared memory on this one
     Address boards = 0, shared = 0, spans = 0, num_spans = 0, progress = 0, kept = 0, text = 0;
-    size_t text_ints = 0;                     // that the memory has room for, of each slot's text
-    uint32_t pass_tag = 0, exchange_tag = 1;  // no word of cleared memory is valid
+    size_t text_ints = 0;                     // tokens for which `text` has room, in each slot
+    uint32_t pass_tag = 0, exchange_tag = 1;  // with these tags, no word of cleared memory is valid
   };
 
   bool connected() const;
-  int64_t timeout_ms(int where) const;  // a value of Waits
+  int64_t timeout_ms(int where) const;  // where: a value of Waits
   void close_peers(Device&);
-  // What a slot's call drafts from, and its memory.
+  // The texts from which a slot's call drafts, and their memory.
   struct Given {
     Texts texts{};
     int* memory = nullptr;
@@ -96,7 +96,7 @@ class Session {
   EmittedToken* emitted_ = nullptr;
   int* emitted_tokens_ = nullptr;
   float* emitted_logprobs_ = nullptr;
-  std::vector<Given> given_;  // by slot, of the next call: each device's launch takes it
+  std::vector<Given> given_;  // texts of the next call by slot, read by the launch of each device
   size_t launches_left_ = 0;
   int most_drafts_ = 0;
   std::vector<float> prices_;
@@ -104,7 +104,7 @@ class Session {
   int passes_ = 0;
   bool armed_ = false;
   std::mutex launching_;
-  std::atomic<int64_t> clock_offset_{INT64_MAX};  // from the device's clock to the host's
+  std::atomic<int64_t> clock_offset_{INT64_MAX};  // nanoseconds from the device's clock to the host's
 };
 
 }  // namespace gpu
