@@ -1,10 +1,10 @@
 """Quantized matrices (laneformer/quantized) in the GPU kernel: codes of 8 or 4 bits in the lines of a product's steps,
-lines of scales between them, and a factor for each row. custom_calls/gpu/kernel/codes.h reads what is made here.
+lines of scales between them, and a factor for each row. custom_calls/gpu/kernel/codes.h reads these lines.
 
-A vector has 8 codes of a thread: half a line in 8 bits, a quarter in 4. Where blocks of columns have scales, a cluster
-of neighbouring threads shares the block of a vector, and each of them has the scales of some of a step's vectors: in
-the last words of the step's last line if its codes leave room there, otherwise in lines of scales, 16 bytes of each
-thread, each of which serves several steps and precedes the first.
+A vector has 8 codes of each thread: half a line with 8 bits, a quarter with 4. If blocks of columns have scales, the
+threads of a cluster share a block in each vector, and each thread has the scales of some of a step's vectors. These
+scales are in the last words of the step's last line if its codes leave room. Otherwise they are in lines of scales, 16
+bytes of each thread; such a line serves several steps and precedes the first of them.
 """
 
 import math
@@ -27,11 +27,11 @@ BITS = {"int8": 8, "e4m3": 8, "int4": 4, "e2m1": 4}
 CODES = {"int8": "int8", "fp8": "e4m3", "int4": "int4", "mxfp4": "e2m1", "nvfp4": "e2m1"}
 SCALE_BYTES = {"e8m0": 1, "e4m3": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 OWN_SCALES = {"mxfp4": "e8m0", "nvfp4": "e4m3"}
-# Per weight, by code and whether it has zero points, in the loops of an H200's kernel along their usual path: by vector
-# code, and by tensor cores
+# Instructions per weight on the usual path of the loops in an H200's kernel, by code and whether there are zero points:
+# for vector code, and for tensor cores
 INSTRUCTIONS = {("int4", False): (4.7, 1.5), ("int4", True): (5.3, 1.6), ("e2m1", False): (4.9, 2.9)}
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # columns that share a scale
-HALF_1024 = 0x6400  # bits of float16, whose last ones are a zero point beside a scale
+HALF_1024 = 0x6400  # bits of 1024 in float16, whose low bits are a zero point beside a scale
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Codes:
     """A format of quantized weights; the fields are those of its struct in kernel/codes.h."""
 
     code: str
-    """What codes stand for: a key of BITS."""
+    """Type of the codes, a key of BITS."""
     scale: str | None = None
-    """Dtype of the scales of blocks, a key of SCALE_BYTES; None: rows alone have them."""
+    """Dtype of the scales of blocks, a key of SCALE_BYTES; None if only whole rows have scales."""
     block: int = 0
     """Columns of a row that share a scale, a power of two."""
     zeros: bool = False
@@ -49,34 +49,39 @@ class Codes:
     factors: bool = False
     """Whether each row has a float32 that multiplies its sum."""
     selector_bits: int = 4
-    """Of a byte in the device's byte permutation, whose order of nibbles E2M1 has; see Bf12."""
+    """Bits that select a byte in the device's byte permutation, on which the order of E2M1's nibbles depends (Bf12)."""
     by_tensor: bool = False
-    """Whether tensor cores multiply it (kernel/tensor.h): 4 bits, groups of four threads."""
+    """Whether tensor cores multiply it (kernel/tensor.h): codes of 4 bits, groups of four threads."""
     joined: int = 1
-    """Neighbouring vectors of a thread that share a scale, by tensor cores."""
+    """Tensor cores: number of neighbouring vectors of a thread that share a scale."""
     more: int = 0
-    """Lines of scales taken together beside those that a step needs: they may serve more steps, byte for byte."""
+    """Lines of scales that are taken beyond those of one step, because more lines may serve more steps per byte."""
 
     per = 8
 
     @property
     def struct(self) -> str:
+        """Name of the format's struct in the kernel, with its template arguments."""
         flags = f"{str(self.zeros).lower()}, {str(self.factors).lower()}"
         codes = f"Codes<Code::k{self.code.title()}, Scale::k{str(self.scale).title()}, {flags}>"
         return f"ByTensor<{codes}, {self.halves}, {self.joined}, {self.more}>" if self.by_tensor else codes
 
     @property
     def halves(self) -> int:
-        """Scales of a vector of a cluster's threads. By tensor cores it has 32 columns."""
+        """Number of scales in one vector of a cluster: 2 for tensor cores with blocks of 16 columns, because their
+        vectors have 32 columns, otherwise 1.
+        """
         return 2 if self.by_tensor and self.scale and self.block == 16 else 1
 
     def scales(self, vectors: int) -> int:
-        """Scales of N vectors of a cluster's threads."""
+        """Number of scales in `vectors` vectors of a cluster."""
         return vectors * self.halves // self.joined
 
     @property
     def places(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """In 4 bits: the nibble of a word with the low three bits of each weight, and the one with its fourth."""
+        """For codes of 4 bits: for each weight of a word, the nibble that contains its low three bits, and the nibble
+        that contains its fourth bit.
+        """
         own = tuple(range(8))
         if self.by_tensor:
             own = (0, 2, 4, 6, 1, 3, 5, 7) if self.code == "int4" else own
@@ -86,20 +91,22 @@ class Codes:
 
     @property
     def bits(self) -> int:
+        """Bits of a code."""
         return BITS[self.code]
 
     @property
     def scale_bytes(self) -> int:
+        """Bytes of a scale, including its zero point."""
         return 4 if self.zeros else SCALE_BYTES[self.scale]
 
     @property
     def ways(self) -> tuple["Codes", ...]:
-        """In which a product may multiply it: by vector code, and 4 bits on NVIDIA by tensor cores."""
+        """The ways to multiply this format: with vector code, and on NVIDIA GPUs codes of 4 bits with tensor cores."""
         return (self, replace(self, by_tensor=True)) if self.bits == 4 and self.selector_bits == 4 else (self,)
 
     @property
     def instructions(self) -> float:
-        """Per weight, where there are several ways; otherwise 0."""
+        """Instructions per weight if the format has several ways, otherwise 0."""
         return INSTRUCTIONS[self.code, self.zeros][self.by_tensor] if len(self.ways) > 1 else 0.0
 
     def lines(self, vectors: int) -> int:
@@ -112,15 +119,17 @@ class Codes:
         return min(group, self.block // self.per) if self.scale and not self.by_tensor else group
 
     def own_scales(self, vectors: int, cluster: int) -> int:
-        """Scales of a step that a thread has."""
+        """Number of scales of a step in each thread."""
         return -(-self.scales(vectors) // cluster)
 
     def inside(self, vectors: int, cluster: int) -> bool:
-        """Whether the scales of a step are in its lines."""
+        """Whether the scales of a step fit in the lines of its codes."""
         return self.own_scales(vectors, cluster) * self.scale_bytes <= 16 * self.lines(vectors) - self.bits * vectors
 
     def scale_lines(self, vectors: int, cluster: int) -> tuple[int, int]:
-        """Lines of scales, and the steps that they serve; vectors: of a step."""
+        """Number of lines of scales that are taken together, and number of steps that they serve. vectors: vectors of a
+        step.
+        """
         own = self.own_scales(vectors, cluster) * self.scale_bytes
         lines = -(-own // 16) + self.more
         return lines, 16 * lines // own
@@ -132,7 +141,9 @@ class Codes:
         return -(-steps // served) * lines
 
     def pack(self, steps: jax.Array) -> jax.Array:
-        """Uint32 [..., steps, lines, threads, 4] of codes, uint8, dealt [..., steps, vectors, threads, 8]."""
+        """Packs codes, uint8, dealt [..., steps, vectors, threads, 8], into lines, uint32 [..., steps, lines, threads,
+        4].
+        """
         if self.bits == 8:
             words = joined(steps, 4)
         else:
@@ -148,12 +159,12 @@ class Codes:
         return words.reshape(*words.shape[:-2], 4)
 
     def zero_bits(self, zeros: jax.Array | int) -> jax.Array | int:
-        """16 bits beside a scale, of zero points."""
+        """The 16 bits of zero points that are stored beside a scale."""
         return 256 - zeros & 0xFF if self.by_tensor else zeros | HALF_1024
 
     def with_scales(self, lines: jax.Array, scales: jax.Array, cluster: int) -> jax.Array:
-        """Uint32 [..., all lines, threads, 4] of what `pack` made and the bits of the clusters' scales, uint32 [...,
-        steps, scales of the vectors, clusters].
+        """Adds scales to the lines of codes that `pack` returned. scales: the bits of the clusters' scales, uint32
+        [..., steps, scales of a step, clusters]. Returns all lines, uint32 [..., all lines, threads, 4].
         """
         *lead, steps, count, clusters = scales.shape
         vectors = count * self.joined // self.halves
@@ -186,7 +197,7 @@ class Codes:
 
 
 class Header(NamedTuple):
-    """What the packing of a record depends on beside its arrays."""
+    """The properties of a record, other than its arrays, on which packing depends."""
 
     kind: str
     group: tuple[int, int]
@@ -194,8 +205,9 @@ class Header(NamedTuple):
 
 
 def arrays_of(record: Quantized, header: Header, format: Codes, granule: int) -> dict[str, jax.Array]:
-    """What is dealt to threads: codes, uint8 [*lanes, rows, columns]; scales, as bits for each granule of columns,
-    uint32 [*lanes, rows, granules]; factors of the rows, float32 [*lanes, rows, 1].
+    """The arrays of a record that are dealt to threads: "codes", uint8 [*lanes, rows, columns]; "scales" if blocks have
+    them, the bits for each granule of columns, uint32 [*lanes, rows, granules]; "factors" if rows have them, float32
+    [*lanes, rows, 1].
     """
     kind, group, columns = header
     codes = record.codes
@@ -204,7 +216,7 @@ def arrays_of(record: Quantized, header: Header, format: Codes, granule: int) ->
     elif kind == "int8":
         codes = jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ 0x80
     else:
-        codes = jnp.where(codes == 0x80, 0, codes)  # -0, which AMD's E4M3 has not
+        codes = jnp.where(codes == 0x80, 0, codes)  # 0x80 is -0, which AMD's E4M3 does not have
     found, of_row = {"codes": codes}, np.arange(codes.shape[-2]) // group[0]
     if format.scale:
         of_granule = np.arange(0, columns, granule) // group[1]
@@ -228,16 +240,16 @@ def arrays_of(record: Quantized, header: Header, format: Codes, granule: int) ->
     return found
 
 
-FILLED_SCALE = 2.0**-8  # of random codes, for measurements
+FILLED_SCALE = 2.0**-8  # scale of random codes, for measurements
 
 
 def random_codes(format: Codes) -> int:
-    """The bits that random codes may have: none of E4M3 is a NaN or -0."""
+    """A mask for random codes. It excludes NaN and -0 of E4M3."""
     return {"int8": 0xFF, "e4m3": 0x77}.get(format.code, 0x0F)
 
 
 def equal_scales(format: Codes) -> int:
-    """The bits of `FILLED_SCALE`, and of a zero point, beside random codes."""
+    """The bits of `FILLED_SCALE` in the format's dtype of scales, with a zero point if the format has zero points."""
     if format.scale == "e8m0":
         return 127 - 8
     dtype = "float8_e4m3fn" if format.scale == "e4m3" else format.scale
@@ -254,21 +266,23 @@ def _scale_bits(scales: jax.Array, dtype: str) -> jax.Array:
 
 @dataclass
 class CodesChoice:
-    """The quantized matrices of a model, by path."""
+    """The formats of a model's quantized matrices."""
 
     formats: dict[str, Codes] = field(default_factory=dict)
-    """Neighbours of one kind in a product have one."""
+    """Format of each quantized matrix, by path. Neighbouring matrices of one kind in a product share a format."""
     names: dict[str, str] = field(default_factory=dict)
-    """Of formats, for reports."""
+    """Name of each quantized matrix's format for reports, by path."""
 
     @classmethod
     def of(cls, plan: Plan, weights: Iterable[tuple[str, np.ndarray | jax.Array | Quantized]]) -> "CodesChoice":
-        """By all weights of a model, which it reads one by one. Raises NativeError for what the kernel cannot hold."""
+        """The choice for the weights of a model, which are read one by one. Raises NativeError for a weight that the
+        kernel cannot hold.
+        """
         records = {path: _without_values(weight) for path, weight in weights if isinstance(weight, Quantized)}
         found = cls(names={path: record.name for path, record in records.items()})
         if loose := set(records) - plan.matrices:
             path = min(loose)
-            raise NativeError(f"weight {path} is {records[path].name}, but no matrix of a product: dequantize it")
+            raise NativeError(f"weight {path} is {records[path].name}, but not a matrix of a product: dequantize it")
         kinds = {path: record.kind for path, record in records.items()}
         for op in plan.products:
             parts = in_one_format(op, kinds)
@@ -281,22 +295,23 @@ class CodesChoice:
         return found
 
     def _hold(self, paths: list[str], records: Mapping[str, Quantized], **options: bool) -> None:
-        """Matrices that are all quantized, or none of them."""
+        """Adds the format of matrices of which all or none are quantized; does nothing for none."""
         if paths[0] in records:
             self.formats |= dict.fromkeys(paths, format_of(paths, records, **options))
 
 
 def _without_values(record: Quantized) -> Quantized:
-    """With arrays of shape and dtype alone, so that no matrix is kept."""
+    """The record with only the shapes and dtypes of its arrays, so that no matrix stays in memory."""
     return replace(record, **{name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in record.arrays.items()})
 
 
 def _two_formats(parts: list[Product], kinds: Mapping[str, str]) -> str:
+    """The error message for matrices of one product that need one format but have several."""
     a, b = (
         f"{path} ({kinds.get(path, 'not quantized')})" for path in (part.matrices[0].weight.path for part in parts[:2])
     )
     return (
-        f"weights {a} and {b} are one product, whose rows take turns and must have one format: use backend xla, or add"
+        f"weights {a} and {b} are in one product, whose matrices must have one format: use backend xla, or add"
         " --weights bfloat16"
     )
 
@@ -304,27 +319,29 @@ def _two_formats(parts: list[Product], kinds: Mapping[str, str]) -> str:
 def format_of(
     paths: list[str], records: Mapping[str, Quantized], *, beside: bool = False, of_experts: bool = False
 ) -> Codes:
-    """The format of a product's matrices, which are of one kind. beside: columns of all lanes follow each other, as in
-    the lanes' head. of_experts: each expert, or block, has such matrices; scales of their rows are held as those of
-    blocks. Raises NativeError.
+    """The format of a product's matrices, which are of one kind. Raises NativeError for a format that the kernel does
+    not support.
+
+    beside: the columns of all lanes follow each other, as in the lanes' head. of_experts: each expert or block has its
+    own matrices; scales of whole rows are then held as scales of blocks.
     """
     parts = [records[path] for path in paths]
     kind, columns = parts[0].kind, parts[0].columns
     dtypes = {part.scales.dtype.name for part in parts}
     scale = OWN_SCALES.get(kind) or (dtypes.pop() if len(dtypes) == 1 else "float32")
     zeros = any(part.zero_points is not None for part in parts)
-    crossing = [columns] if beside else []  # a block may not be of two lanes
+    crossing = [columns] if beside else []  # a block must be in one lane
     block = math.gcd(MOST_BLOCK, *crossing, *(part.group[1] for part in parts if part.group[1] < columns))
     for path, part in zip(paths, parts, strict=True):
         why = None
         if part.order is not None:
-            why = "has columns in an order of their own"
+            why = "has reordered columns"
         elif kind == "int8" and zeros:
             why = "has zero points"
         elif zeros and scale == "float32":
             why = "has zero points beside scales of float32"
         elif of_experts and part.global_scale is not None:
-            why = "is of several matrices and has a scale of the tensor"
+            why = "has several matrices and a scale for the whole tensor"
         elif block < LEAST_BLOCK:
             why = f"has groups of {min(part.group[1], columns)} columns"
         if why:

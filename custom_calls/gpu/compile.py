@@ -1,5 +1,5 @@
-"""Compiles a GPU kernel for one model: for NVIDIA with nvcc, or else NVRTC, for AMD with clang. Images are cached on
-disk.
+"""Compiles the GPU kernel for one model: with nvcc or otherwise NVRTC for NVIDIA, with clang for AMD. Images are cached
+on disk.
 """
 
 import ctypes
@@ -17,7 +17,7 @@ from custom_calls.build import HERE, BuildError, cache
 SOURCES = HERE / "gpu" / "kernel"
 SHARED = (HERE / "common" / "activation.h", HERE / "gpu" / "bench" / "read.h")
 PERSISTENT, STEPS = "decode.cu", "steps.cu"
-KERNEL = "kernel.cu"  # either of them, for the compilers
+KERNEL = "kernel.cu"  # the name under which either of them is compiled
 NVIDIA_FLAGS = ("-std=c++17", "--diag-suppress=186")
 HIP_FLAGS = (
     "-x",
@@ -30,9 +30,9 @@ HIP_FLAGS = (
     "-std=c++17",
     "-ffp-contract=fast",
     "-mllvm",
-    "-disable-machine-licm",  # what it moves out of the loop over passes does not fit the registers
+    "-disable-machine-licm",  # values moved out of the loop over passes do not fit in registers
     "-mllvm",
-    # Or the launch's parameters are copied into each thread's own memory
+    # Without this, the launch's parameters are copied into each thread's local memory
     "-instcombine-max-copied-from-constant-users=100000",
 )
 
@@ -43,10 +43,11 @@ def image(
     compile_with: Callable[[Path, Path, str], None] | None = None,
     kernel: str = PERSISTENT,
 ) -> bytes:
-    """The kernel for the model that `header` (custom_calls.gpu.header.model_header) describes.
+    """The compiled kernel for the model that `header` describes. Raises BuildError with the compiler's message.
 
-    architecture: "sm_90a", "gfx942", ... compile_with: (folder of the sources, file to write, architecture), by default
-    the installed compiler. kernel: PERSISTENT or STEPS. Raises BuildError with the compiler's message.
+    header: the text of custom_calls.gpu.header.model_header. architecture: "sm_90a", "gfx942", ... compile_with: a
+    function of (folder of the sources, file to write, architecture), by default the installed compiler. kernel:
+    PERSISTENT or STEPS.
     """
     compiled_by = () if compile_with else identity(architecture)
     digest = hashlib.sha256(repr((header, architecture, NVIDIA_FLAGS, HIP_FLAGS, compiled_by)).encode())
@@ -72,12 +73,12 @@ def image(
 
 
 def kernel_sources(kernel: str) -> list[Path]:
-    """All files of a kernel but model.h. They are compiled in one folder."""
+    """All files of a kernel except model.h. They are compiled in one folder."""
     return sorted((*SOURCES.rglob("*.h"), *SHARED, SOURCES / kernel))
 
 
 def compiler(architecture: str) -> Callable[[Path, Path, str], None]:
-    """The installed compiler for an architecture. Raises BuildError, with the remedy, if there is none."""
+    """A function that runs the installed compiler for an architecture. Raises BuildError if none is installed."""
     if architecture.startswith("gfx"):
         if clang() is None:
             raise BuildError(
@@ -92,7 +93,7 @@ def compiler(architecture: str) -> Callable[[Path, Path, str], None]:
 
 
 def identity(architecture: str) -> tuple:
-    """Identity of the installed compiler: another one, or another version, compiles again."""
+    """Path, size and time of the installed compiler; () if none is installed. A change compiles the kernel again."""
     found = clang() if architecture.startswith("gfx") else nvcc() or nvrtc()
     if found is None:
         return ()
@@ -117,7 +118,7 @@ def clang() -> str | None:
 
 
 def nvrtc() -> Path | None:
-    """Path of NVRTC's library, in the wheel that JAX installs or in a toolkit."""
+    """Path of NVRTC's library in the wheel that JAX installs, or in a CUDA toolkit; None if it is not installed."""
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
     folders.append(Path("/usr/local/cuda"))

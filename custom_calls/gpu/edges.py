@@ -1,4 +1,4 @@
-"""The memory of the GPU kernel's edges: boards between the CTAs of a lane, and what the lanes have together."""
+"""The memory of the GPU kernel's edges: boards between the CTAs of a lane, and memory that all lanes share."""
 
 from collections.abc import Iterator
 
@@ -10,17 +10,17 @@ from laneformer.ops import CompressedAttend, CompressedKeep, GatherStreams
 
 
 def mail_slots(layout: Layout) -> int:
-    """Slots of the ring of lane exchanges; a power of two, so that sequence numbers may wrap around."""
+    """Slots in the ring of lane exchanges: a power of two, so that sequence numbers may wrap around."""
     return 1 << (ring_slots(layout.table.exchanges) - 1).bit_length()
 
 
 def pass_tags(layout: Layout) -> int:
-    """Tags that a pass takes; a power of two, so that they may wrap around."""
+    """Number of tags that a pass uses: a power of two, so that tags may wrap around."""
     return 1 << (2 * layout.num_layers + 2).bit_length()
 
 
 def boards(layout: Layout) -> Iterator[tuple[str, int]]:
-    """Memory between the CTAs of a lane, for each of a pass's rows, in words."""
+    """Name and size of each board of a lane, in words, for one row of a pass."""
     yield "StreamBoard", layout.hidden
     yield "OtherStreamBoard", layout.hidden
     yield from _between_ops(layout).items()
@@ -29,7 +29,7 @@ def boards(layout: Layout) -> Iterator[tuple[str, int]]:
     yield "ScoresBoard", max((-(-layout.plan.ops.context // ratio) for ratio in indexed), default=0)
     yield "PartsBoard", max([layout.sizes(op).part_words for op in layout.attends] + nets)
     yield "HeadBoard", layout.head.columns
-    # Of each CTA a sum over its rows, for ops and for each event of the schedule.
+    # Each CTA's sum over its rows, for ops and for each event of the schedule.
     yield "RowSumsBoard", layout.ctas * (1 + sum(map(len, layout.table.events)))
     yield (
         "RoutesBoard",
@@ -43,7 +43,7 @@ def boards(layout: Layout) -> Iterator[tuple[str, int]]:
             default=0,
         ),
     )
-    # Of each CTA its parts of a mixture of streams and the sum of their squares.
+    # Each CTA's parts of a mixture of streams, and the sum of squares of its channels.
     of_streams = [
         stage.op.mix.rows + 1 for kind in layout.kinds for stage in kind.stages if isinstance(stage.op, GatherStreams)
     ]
@@ -51,7 +51,9 @@ def boards(layout: Layout) -> Iterator[tuple[str, int]]:
 
 
 def shared(layout: Layout) -> Iterator[tuple[str, int]]:
-    """Memory between the lanes, on each device, in words. The first word is the call's failure."""
+    """Name and size of each part of the memory that all lanes share, in words. Each device has such memory. Its first
+    word is the call's failure.
+    """
     vocab, packets, turns = layout.plan.ops.vocab_size, layout.lanes * layout.ctas, 2 * layout.rows
     yield "Abort", 16
     yield "CheckIn", packets
@@ -63,7 +65,7 @@ def shared(layout: Layout) -> Iterator[tuple[str, int]]:
 
 
 def places(parts: Iterator[tuple[str, int]]) -> tuple[dict[str, int], int]:
-    """Where each of some parts begins, by name, and where the last one ends, in words."""
+    """The first word of each part by name, aligned to 16 words, and the end of the last part."""
     at, found = 0, {}
     for name, words in parts:
         found[name] = at
@@ -72,17 +74,17 @@ def places(parts: Iterator[tuple[str, int]]) -> tuple[dict[str, int], int]:
 
 
 def lane_words(layout: Layout) -> int:
-    """Words of a lane's boards for a row of a pass."""
+    """Size of a lane's boards for one row of a pass, in words."""
     return places(boards(layout))[1]
 
 
 def shared_words(layout: Layout) -> int:
-    """Words of the memory between the lanes."""
+    """Size of the memory that all lanes share, in words."""
     return places(shared(layout))[1]
 
 
 def _between_ops(layout: Layout) -> dict[str, int]:
-    """Words of the boards of products."""
+    """Size of each board that stages write, in words, by name."""
     words: dict[str, int] = {}
     for kind in layout.kinds:
         for stage in kind.stages:
@@ -92,7 +94,7 @@ def _between_ops(layout: Layout) -> dict[str, int]:
 
 
 def _words(stage: Stage) -> int:
-    """Of a product's results: those of each expert, or head, begin at an even one."""
+    """Words of a stage's result. The channels of each expert or head begin at an even word."""
     op = stage.op
     if isinstance(op, CompressedKeep):
         return sum(own.channels + own.channels % 2 for own in (op.entries, op.index_keys) if own)

@@ -1,6 +1,6 @@
-"""The formats of weights in the GPU kernel: how the vectors of a product's step, each the weights of 16 bytes of every
-thread in the plan's dtype, become lines of 16 bytes. custom_calls/gpu/kernel/formats.h has a struct for each format,
-which reads what is made here.
+"""The formats of weights in the GPU kernel. A format turns the vectors of a product's step into lines. A vector is 16
+bytes of weights of each thread in the plan's dtype; a line is 16 bytes of each thread in memory.
+custom_calls/gpu/kernel/formats.h has a struct for each format, which reads the lines.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,74 +14,81 @@ from custom_calls.plan import Dtype, Plan
 from laneformer.formats import BF12_END, BF12_MOST_EXCEPTIONS, BF12_TABLE, FORMATS, bf12_table
 
 UNIT_SHIFT, THREAD_SHIFT, SLOT_SHIFT = 19, 13, 8
-"""Places in an exception's word, as in gpu/kernel/formats.h: unit, thread, slot, high byte."""
+"""First bits of the fields in an exception's word, as in gpu/kernel/formats.h: unit, thread, slot; below, high byte."""
 MOST_UNITS = (1 << 32 - UNIT_SHIFT) - 1
-"""Units of a warp in a product."""
+"""Most units of a warp in a product."""
 _LISTED = 1 << 24  # marks an exception while a product is packed
 
 
 @dataclass(frozen=True)
 class Plain:
-    """Weights as they are: a vector is a line."""
+    """Weights in a plain dtype: each vector is a line."""
 
     dtype: Dtype
 
     @property
     def struct(self) -> str:
-        """Its struct in formats.h."""
+        """Name of the format's struct in formats.h."""
         return f"Plain<k{self.dtype.name.title()}>"
 
     @property
     def per(self) -> int:
-        """Weights of a vector."""
+        """Weights of a thread in a vector."""
         return 128 // FORMATS[self.dtype.name].bits
 
     def lines(self, vectors: int) -> int:
-        """Lines of the vectors of a step."""
+        """Number of lines for the vectors of a step."""
         return vectors
 
     def units(self, vectors: int) -> int:
-        """Units that a step's vectors fill."""
+        """Number of units that the vectors of a step fill."""
         return 0
 
     def cluster(self, group: int) -> int:
-        """Neighbours, of the threads of a row, that have the columns of a block side by side."""
+        """Number of neighbouring threads, of the `group` threads of a row, whose columns are next to each other."""
         return group
 
     def lines_beside(self, vectors: int, steps: int, cluster: int) -> int:
-        """Lines of a product beside those of its steps."""
+        """Number of lines of a product beside the lines of its steps."""
         return 0
 
     def encode(self, matrix: jax.Array, table: jax.Array | None) -> jax.Array:
-        """The matrix as unsigned integers, ready to be dealt to threads; zeros are padding."""
+        """The matrix as unsigned integers, ready to be dealt to threads. Padding is 0."""
         return jax.lax.bitcast_convert_type(matrix, f"uint{8 * matrix.dtype.itemsize}")
 
     def pack(self, steps: jax.Array) -> jax.Array:
-        """Uint32 [..., steps, lines, threads, 4] of what `encode` made, dealt [..., steps, vectors, threads, per]."""
+        """Packs encoded and dealt weights [..., steps, vectors, threads, per] into lines, uint32 [..., steps, lines,
+        threads, 4].
+        """
         return steps if steps.dtype == jnp.uint32 else joined(steps, 2)
 
     def listed(self, steps: jax.Array) -> None:
-        """Nothing."""
+        """None: this format has no list of exceptions."""
 
 
 @dataclass(frozen=True)
 class Bf12:
-    """bfloat16 in 12 bits (laneformer/formats.py): units of four vectors in three lines. What fills no unit of a step
-    stays bfloat16.
+    """bfloat16 in 12 bits (laneformer/formats.py): units of four vectors in three lines. Vectors of a step that do not
+    fill a unit stay bfloat16.
 
-    A unit has a line of codes, a word for each vector, and two of low bytes, two words for each. `places`: the nibble
-    of a word that has the index of each weight of the vector, and the one whose bit 3 is its sign.
+    A unit has one line of codes, with a word for each vector, and two lines of low bytes, with two words for each
+    vector.
     """
 
     places: tuple[tuple[int, ...], tuple[int, ...]]
+    """For each weight of a vector, the nibble of the code word that contains its index, and the nibble whose bit 3 is
+    its sign.
+    """
 
     struct, per = "Bf12", 8
     vectors, unit_lines = 4, 3
 
     @classmethod
     def of(cls, selector_bits: int) -> "Bf12":
-        """selector_bits: of a byte in the device's byte permutation, whose order of nibbles the codes have."""
-        if selector_bits == 8:  # the low nibbles of all bytes at once, then the high ones
+        """The format for a device whose byte permutation selects a byte with `selector_bits` bits. The codes have the
+        order of nibbles that this permutation needs.
+        """
+        if selector_bits == 8:  # the permutation takes the low nibbles of all bytes, then the high nibbles
             own = (0, 2, 4, 6, 1, 3, 5, 7)
             return cls((own, own))
         return cls((tuple(range(8)), (1, 3, 5, 7, 0, 2, 4, 6)))
@@ -99,7 +106,7 @@ class Bf12:
         return 0
 
     def encode(self, matrix: jax.Array, table: jax.Array) -> jax.Array:
-        """Uint32: low byte, code << 8, high byte << 16, and a mark on exceptions."""
+        """The matrix as uint32: low byte | code << 8 | high byte << 16, with the bit _LISTED set in exceptions."""
         bits = jax.lax.bitcast_convert_type(matrix, jnp.uint16).astype(jnp.uint32)
         high, numbers = bits >> 8, jnp.arange(BF12_TABLE, dtype=jnp.uint32)
         codes = jnp.full(128, _LISTED, jnp.uint32).at[table].set(numbers << 8)[high & 0x7F]
@@ -121,8 +128,8 @@ class Bf12:
         return jnp.concatenate([lines, joined((rest >> 16 & 0xFF) << 8 | rest & 0xFF, 2)], -3)
 
     def listed(self, steps: jax.Array) -> jax.Array:
-        """Words of the exceptions of each warp in the order of its units, BF12_END for all other weights, uint32 [...,
-        weights in units]. steps: as for `pack`, of whole warps.
+        """A word for each weight in a unit of each warp, in the order of its units: the exception, or BF12_END for all
+        other weights; uint32 [..., weights in units]. steps: as for `pack`, for whole warps.
         """
         inside = self._inside(steps)
         count, units, vectors, threads, per = inside.shape[-5:]
@@ -136,14 +143,14 @@ class Bf12:
         return found.reshape(*inside.shape[:-5], -1)
 
     def _inside(self, steps: jax.Array) -> jax.Array:
-        """[..., steps, units, 4 vectors, threads, 8]"""
+        """The weights in units, [..., steps, units, 4 vectors, threads, 8]."""
         *lead, vectors, threads, per = steps.shape
         units = self.units(vectors)
         return steps[..., : units * self.vectors, :, :].reshape(*lead, units, self.vectors, threads, per)
 
 
 def joined(parts: jax.Array, count: int) -> jax.Array:
-    """Uint32 of `count` neighbours on the last axis, the first in the lowest bits."""
+    """Joins each `count` neighbours on the last axis to a uint32, the first in the lowest bits."""
     parts = parts.astype(jnp.uint32).reshape(*parts.shape[:-1], parts.shape[-1] // count, count)
     words = parts[..., 0]
     for i in range(1, count):
@@ -153,28 +160,30 @@ def joined(parts: jax.Array, count: int) -> jax.Array:
 
 @dataclass
 class Bf12Choice:
-    """Which products are packed in 12 bits, and by which tables."""
+    """Which products are packed in 12 bits, and with which tables."""
 
     tables: dict[str, np.ndarray] = field(default_factory=dict)
-    """Of each matrix, by path; those of a product have one."""
+    """The table of each packed matrix, by path. The matrices of a product share a table."""
     left: int = 0
-    """Matrices that have too many exceptions."""
+    """Number of matrices that are not packed, because they have too many exceptions."""
 
     @classmethod
     def of(cls, plan: Plan, weights: Iterable[tuple[str, np.ndarray | jax.Array]]) -> "Bf12Choice":
-        """By all bfloat16 weights of a model, which it reads one by one."""
+        """The choice for the bfloat16 weights of a model, which are read one by one."""
         wanted = {path for paths in product_weights(plan) for path in paths}
         return cls.by(plan, {path: _counts(weight) for path, weight in weights if path in wanted})
 
     @classmethod
     def of_sample(cls, plan: Plan, weights: np.ndarray | jax.Array) -> "Bf12Choice":
-        """All products, by some weights that have the distribution of all."""
+        """The choice for a model whose matrices all have the distribution of `weights`."""
         counts = _counts(weights)
         return cls.by(plan, {path: counts for paths in product_weights(plan) for path in paths})
 
     @classmethod
     def by(cls, plan: Plan, counts: Mapping[str, np.ndarray]) -> "Bf12Choice":
-        """counts: of e >> 1 in each matrix, int64 [128]."""
+        """The choice for weights with these counts. counts: how often e >> 1 has each value in each matrix, by path,
+        int64 [128]; e is the exponent of a weight.
+        """
         found = cls()
         for group in product_weights(plan):
             total = sum(counts[path] for path in group)
@@ -187,12 +196,12 @@ class Bf12Choice:
 
 
 def product_weights(plan: Plan) -> list[list[str]]:
-    """Paths of the matrices of each product; the head is the last."""
+    """Paths of the matrices of each product, the head's last."""
     return [*([matrix.weight.path for matrix in op.matrices] for op in plan.products), [plan.ops.head.weight.path]]
 
 
 def _counts(weight: np.ndarray | jax.Array) -> np.ndarray:
-    """How often e >> 1 has each value in bfloat16 weights, int64 [128]."""
+    """How often e >> 1 has each value in bfloat16 weights, int64 [128]; e is the exponent of a weight."""
     if isinstance(weight, jax.Array):
         return np.asarray(_counted(weight), np.int64)
     high = (weight.view(np.uint16).reshape(-1) >> 8 & 0x7F).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Kinds of modules of the GPU kernel, which has its code once for each, and the tilings of their products."""
+"""Kinds of modules, for each of which the GPU kernel contains code once, and the tilings of their products."""
 
 import dataclasses
 from collections.abc import Collection, Mapping
@@ -12,22 +12,23 @@ from custom_calls.gpu.tiling import Machine, Pieces, Tiling, tile
 from custom_calls.plan import Dtype
 from laneformer.ops import Attend, GatherStreams, Op, Product, RootRoute, Weight
 
-MORE_TURNS = 8  # of a block-diagonal product beyond the fewest, to share rows out evenly
+MORE_TURNS = 8  # numbers of turns tried for a block-diagonal product, from the fewest on, to divide rows evenly
 
 
 @dataclass(frozen=True)
 class Kind:
-    """Modules whose ops differ in their weights, windows and tables of experts alone."""
+    """Modules whose ops differ only in their weights, windows and tables of experts."""
 
     stages: tuple[Stage, ...]
-    """Those of its first layer."""
+    """Stages of the module in the first of `layers`."""
     tilings: tuple[Tiling | None, ...]
-    """For each stage that is a product, or a router."""
+    """Tiling of each stage; None for a stage that multiplies no matrix."""
     layers: tuple[int, ...]
+    """Numbers of the layers with a module of this kind."""
 
     @property
     def ops(self) -> tuple[Op, ...]:
-        """Of the stages."""
+        """The op of each stage."""
         return tuple(stage.op for stage in self.stages)
 
     @property
@@ -36,22 +37,23 @@ class Kind:
         return self.lines_before(len(self.ops))
 
     def lines_before(self, op: int) -> int:
+        """Lines that a warp reads before the op of that number, without those of experts."""
         return sum(tiling.all_lines for tiling in self.tilings[:op] if tiling and not tiling.pieces)
 
     @property
     def of_experts(self) -> list[tuple[int, Tiling]]:
-        """Ops that are products with experts."""
+        """Number and tiling of each op that is a product with experts."""
         return [(op, tiling) for op, tiling in enumerate(self.tilings) if tiling and tiling.pieces]
 
     @property
     def stored_lines(self) -> int:
-        """Lines of all experts of a module in the memory of a warp."""
+        """Lines in a warp's memory for all experts of a module."""
         return sum(tiling.stored_lines for _, tiling in self.of_experts)
 
 
 def signature(value):
-    """What the kernel is compiled for: an op without the weights' names and the window, and a router with a table of
-    experts as if it had a correction.
+    """A key that is equal for ops or modules that share code: without the weights' names and the size of a window. A
+    router with a table of experts gets the key of a router with a correction.
     """
     if isinstance(value, Weight):
         return value.shape, value.lane_sharded, value.experts
@@ -74,15 +76,17 @@ class Tiler:
     ctas: int
     hidden: int
     dtype: Dtype
-    """Of weights that have no other format."""
+    """Dtype of weights that are in neither `bf12` nor `codes`."""
     bf12: Collection[str]
+    """As in Layout, like `codes`."""
     codes: Mapping[str, Codes]
-    """As of Layout."""
 
     def product(
         self, path: str, all_rows: int, columns: int, ctas: int, unit: int = 1, machine: Machine | None = None
     ) -> Tiling:
-        """The tiling of a product in its format, that of a matrix's path. machine: with other warps, for experts."""
+        """The tiling of a product in the format of its matrix `path`. unit: rows that must stay together. machine: the
+        device with another number of warps, for experts.
+        """
         if path in self.codes:
             format = replace(self.codes[path], selector_bits=self.machine.selector_bits)
             tilings = (tile(all_rows, columns, ctas, machine or self.machine, way, unit) for way in format.ways)
@@ -94,11 +98,11 @@ class Tiler:
         return tile(all_rows, columns, ctas, machine or self.machine, Plain(self.dtype), unit)
 
     def stage(self, stage: Stage) -> Tiling | None:
-        """Of a product, a router or a mixture of streams; None for other ops."""
+        """The tiling of a product, a router or a mixture of streams; None for other ops."""
         op = stage.op
         if isinstance(op, GatherStreams):
             return self.mixture(op)
-        if isinstance(op, Router):  # float32, whatever products are
+        if isinstance(op, Router):  # float32, independent of the format of products
             rows = sum(matrix.rows for matrix in stage.matrices)
             return tile(rows, self.hidden, self.ctas, self.machine, Plain(Dtype.float32))
         if not isinstance(op, Product):
@@ -111,12 +115,16 @@ class Tiler:
         return self._experts(path, op, unit)
 
     def mixture(self, op: GatherStreams) -> Tiling:
-        """A CTA has all rows, and of the columns those of its channels of each stream: as `by_ctas` packs them."""
+        """The tiling of a mixture of streams, as `by_ctas` packs it. A CTA has all rows, and the columns of its own
+        channels of each stream.
+        """
         columns = op.count * -(-self.hidden // self.ctas)
         return tile(self.ctas * op.mix.rows, columns, self.ctas, self.machine, Plain(Dtype.float32))
 
     def _blocks(self, path: str, op: Product) -> Tiling:
-        """With the products of a CTA that take the fewest lines; of equal ones the fewest products."""
+        """The tiling of a block-diagonal product with the fewest lines; of equal ones, with the fewest products in a
+        CTA.
+        """
         fewest, found = -(-op.blocks.count // self.ctas), []
         for turns in range(fewest, fewest + MORE_TURNS):
             parts = self.ctas * turns // op.blocks.count
@@ -125,7 +133,9 @@ class Tiler:
         return min(found, key=lambda tiling: (tiling.all_lines, tiling.turns))
 
     def _experts(self, path: str, op: Product, unit: int) -> Tiling:
-        """With the pieces that take the least time; of equal ones the fewest."""
+        """The tiling of a product with experts whose pieces take the least time; of equal ones, with the fewest
+        pieces.
+        """
         used, summed, ctas, warps = op.chosen.used, op.chosen.summed, self.ctas, self.machine.warps
         found = []
         for each in range(1, used + 1):

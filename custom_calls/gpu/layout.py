@@ -1,9 +1,9 @@
-"""How the GPU kernel lays a model out: the tilings of its products, the packed weights, the memory of a CTA.
+"""Layout of a model in the GPU kernel: the tilings of its products, the packed weights, the memory of a CTA.
 
-All of it follows from the model's plan (custom_calls/plan.py). Modules that differ in their weights and windows alone
-are of one kind; the kernel has its code once for each kind. Weights are packed once into the order in which each warp
-reads them; custom_calls/gpu/header.py writes the same numbers into the file that the kernel is compiled with, so that
-the two cannot disagree.
+The layout follows from the model's plan (custom_calls/plan.py). Modules that differ only in their weights and windows
+are of one kind, and the kernel contains code once for each kind. Weights are packed once, in the order in which each
+warp reads them. custom_calls/gpu/header.py writes the same numbers into a header of the kernel, so packing and kernel
+always agree.
 """
 
 import dataclasses
@@ -34,58 +34,60 @@ from laneformer.ops import (
     Rotary,
 )
 
-# Lines in a slot of the stream's ring: 4 KiB. Each warp issues its own copies; one thread would need larger ones
+# Lines in a slot of the stream's ring, 4 KiB. Each warp issues its own copies; a single thread would need larger ones.
 SLOT_LINES = 8
-SPLIT_KEYS = 64  # keys that are worth another CTA in attention
-FEW_SLOTS = 5  # of the ring; a head of many rows is computed in turns to leave room for as many
-ORDER_BYTES = 104  # of a warp's orders, without its pieces
+SPLIT_KEYS = 64  # keys from which attention uses another CTA
+FEW_SLOTS = 5  # slots of the ring for which a head of many rows leaves room by computing its rows in turns
+ORDER_BYTES = 104  # bytes for the orders of a warp, without its pieces
 TURNS = (1, 2, 4, 8, 16)
-MOST_ROWS = 8  # of a pass; kMaxRows of gpu/kernel/params.h
-STEPS = ("begin", "embed", "final", "head", "op")  # as in gpu/kernel/params.h; ops of a layer follow each other
+MOST_ROWS = 8  # rows of a pass; kMaxRows of gpu/kernel/params.h
+STEPS = ("begin", "embed", "final", "head", "op")  # as in gpu/kernel/params.h; "op" is the first op of a layer
 ATTENDS = Attend | LatentAttend | CompressedAttend
 WIDTH = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A model on one device of several, which has some of its lanes. Raises ValueError for ops that the kernel does
-    not have.
+    """A model on one of several devices, which has some of the lanes. Raises ValueError for ops that the kernel does
+    not support, and for an invalid number of rows or requests.
     """
 
     plan: Plan
     machine: Machine
     lanes_here: int
+    """Lanes of one device."""
     peer_ctas: int = 0
-    """CTAs that play the lanes of other devices, for one rank alone on a GPU; only its weights are then packed. See
-    gpu/kernel/peers.h.
+    """CTAs that emulate the lanes of other devices, to run one rank alone on a GPU. Only that rank's weights are packed
+    then. See gpu/kernel/peers.h.
     """
     bf12: Collection[str] = ()
-    """Paths of matrices packed in 12 bits, all of a product or none."""
+    """Paths of the matrices packed in 12 bits: all or none of a product's."""
     codes: Mapping[str, Codes] = field(default_factory=dict)
     """Formats of quantized matrices, by path."""
     rows: int = 1
     """Most rows of a pass."""
     requests: int = 1
-    """Requests that a call serves, each in a slot; at most as many as rows."""
+    """Requests of a call, each in its own slot; at most `rows`."""
     drafts: bool = False
-    """Whether passes may have drafts where a call serves several requests; passes of several rows of one always may."""
+    """Whether passes may have drafts if a call has several requests. With one request, passes of several rows may."""
 
     def __post_init__(self):
         if not 1 <= self.rows <= MOST_ROWS:
             raise ValueError(f"a pass has 1 to {MOST_ROWS} rows, got {self.rows}")
         if self.rows > 1 and self.peer_ctas:
             raise ValueError(
-                f"passes of several rows need devices for all lanes, none emulated: leave {self._rows_option} out"
+                "passes of several rows need devices for all lanes, but some lanes are emulated: omit"
+                f" {self._rows_option}"
             )
         if not 1 <= self.requests <= self.rows:
-            raise ValueError(f"each slot needs a row of a pass: at most {self.rows}, got {self.requests}")
+            raise ValueError(f"the number of slots must be 1 to {self.rows}, the rows of a pass, got {self.requests}")
         for number, layer in enumerate(self.plan.ops.layers):
             for problem in unknown(layer, self.plan.ops.hidden_size):
                 raise ValueError(f"the GPU kernel cannot run layer {number}: {problem}; use backend xla")
         if not any(isinstance(op, ATTENDS) for op in self._ops):
-            raise ValueError("the GPU kernel attends in one layer at least; use backend xla")
+            raise ValueError("the GPU kernel needs attention in at least one layer; use backend xla")
         if len({signature(dataclasses.replace(module, ops=())) for module in self.modules}) > 1:
-            raise ValueError("the GPU kernel needs modules that differ in their ops and weights alone; use backend xla")
+            raise ValueError("the GPU kernel needs a norm of the sum in all modules or in none; use backend xla")
 
     @property
     def table(self):
@@ -97,7 +99,7 @@ class Layout:
 
     @property
     def modules(self) -> list[Module]:
-        """In the order of time."""
+        """The modules of all layers, in the order of the schedule's time."""
         return [module for layer in self.plan.ops.layers for module in layer.modules]
 
     @property
@@ -114,17 +116,17 @@ class Layout:
 
     @property
     def _rows_option(self) -> str:
-        """What a user asks for several rows with."""
+        """The command-line option that sets several rows."""
         return "--parallel" if self.requests > 1 else "--draft-max"
 
     @cached_property
     def stages(self) -> tuple[tuple[Stage, ...], ...]:
-        """Of each layer."""
+        """The stages of each layer."""
         return tuple(stages(layer, self.codes) for layer in self.plan.ops.layers)
 
     @cached_property
     def numbers(self) -> dict[tuple[int, int], int]:
-        """The number of each product of the layers, by layer and stage, in that order; that of the head follows."""
+        """The number of each product by layer and stage, in their order. The head has the next number."""
         places = [
             (layer, at)
             for layer, own in enumerate(self.stages)
@@ -135,13 +137,13 @@ class Layout:
 
     @cached_property
     def ctas(self) -> int:
-        """CTAs of a lane. Every one has rows of the residual stream: that makes its edges a barrier."""
+        """CTAs of a lane. Each has rows of the residual stream, so that an edge of the stream is a barrier."""
         rows = -(-self.hidden // max(1, self.machine.ctas // self.lanes_here))
         return -(-self.hidden // rows)
 
     @property
     def stream_rows(self) -> int:
-        """Rows of the residual stream that a CTA has."""
+        """Rows (channels) of the residual stream in each CTA."""
         return -(-self.hidden // self.ctas)
 
     @cached_property
@@ -150,12 +152,12 @@ class Layout:
 
     @cached_property
     def kinds(self) -> tuple[Kind, ...]:
-        """Those of attention, then those of feed-forward networks, each in the order of their first layers."""
+        """The kinds of attention, then the kinds of feed-forward networks, each in the order of their first layers."""
         return tuple(itertools.chain(*self.of_modules))
 
     @cached_property
     def of_modules(self) -> list[tuple[Kind, ...]]:
-        """The kinds of attention, and those of feed-forward networks."""
+        """Two entries: the kinds of attention, and the kinds of feed-forward networks."""
         by_signature: list[dict] = [{}, {}]
         for layer, all_stages in enumerate(self.stages):
             for module, found in enumerate(by_signature):
@@ -169,7 +171,7 @@ class Layout:
 
     @cached_property
     def kinds_of(self) -> tuple[tuple[Kind, ...], ...]:
-        """For each layer the kind of each of its modules."""
+        """The kinds of the two modules of each layer."""
         return tuple(
             tuple(next(kind for kind in kinds if layer in kind.layers) for kinds in self.of_modules)
             for layer in range(self.num_layers)
@@ -180,17 +182,18 @@ class Layout:
         return sum(len(kind.stages) for kind in self.kinds_of[layer][:module])
 
     def _place(self, layer: int, number: int) -> tuple[int, int]:
-        """The module that has a layer's stage, and the stage's number in it."""
+        """The module that contains stage `number` of a layer, and the number of the stage in that module."""
         module = self.stages[layer][number].module
         return module, number - self.first_stage(layer, module)
 
     def tiling(self, layer: int, number: int) -> Tiling | None:
-        """Of a layer's stage."""
+        """The tiling of stage `number` of a layer; None if the stage multiplies no matrix."""
         module, own = self._place(layer, number)
         return self.kinds_of[layer][module].tilings[own]
 
     @cached_property
     def head(self) -> Tiling:
+        """The tiling of the head. Its rows are computed in turns if their sums would take the ring's memory."""
         head = self.plan.ops.head
         ctas = self.ctas * (1 if head.kind == HeadKind.VOCAB_PARALLEL else self.lanes)
         columns = self.hidden * (self.lanes if head.kind == HeadKind.LANE else 1)
@@ -200,7 +203,7 @@ class Layout:
                 self.tiler.product(head.weight.path, head.weight.shape[0], columns, ctas * turns), turns=turns
             )
 
-        # Whatever rows a pass has, as turns may decide the order of sums.
+        # The room is counted for one row of a pass, because the order of sums may depend on the turns.
         enough = FEW_SLOTS if self.machine.bulk_copies else 1
 
         def room(tiling: Tiling) -> int:
@@ -208,39 +211,42 @@ class Layout:
 
         one = in_turns(1)
         if one.units or (isinstance(one.format, Codes) and one.format.factors) or room(one) == enough:
-            return one  # what is beside the stream is in the order of all rows of a CTA
+            return one  # exceptions and factors are packed in the order of all rows of a CTA, without turns
         return max(map(in_turns, TURNS), key=lambda tiling: (room(tiling), -tiling.turns))
 
     @cached_property
     def head_mixture(self) -> Tiling | None:
-        """Of what the head reads of several streams: its lines are those before the head's."""
+        """The tiling of the mixture of streams that the head reads; None with one stream. Its lines precede the head's
+        lines.
+        """
         gather = self.plan.ops.head.gather
         return self.tiler.mixture(gather) if gather else None
 
     @property
     def gather_lines(self) -> int:
+        """Lines of `head_mixture` in the memory of a warp, or 0."""
         return self.head_mixture.lines if self.head_mixture else 0
 
     @property
     def streams(self) -> int:
-        """Residual streams where modules mix several, or 0."""
+        """Number of residual streams if modules mix several, otherwise 0."""
         gather = self.plan.ops.head.gather
         return gather.count if gather else 0
 
     @property
     def join_floats(self) -> int:
-        """Of a row of a pass: how a module's output joins the streams."""
+        """Floats, for one row of a pass, that define how a module's output joins the streams."""
         return self.streams * (1 + self.streams)
 
     @property
     def head_rows(self) -> int:
-        """Rows of the head that a CTA has."""
+        """Rows of the head in each CTA."""
         return self.head.rows * self.head.turns
 
     @property
     def head_parts(self) -> int:
-        """Parts of the head's steps whose sums are read one after the other where a pass has several rows: as many as
-        rows, so that they take the room of one row's, or the nearest that divides them.
+        """Number of parts of the head's steps in a pass of several rows. The sums of one part are read before the next
+        part is computed: with as many parts as rows, they take the memory of one row.
         """
         return _parts(self.head, self.rows)
 
@@ -251,8 +257,8 @@ class Layout:
 
     @property
     def draft_ints(self) -> int:
-        """Words in shared memory of a CTA's drafts, and of its slots if there are several; see drafts.h and requests.h
-        in custom_calls/gpu/kernel/pass/.
+        """Words in shared memory for a CTA's drafts, and for its slots if there are several; see drafts.h and
+        requests.h in custom_calls/gpu/kernel/pass/.
         """
         drafts = self.drafting * (3 * self.rows + 9 + 2 * MOST_ROWS + 1 + self.machine.warps)
         if self.requests == 1:
@@ -262,6 +268,7 @@ class Layout:
 
     @cached_property
     def tilings(self) -> list[Tiling]:
+        """The tilings of all kinds, of the head's mixture and of the head."""
         return [*self._before_head, self.head]
 
     @property
@@ -274,7 +281,7 @@ class Layout:
 
     @cached_property
     def attends(self) -> list[ATTENDS]:
-        """One of each kind."""
+        """The attention op of each kind that has one."""
         return [op for kind in self.kinds for op in kind.ops if isinstance(op, ATTENDS)]
 
     def sizes(self, op: ATTENDS) -> AttentionSizes:
@@ -282,23 +289,23 @@ class Layout:
 
     @cached_property
     def nets(self) -> list[DeltaNet]:
-        """One of each kind."""
+        """The DeltaNet op of each kind that has one."""
         return [op for kind in self.kinds for op in kind.ops if isinstance(op, DeltaNet)]
 
     @cached_property
     def compressors(self) -> list[CompressedKeep | Compressor]:
-        """What makes the vectors of compressed attention, of each kind."""
+        """The ops of each kind that make vectors of compressed attention: CompressedKeep, and its compressors."""
         keeps = [op for kind in self.kinds for op in kind.ops if isinstance(op, CompressedKeep)]
         return [own for keep in keeps for own in (keep, keep.entries, keep.index_keys) if own]
 
     @cached_property
     def first_kept(self) -> tuple[int, ...]:
-        """For each layer the number of its first array among those that layers keep."""
+        """The number of each layer's first array among the arrays that layers keep."""
         return tuple(itertools.accumulate(map(len, self.plan.kept[:-1]), initial=0))
 
     @cached_property
     def rotations(self) -> dict[tuple[Rotary, int], int]:
-        """Tables of rotations, one for each rotary embedding and head size: where each begins, in floats."""
+        """The tables of rotations, one for each rotary embedding and head size: index of the first float of each."""
         wanted = dict.fromkeys((op.rotary, rotated(op)) for op in (*self.attends, *self.compressors) if op.rotary)
         places, end = {}, 0
         for rotary, head_dim in wanted:
@@ -308,7 +315,9 @@ class Layout:
 
     @property
     def steps(self) -> list[tuple[int, int]]:
-        """A pass op by op, as (one of STEPS by number, ops of a layer from the last on; layer or -1)."""
+        """The steps of a pass, one for each op: number of the step in STEPS, and the layer or -1. Op n of a layer is
+        step number `STEPS.index("op") + n`.
+        """
         first = STEPS.index("op")
         layers = [(first + op, layer) for layer, own in enumerate(self.stages) for op in range(len(own))]
         together = self.lanes > 1 and self.plan.ops.head.kind != HeadKind.VOCAB_PARALLEL
@@ -317,15 +326,16 @@ class Layout:
 
     @property
     def kept_floats(self) -> int:
-        """Floats of the residual streams that a CTA keeps between launches, where each op is one."""
+        """Floats of the residual streams that a CTA keeps between launches, with one launch per op."""
         return (1 + self.table.history + self.streams) * self.stream_rows + self.join_floats
 
     def _padded(self, lines: int) -> int:
+        """Lines rounded up to whole slots of the ring."""
         return -(-lines // SLOT_LINES) * SLOT_LINES
 
     @cached_property
     def layer_starts(self) -> tuple[int, ...]:
-        """For each layer its first line in a pass; last, the end of all layers."""
+        """The first line of each layer in a pass, and last the end of all layers."""
         starts = [0]
         for kinds in self.kinds_of:
             starts.append(starts[-1] + sum(kind.lines for kind in kinds))
@@ -337,8 +347,8 @@ class Layout:
 
     @cached_property
     def courses(self) -> list[tuple[int, int, bool]]:
-        """The parts of a pass that a model with experts reads without a stop, the head's last: the first line, how many
-        there are, and whether chosen experts follow.
+        """The parts of a pass of a model with experts that are read without interruption, the head's last: first line,
+        number of lines, and whether chosen experts follow.
         """
         ends = [
             self.module_start(layer, module) + kind.lines_before(kind.of_experts[0][0])
@@ -358,11 +368,12 @@ class Layout:
 
     @cached_property
     def head_lines(self) -> int:
+        """Lines of the head and its mixture, padded to whole slots."""
         return self._padded(self.gather_lines + self.head.all_lines)
 
     @cached_property
     def expert_starts(self) -> tuple[int, ...]:
-        """For each layer the line of a warp's memory at which its experts begin; last, the end of all."""
+        """The first line of each layer's experts in the memory of a warp, and last the end of all experts."""
         starts = [self.layer_lines + self.head_lines]
         for kinds in self.kinds_of:
             starts.append(starts[-1] + sum(kind.stored_lines for kind in kinds))
@@ -370,11 +381,11 @@ class Layout:
 
     @property
     def row_lines(self) -> int:
-        """Lines in the memory of a warp."""
+        """Total lines in the memory of a warp."""
         return self.expert_starts[-1]
 
     def line(self, layer: int, op: int) -> int:
-        """Line of each warp's memory at which a layer's product begins."""
+        """The first line of a layer's product in the memory of each warp."""
         module, own = self._place(layer, op)
         kind = self.kinds_of[layer][module]
         if not kind.tilings[own].pieces:
@@ -385,25 +396,27 @@ class Layout:
 
     @property
     def line_words(self) -> int:
+        """Words of a line: 16 bytes for each thread of a warp."""
         return self.machine.warp_size * 4
 
     @property
     def packed_shape(self) -> tuple[int, ...]:
-        """Shape of the packed weights of all lanes, in words of 32 bits."""
+        """Shape of the packed weights in words of 32 bits: [lanes, CTAs, warps, words of a warp]."""
         lanes = self.lanes_here if self.peer_ctas else self.lanes
         return (lanes, self.ctas, self.machine.warps, self.row_lines * self.line_words)
 
     def offset(self, layer: int, op: int) -> int:
-        """Word of each warp's memory at which a layer's product begins."""
+        """The first word of a layer's product in the memory of each warp."""
         return self.line(layer, op) * self.line_words
 
     @property
     def head_offset(self) -> int:
+        """The first word of the head in the memory of each warp."""
         return (self.layer_lines + self.gather_lines) * self.line_words
 
     @property
     def stream_bytes(self) -> int:
-        """Bytes read for one token, by all lanes, padding included."""
+        """Bytes of weights that all lanes read for one token, padding included."""
         lanes, ctas, warps, _ = self.packed_shape
         lines = (self.layer_lines + self.head_lines) * ctas * warps + self._expert_lines
         return lanes * lines * self.line_words * 4
@@ -415,24 +428,26 @@ class Layout:
 
     @property
     def expert_share(self) -> float:
-        """Of the bytes read for one token: each row of a pass reads its own experts."""
+        """Share of `stream_bytes` that is experts. Each row of a pass reads its own experts."""
         return self._expert_lines * self.line_words * 4 * self.packed_shape[0] / self.stream_bytes
 
     def _delta_floats(self, op: DeltaNet) -> int:
+        """Floats of a DeltaNet op in shared memory."""
         task = ENTRIES * (ENTRIES + 1) + 2 * op.key_dim + 2 * ENTRIES + 2 + self.machine.warps * (4 * ENTRIES + 3)
         return max(task, op.value_heads * op.head_tiles)
 
     @cached_property
     def shared_floats(self) -> int:
+        """Floats of a CTA's arrays in shared memory, beside the ring."""
         return self._floats_with(self.head, self.rows)
 
     @property
     def _merged(self) -> int:
-        """Floats for each row of a pass."""
+        """Floats of merged attention in shared memory for one row of a pass."""
         return max([self.sizes(op).merged_floats for op in self.attends] + [op.value_heads for op in self.nets])
 
     def _z_in_merged(self, head: Tiling) -> bool:
-        """Whether the sampler's second copy of the logits is where the layers merge attention."""
+        """Whether the sampler's second copy of the logits uses the memory in which layers merge attention."""
         return head.turns > 1 and head.rows * head.turns <= self._merged
 
     @property
@@ -477,14 +492,14 @@ class Layout:
 
     @cached_property
     def slots(self) -> int:
-        """Slots of each warp's ring: as many as shared memory holds, up to 64 KiB for a warp. Raises ValueError for
-        too few.
+        """Slots of each warp's ring: as many as fit in shared memory, at most 16 (64 KiB). Raises ValueError if too few
+        fit.
         """
         slots = self._slots_with(self.head, self.rows)
         if slots < (max(4, self._slots_taken(self.tilings)) if self.machine.bulk_copies else 1):
             raise ValueError(
-                f"the kernel needs {4 * self.shared_floats} bytes of shared memory beside the weights' ring, which"
-                f" leaves no room for it: use more devices{f' or a lower {self._rows_option}' if self.rows > 1 else ''}"
+                f"the kernel needs {4 * self.shared_floats} bytes of shared memory, which leaves too little for the"
+                f" weights' ring: use more devices{f' or a lower {self._rows_option}' if self.rows > 1 else ''}"
             )
         return slots
 
@@ -497,29 +512,33 @@ class Layout:
 
     @staticmethod
     def _slots_taken(tilings: list[Tiling]) -> int:
-        """Slots among which the lines may be that products take at once."""
+        """Most slots over which the lines that a product takes at once are spread."""
         return -(-(max((tiling.taken for tiling in tilings), default=0) + SLOT_LINES - 1) // SLOT_LINES)
 
     @property
     def ahead_slots(self) -> int:
-        """Slots of each warp's ring that may hold weights behind a router whose experts are unknown, or being read;
-        docs/gpu.md counts what that covers.
+        """Slots of each warp's ring that may contain weights ordered ahead of a router's experts, while these are
+        unknown or being read. docs/gpu.md lists the waits that this covers.
         """
         of_experts = [tiling for tiling in self._of_layers if tiling.pieces]
         return max(0, min(self.slots * 3 // 5, self.slots - self._slots_taken(of_experts)))
 
     @property
     def any_experts(self) -> bool:
+        """Whether the model has experts."""
         return any(kind.of_experts for kind in self.kinds)
 
     @property
     def barrier_bytes(self) -> int:
+        """Bytes in shared memory for the barriers of the rings and the orders of the warps."""
         each = 8 * self.slots + self._order_bytes
         return -(-self.machine.warps * each // 128) * 128 if self.machine.bulk_copies else 0
 
     @property
     def most_pieces(self) -> int:
-        """Pieces of chosen experts that a warp reads for a layer, at most; a thread orders each."""
+        """Most pieces of chosen experts that a warp reads in a layer. Each is ordered by its own thread. Raises
+        ValueError if there are more than threads.
+        """
         pieces = self.rows * max(sum(tiling.pieces.each for _, tiling in kind.of_experts) for kind in self.kinds)
         if pieces > self.machine.warp_size:
             raise ValueError(
@@ -530,12 +549,12 @@ class Layout:
 
     @property
     def _order_bytes(self) -> int:
-        """Bytes of what a warp orders in a model with experts; see custom_calls/gpu/kernel/routed.h."""
+        """Bytes of a warp's orders in a model with experts, otherwise 0; see custom_calls/gpu/kernel/routed.h."""
         return ORDER_BYTES + 8 * self.most_pieces if self.any_experts else 0
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA."""
+        """Bytes of shared memory of a CTA."""
         ring = (
             self.machine.warps * self.slots * SLOT_LINES * self.machine.warp_size * 16
             if self.machine.bulk_copies
@@ -545,15 +564,19 @@ class Layout:
 
     @property
     def threads(self) -> int:
+        """Threads of a CTA."""
         return self.machine.warps * self.machine.warp_size
 
     @property
     def grid(self) -> int:
+        """CTAs of a device."""
         return self.lanes_here * self.ctas + self.peer_ctas
 
 
 def _parts(head: Tiling, wanted: int) -> int:
-    """Parts of a head's steps: the fewest from `wanted` on, or else the most."""
+    """Number of parts of a head's steps: the smallest divisor of the steps that is at least `wanted`, otherwise the
+    largest divisor.
+    """
     if head.segments > 1:
         return 1
     takes = head.steps // head.together

@@ -1,4 +1,4 @@
-"""Packing of products on the devices: from matrices to the streams and lists of the warps."""
+"""Packs products on the devices: turns matrices into the streams and lists of the warps."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,12 +16,12 @@ from laneformer.quantized import Quantized
 
 
 class Placement(NamedTuple):
-    """Where a product is packed."""
+    """Where and how a product is packed."""
 
     paths: tuple[str, ...]
-    """Of its matrices."""
+    """Paths of its matrices."""
     offset: int
-    """Word of each warp's stream."""
+    """First word of the product in each warp's stream."""
     tiling: Tiling
     arrangement: str
     """As in `placed`."""
@@ -37,11 +37,13 @@ def placed(
     arrangement: str,
     sharding,
 ) -> tuple[jax.Array, ...]:
-    """Packs a product; the results are those of `_stored`.
+    """Packs the matrices `parts` of a product into `packed`, from word `offset` of each warp on. Returns what `_stored`
+    returns.
 
-    arrangement of the parts [lanes, rows, columns] (without lanes where all have the same): "rows" one after the
-    other; "pairs" of rows, so that a gate and its partner stay in a CTA; "columns" of lanes, end to end. Of experts the
-    parts are [lanes, experts, rows, columns], those of some whose pieces are neighbours in memory: see `chunks`.
+    parts: each [lanes, rows, columns], or without the lane axis if all lanes share it; with experts each [lanes,
+    experts, rows, columns], for the experts of one chunk (see `chunks`). table: the table of Bf12. arrangement: "rows"
+    of one part after those of another; "pairs" of rows, so that a gate and its partner stay in one CTA; "columns" of
+    the lanes, end to end; "as it is".
     """
     matrix = _arranged(parts, packed.shape[0], arrangement)
     return _stored(packed, tiling.deal(tiling.format.encode(matrix, table)), offset, tiling, sharding)
@@ -57,8 +59,8 @@ def placed_codes(
     arrangement: str,
     sharding,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `placed`, of the arrays of records: the packed weights with those of a product, and the rows' factors as
-    words for each warp, uint32 [lanes, CTAs, warps, n], or None.
+    """`placed` for quantized matrices, whose records are given as arrays and headers. Returns the packed weights
+    including the product, and the factors of the rows as words for each warp, uint32 [lanes, CTAs, warps, n], or None.
     """
     records = [
         Quantized(header.kind, group=header.group, columns=header.columns, **part)
@@ -80,7 +82,9 @@ def placed_codes(
 
 
 def chunks(matrices: list, tiling: Tiling) -> Iterator[tuple[int, list]]:
-    """The matrices of all experts, some at a time: where they begin, in lines of a warp's memory, and their parts."""
+    """Cuts the matrices of all experts into chunks of experts. Yields the first line of each chunk in the memory of a
+    warp, and its part of each matrix.
+    """
     for number, first in enumerate(range(0, tiling.pieces.experts, tiling.chunk)):
         some = slice(first, first + tiling.chunk)
         yield (
@@ -95,8 +99,8 @@ def chunks(matrices: list, tiling: Tiling) -> Iterator[tuple[int, list]]:
 
 
 def by_ctas(mix: np.ndarray, streams: int, ctas: int, rows: int) -> np.ndarray:
-    """A mixture's matrix [..., n, streams * hidden] as the CTAs' parts of it, one after the other: each has all of its
-    rows, and of the columns those of its `rows` channels of each stream.
+    """Rearranges a mixture's matrix [..., n, streams * hidden] into parts of the CTAs, one after the other:
+    [..., ctas * n, streams * rows]. A CTA's part has all n rows, and the columns of its `rows` channels of each stream.
     """
     *lead, count, columns = mix.shape
     parts = mix.reshape(*lead, count, streams, columns // streams)
@@ -121,7 +125,7 @@ def _arranged(parts: list[jax.Array], lanes: int, arrangement: str) -> jax.Array
 def filled(
     packed: jax.Array, block: jax.Array, offset: jax.Array, table: jax.Array, tiling: Tiling, sharding
 ) -> tuple[jax.Array, ...]:
-    """As `placed`, for a matrix of some weights repeated."""
+    """`placed` for a matrix that repeats the weights of `block`."""
     coded = tiling.format.encode(block, table)
     if tiling.pieces:
         lines = tiling.format.pack(jnp.resize(coded, tiling.dealt))
@@ -135,7 +139,7 @@ def filled(
 def filled_codes(
     packed: jax.Array, bits: jax.Array, offset: jax.Array, tiling: Tiling, sharding
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `placed_codes`, for some random bytes repeated as codes, under equal scales."""
+    """`placed_codes` for a matrix that repeats the random bytes `bits` as codes, with equal scales."""
     format, rows = tiling.format, tiling.rows
     of_cta = replace(tiling, all_rows=rows, ctas=1, blocks=0)
     codes = jnp.resize(bits & random_codes(format), (rows, tiling.columns))
@@ -160,8 +164,10 @@ def filled_codes(
 
 
 def _stored(packed: jax.Array, steps: jax.Array, offset: jax.Array, tiling: Tiling, sharding) -> tuple[jax.Array, ...]:
-    """The packed weights with those of a product, what its format lists for each warp or None, and of that the most in
-    a warp and the sum.
+    """Writes a product into the packed weights. steps: its encoded weights, dealt to CTAs and warps.
+
+    Returns the packed weights, and three values that are None if the format has no list: the list of exceptions of each
+    warp, uint32 [lanes, CTAs, warps, n], the largest number of exceptions in a warp, and their total number.
     """
     lines, listed = _of_lanes(tiling.format.pack(steps), packed, tiling, sharding), tiling.format.listed(steps)
     packed = jax.lax.dynamic_update_slice(packed, lines, (0, 0, 0, offset))
@@ -173,7 +179,7 @@ def _stored(packed: jax.Array, steps: jax.Array, offset: jax.Array, tiling: Tili
 
 
 def _repeated(packed: jax.Array, lines: jax.Array, offset: jax.Array, tiling: Tiling, sharding) -> jax.Array:
-    """The packed weights with those of one piece as all pieces of all experts."""
+    """Writes the lines of one piece into the packed weights as every piece of every expert."""
     words = jnp.tile(lines.reshape(-1), tiling.stored_lines // tiling.lines)
     whole = jnp.broadcast_to(words, (*packed.shape[:3], words.size))
     if sharding is not None:
@@ -182,13 +188,15 @@ def _repeated(packed: jax.Array, lines: jax.Array, offset: jax.Array, tiling: Ti
 
 
 def _dealt_to(packed: jax.Array, tiling: Tiling) -> tuple[int, int, int]:
-    """Lanes, CTAs times turns, warps."""
+    """The axes of a dealt matrix without experts: lanes, CTAs * turns, warps."""
     lanes, ctas, warps, _ = packed.shape
     return lanes, ctas * tiling.turns, warps
 
 
 def _of_lanes(array: jax.Array, packed: jax.Array, tiling: Tiling, sharding) -> jax.Array:
-    """[lanes, CTAs, warps, n], as the packed weights are, of [CTAs of the tiling, its warps, ...] of each matrix."""
+    """Rearranges an array that was dealt by `tiling`, [lanes(, experts), CTAs of the tiling, warps of the tiling, ...],
+    to the axes of the packed weights, [lanes, CTAs, warps, n].
+    """
     lanes, ctas, warps, _ = packed.shape
     if tiling.pieces is None:
         rows = array.reshape(lanes, ctas, tiling.turns, warps, -1).swapaxes(2, 3).reshape(lanes, ctas, warps, -1)
@@ -209,7 +217,9 @@ def _of_lanes(array: jax.Array, packed: jax.Array, tiling: Tiling, sharding) -> 
 
 @partial(jax.jit, static_argnames="room")
 def gathered(words: jax.Array, room: int) -> jax.Array:
-    """The words that are no BF12_END, at the beginning of each row, then BF12_END; [..., n] -> [..., room]."""
+    """Moves the words other than BF12_END to the beginning of each row and fills the rest with BF12_END: [..., n] ->
+    [..., room].
+    """
     rows = words.reshape(-1, words.shape[-1])
     here = rows != jnp.uint32(BF12_END)
     places = jnp.where(here, jnp.cumsum(here, -1) - 1, room)
@@ -220,6 +230,8 @@ def gathered(words: jax.Array, room: int) -> jax.Array:
 
 @partial(jax.jit, donate_argnums=1)
 def normal(key: jax.Array, like: jax.Array) -> jax.Array:
-    """Normal numbers with the deviation of initial weights; beyond a million, they repeat."""
+    """Random numbers in the shape and dtype of `like`, with the distribution of initial weights, normal with deviation
+    0.02. All rows are equal, and a row repeats after 2^20 numbers.
+    """
     block = 0.02 * jax.random.normal(key, (min(like.shape[-1], 1 << 20),))
     return jnp.broadcast_to(jnp.resize(block, like.shape[-1]).astype(like.dtype), like.shape)

@@ -44,17 +44,17 @@ from laneformer.formats import BF12_TABLE
 from laneformer.ops import TRACE_NAMES, GatherStreams, GpuOp, HeadKind, Rotary, without_kernel
 from laneformer.quantized import Quantized
 
-MOST_DEVICES, MOST_LAYERS = 8, 128  # gpu/params.h
-MOST_KEPT = 6 * MOST_LAYERS
-HANDLE_BYTES = 64  # gpu/host/driver.h
+MOST_DEVICES, MOST_LAYERS = 8, 128  # as in gpu/kernel/params.h
+MOST_KEPT = 6 * MOST_LAYERS  # arrays that layers keep
+HANDLE_BYTES = 64  # as in gpu/host/driver.h
 MACHINES = {"cuda": H200, "hip": MI300X}
 ARCHITECTURES = {"cuda": "sm_90a", "hip": "gfx942"}
 CAPABILITIES = {
     "cuda": ("9.0", "H100 and H200"),
     "hip": ("gfx942", "MI300X"),
 }  # of a device as JAX reports it, and the devices that have it
-# Times of passes of 1, 2, ... rows over that of one row from which the worth of drafts is computed: assumed, as nothing
-# has been measured on a GPU
+# Times of passes of 1, 2, ... rows in units of a pass of one row, which decide how many drafts are checked. They are
+# assumed: nothing has been measured on a GPU.
 PRICES = (1.0, 1.03, 1.06, 1.1, 1.2, 1.3, 1.4, 1.5)
 LAUNCHES = {
     "persistent": "one kernel for a whole answer",
@@ -64,26 +64,26 @@ LAUNCHES = {
 
 
 def machine_of(platform: str, device: jax.Device) -> Machine:
-    """An H200 or MI300X, with fewer CTAs where the device has fewer multiprocessors."""
+    """The properties of an H200 or MI300X, with fewer CTAs if the device has fewer multiprocessors."""
     machine = MACHINES[platform]
     return replace(machine, ctas=min(machine.ctas, getattr(device, "core_count", machine.ctas)))
 
 
 class Group(Protocol):
-    """The processes whose devices a session uses, as laneformer.processes.Group is; this module does not make one."""
+    """The processes whose devices a session uses. The caller creates the group: a laneformer.processes.Group."""
 
     index: int
     """This process's number in the job."""
     machine: str
-    """The same in all processes on one machine."""
+    """Identifier of the machine, equal in all processes on one machine."""
     several: bool
     """Whether there are other processes."""
 
     def share(self, own: dict) -> dict[int, dict]:
-        """What each process passes here, by its number."""
+        """Exchanges a value with all processes. Returns the value of each process, by its number."""
 
     def barrier(self) -> bool:
-        """Waits for all processes; whether they arrived in time."""
+        """Waits for all processes. Returns whether they arrived in time."""
 
     def __enter__(self) -> "Group": ...
 
@@ -92,17 +92,17 @@ class Group(Protocol):
 
 
 class GpuSession(SlotStream, DecodeSession):
-    """One model in the library, on the devices of a mesh. Pack every weight, then use it in `custom_calls.decode`, one
-    call at a time: enqueue the next one once this one has ended.
+    """A model in the library, on the devices of a mesh. Pack every weight, then pass the session to
+    `custom_calls.decode`, one call at a time: start the next call after the last one has ended.
 
-    Where the devices belong to several processes (of one machine), all of them open the session, pack the weights and
-    make the same calls. Close it in all of them, once no call runs: `close` waits for the others, as they may still
-    write to this one's memory.
+    If the devices belong to several processes on one machine, all processes open the session, pack the weights and make
+    the same calls. Close it in all processes while no call runs. `close` waits for the other processes, because they
+    may still write to this process's memory.
     """
 
     _prefix = "gpu_"
     ops = ("embed", "merge", "final", "head", "sample", *TRACE_NAMES)
-    """As `Names` in gpu/kernel/ops/dense.h."""
+    """In the order of `Names` in gpu/kernel/ops/dense.h."""
     worker = "CTA"
 
     def __init__(
@@ -126,24 +126,30 @@ class GpuSession(SlotStream, DecodeSession):
         compile_with: Callable[[Path, Path, str], None] | None = None,
         driver: Path | None = None,
     ):
-        """mesh: (data, lane); None for the first local device. group: the processes of the mesh.
+        """Opens a session. Raises NativeError for a model or an option that the kernel does not support, BuildError if
+        the kernel cannot be compiled, and the group's error if a process is missing.
 
-        platform: "cuda" or "hip". machine: by default that of the devices; ctas and warps may be chosen with it.
-        chaos_us, compile_with and driver are for tests, the last two for emulated devices. timeout_ms: of a wait
-        for another lane during a call; six times as long at its start, as other processes may still compile.
-        peer_ctas: run one lane alone, the others played by N CTAs that answer after peer_delay_us (gpu/kernel/peers.h);
-        its weights can only be random: see `fill`. launch: one of LAUNCHES; "graph" launches every op of every pass by
-        itself, from a graph, "overlapping graph" loads the next op's weights while one ends (CUDA only): both measure
-        what the persistent kernel saves. bf12: products whose bfloat16 weights are packed in 12 bits, with the same
-        results bit for bit. codes: products whose weights are quantized. Both are made from the weights that will be
-        packed. rows: the most of a pass; several for drafts (`speculate`) and for prompts, whose tokens then go through
-        the kernel that many at a time. slots: of a call, at most as many as rows; with several, a pass has a row of
-        each request: see `yield_`, and `decode` for what a call then takes. drafts: whether a call of several slots may
-        have drafts, in rows that requests and prompts leave; one of a single slot always may. Raises NativeError,
-        BuildError if the kernel cannot be compiled, and what the group raises when a process is missing.
+        mesh: axes (data, lane); None for the first local device. group: the processes of the mesh. platform: "cuda" or
+        "hip". machine: properties of the devices, which also set the numbers of CTAs and warps; by default those of
+        `machine_of`. timeout_ms: longest wait for another lane during a call; six times as long at its start, because
+        other processes may still compile. chaos_us: for tests; longest random delay, in microseconds. compile_with,
+        driver: for tests on emulated devices.
+
+        peer_ctas: run one lane alone, with random weights (`fill`); this number of CTAs emulates the other lanes and
+        answers after peer_delay_us microseconds (gpu/kernel/peers.h). launch: one of LAUNCHES. "graph" launches each op
+        of each pass separately from a graph; "overlapping graph" also loads the next op's weights while one ends (CUDA
+        only). Both measure what the persistent kernel saves.
+
+        bf12: products whose bfloat16 weights are packed in 12 bits, with the same bits of every result. codes: products
+        whose weights are quantized. Both must be made from the weights that will be packed.
+
+        rows: most rows of a pass. Several rows are for drafts (`speculate`) and for prompts, of which the kernel then
+        reads that many tokens at a time. slots: slots of a call, at most `rows`; with several, a pass has a row of each
+        request (see `yield_`, and `decode` for the arrays of such a call). drafts: whether a call with several slots
+        may have drafts, in rows that requests and prompts leave free; a call with one slot always may.
         """
         if reason := without_kernel(plan.ops, GpuOp):
-            raise NativeError(f"the GPU kernel does not run this model ({reason})")
+            raise NativeError(f"the GPU kernel does not support this model ({reason})")
         if launch not in LAUNCHES:
             raise NativeError(f"unknown launch {launch!r}; choose {', '.join(LAUNCHES)}")
         if launch != "persistent" and rows > 1:
@@ -161,10 +167,12 @@ class GpuSession(SlotStream, DecodeSession):
         if len(devices) > MOST_DEVICES:
             raise NativeError(f"the GPU kernel runs on at most {MOST_DEVICES} devices, got {len(devices)}")
         if layers > MOST_LAYERS:
-            raise NativeError(f"the GPU kernel has at most {MOST_LAYERS} layers, the model {layers}: use backend xla")
+            raise NativeError(
+                f"the GPU kernel runs at most {MOST_LAYERS} layers, the model has {layers}: use backend xla"
+            )
         if (kept := sum(map(len, plan.kept))) > MOST_KEPT:
             raise NativeError(
-                f"the GPU kernel has at most {MOST_KEPT} arrays that layers keep, the model {kept}: use backend xla"
+                f"the layers of this model keep {kept} arrays, the GPU kernel supports {MOST_KEPT}: use backend xla"
             )
         try:
             lanes_here = 1 if peer_ctas else lanes // len(devices)
@@ -198,10 +206,10 @@ class GpuSession(SlotStream, DecodeSession):
         chaos_us: int,
         peer_delay_us: int,
     ) -> None:
-        """This process's part of the session."""
+        """Opens this process's part of the session in the library. compiled: the image of the kernel."""
         layout, plan = self.layout, self.layout.plan
         steps = [] if launch == "persistent" else layout.steps
-        self.launches_per_token = len(steps)  # 0: there is one for all of them
+        self.launches_per_token = len(steps)  # 0: one launch for all tokens
         numbers = {
             "lanes_here": layout.lanes_here,
             "packed_words": math.prod(layout.packed_shape) // len(devices),
@@ -237,12 +245,14 @@ class GpuSession(SlotStream, DecodeSession):
         )
 
     def _connect(self, digest: str) -> None:
-        """Exports this process's memory to the others of the group, and opens theirs."""
+        """Exports this process's memory to the other processes of the group, and opens theirs. Raises NativeError if a
+        process is on another machine, or has opened another model. digest: identifies model and options.
+        """
         if not self._group.several:
             return
         self.close.detach()
         self.close = weakref.finalize(self, _close, self._lib, self._id, self._group)
-        self.close.atexit = False  # the end of the process frees everything, and must not wait for others
+        self.close.atexit = False  # the process's exit frees everything, and must not wait for others
         own = (ctypes.c_char * (HANDLE_BYTES * len(self._places)))()
         call("gpu_export", self.id, ctypes.addressof(own))
         handles = {
@@ -257,8 +267,8 @@ class GpuSession(SlotStream, DecodeSession):
                 )
             if other["model"] != digest:
                 raise NativeError(
-                    f"processes {self._group.index} and {process} have opened different models or options: start them"
-                    " with the same"
+                    f"processes {self._group.index} and {process} have different models or options: start them with the"
+                    " same"
                 )
         by_place = {
             int(place): bytes.fromhex(handle)
@@ -275,7 +285,9 @@ class GpuSession(SlotStream, DecodeSession):
         return NamedSharding(self._mesh, P("lane") if of_lanes else P())
 
     def _put(self, array: np.ndarray | jax.Array, of_lanes: bool) -> jax.Array:
-        """An array that is the same in all processes, on the devices."""
+        """Puts an array, which must be equal in all processes, on the devices. of_lanes: whether its first axis is the
+        lanes.
+        """
         if self._group.several and isinstance(array, np.ndarray):  # device_put would compare the processes' arrays
             return jax.make_array_from_callback(array.shape, self._sharding(of_lanes), lambda index: array[index])
         return jax.device_put(array, self._sharding(of_lanes))
@@ -284,9 +296,9 @@ class GpuSession(SlotStream, DecodeSession):
         plan = self.plan
         self._small = np.zeros(plan.small_size, np.float32)
         self._packed = jnp.zeros(self.layout.packed_shape, jnp.uint32, device=self._sharding(True))
-        self._lists: dict[int, jax.Array] = {}  # by product, for each warp
-        self._exceptions: dict[int, int] = {}
-        self._factors: dict[int, jax.Array] = {}  # of the rows of quantized products, for each warp
+        self._lists: dict[int, jax.Array] = {}  # exceptions of each warp, by product
+        self._exceptions: dict[int, int] = {}  # number of exceptions, by product
+        self._factors: dict[int, jax.Array] = {}  # factors of a quantized product's rows for each warp, by product
         self._embedding = None
         self._ready: tuple | None = None
         self._multiplied = {
@@ -297,13 +309,15 @@ class GpuSession(SlotStream, DecodeSession):
         }
 
     def pack(self, path: str, weight: np.ndarray | jax.Array | Quantized) -> None:
-        """Puts a weight into its place; path and shape as in laneformer's parameter table. A matrix is quantized if the
-        session was opened for that. Raises NativeError if it does not fit.
+        """Packs a weight whose path and shape are those of the table in laneformer/weights.py. A matrix must be
+        quantized as announced when the session was opened. Raises NativeError if the weight does not fit.
         """
         plan = self.plan
         self._check_weight(path, tuple(weight.shape))
         if (now := weight.name if isinstance(weight, Quantized) else None) != (name := self._codes.names.get(path)):
-            raise NativeError(f"weight {path} is {now or 'not quantized'}, and was {name or 'not quantized'} before")
+            raise NativeError(
+                f"weight {path} is {now or 'not quantized'}, but the session was opened for {name or 'not quantized'}"
+            )
         self._missing.pop(path, None)
         self._ready = None
         if path in plan.places:
@@ -319,7 +333,7 @@ class GpuSession(SlotStream, DecodeSession):
             self._pack_head(_kept(weight))
 
     def _pack_rows(self, path: str, weight: np.ndarray | jax.Array) -> None:
-        """A product, a router, or a mixture of streams is packed once all of its matrices are there."""
+        """Collects the matrices of a product, a router or a mixture of streams, and packs them once all are known."""
         layer, number = self._multiplied[path]
         parts = self._waiting.setdefault((layer, number), {})
         parts[path] = weight
@@ -344,7 +358,7 @@ class GpuSession(SlotStream, DecodeSession):
         self._place_float32([self._put(parts, op.mix.weight.lane_sharded)], tiling, line)
 
     def _tiled(self, layer: int, number: int) -> tuple[Tiling, int]:
-        """Of a stage, and the line of each warp's memory at which it begins."""
+        """The tiling of a stage, and its first line in the memory of each warp."""
         layout = self.layout
         return layout.tiling(layer, number), layout.line(layer, number)
 
@@ -353,7 +367,8 @@ class GpuSession(SlotStream, DecodeSession):
         self._packed, *_ = placed(self._packed, matrices, offset, table, tiling, "rows", self._sharding(True))
 
     def _pack_head(self, weight: np.ndarray | jax.Array) -> None:
-        # The lanes' head is packed by rows of the vocabulary, of which each lane has some: every device needs it whole.
+        # Each lane packs some rows of the vocabulary. A head other than vocab_parallel has no lane axis or is split by
+        # columns, so every device needs the whole matrix.
         matrix = self._put_matrix(weight, self.plan.ops.head.kind == HeadKind.VOCAB_PARALLEL)
         self._place([matrix], len(self.layout.numbers))
 
@@ -363,7 +378,7 @@ class GpuSession(SlotStream, DecodeSession):
         return self._put(weight.astype(self.plan.weight_dtype.name), of_lanes)
 
     def _place(self, matrices: list[jax.Array] | list[Quantized], product: int) -> None:
-        """Packs the matrices of a product, by its number."""
+        """Packs the matrices of the product with number `product`."""
         place = self._placements[product]
         if not place.tiling.pieces:
             return self._place_at(place.offset, matrices, product)
@@ -387,13 +402,13 @@ class GpuSession(SlotStream, DecodeSession):
 
     def _keep(self, product: int, placed: tuple[jax.Array, ...]) -> None:
         self._packed, listed, most, count = placed
-        if listed is not None:  # rooms are powers of two, so that few programs are compiled
+        if listed is not None:  # sizes are powers of two, so that few programs are compiled
             self._lists[product] = gathered(listed, 1 << int(most).bit_length())
             self._exceptions[product] = int(count)
 
     @cached_property
     def _placements(self) -> list[Placement]:
-        """Of each product, by number."""
+        """Where and how each product is packed, by its number."""
         layout, head = self.layout, self.plan.ops.head
         found = [
             Placement(
@@ -408,7 +423,9 @@ class GpuSession(SlotStream, DecodeSession):
         return [*found, Placement((head.weight.path,), layout.head_offset, layout.head, arrangement)]
 
     def fill(self, seed: int = 0) -> None:
-        """Random numbers for all matrices, for measurements; small weights are 1, tables name random experts."""
+        """Fills all weights for measurements: matrices with random numbers, small weights with 1, tables of experts
+        with random experts.
+        """
         layout, keys = self.layout, jax.random.split(jax.random.key(seed))
         self._small[:] = 1
         for path, experts in self.plan.tables.items():
@@ -443,8 +460,9 @@ class GpuSession(SlotStream, DecodeSession):
 
     @property
     def operands(self) -> tuple:
-        """Packed weights and what is beside them, embedding, small weights and rotations, on the devices. Raises
-        NativeError while weights are missing.
+        """The operands of the custom call on the devices: packed weights, factors and exceptions (`_listed`),
+        embedding, index of factors and exceptions (`_coding`), small weights, rotations. Raises NativeError while
+        weights are missing.
         """
         self._require_weights()
         if self._ready is None:
@@ -459,8 +477,8 @@ class GpuSession(SlotStream, DecodeSession):
         return (True, True, False, False, False, False)
 
     def _listed(self) -> jax.Array:
-        """What each warp has beside its stream, one product's after the other's, uint32 [lanes, CTAs, warps, n]: the
-        factors of rows, then lists, and what the kernel loads beyond them.
+        """Each warp's data beside its stream, uint32 [lanes, CTAs, warps, n]: the factors of rows, product by product,
+        then the lists of exceptions, then padding that the kernel may load.
         """
         lead, beyond = self.layout.packed_shape[:3], 2 * self.layout.machine.warp_size
         lists = [words for _, words in self._beside]
@@ -469,13 +487,15 @@ class GpuSession(SlotStream, DecodeSession):
 
     @property
     def _beside(self) -> list[tuple[int, jax.Array]]:
-        """Product and words; lists are last, as a warp reads them without a gap."""
+        """Number of the product and words of each factor array and list. The lists are last, because a warp reads them
+        without a gap.
+        """
         return [*sorted(self._factors.items()), *sorted(self._lists.items())]
 
     @property
     def _coding(self) -> np.ndarray:
-        """For each product the table of bf12, and where its words begin and end beside the stream, uint32 [products,
-        4].
+        """For each product the table of bf12 (8 bytes), and the begin and end of its words beside the stream, uint32
+        [products, 4].
         """
         coding, end = np.zeros((len(self._placements), 4), np.uint32), 0
         for product, words in self._beside:
@@ -485,7 +505,7 @@ class GpuSession(SlotStream, DecodeSession):
 
     @property
     def bf12_weights(self) -> Bf12Weights:
-        """What is packed in 12 bits."""
+        """Counts of the weights that are packed in 12 bits."""
         held = matrices = 0
         for place in self._placements:
             size = sum(math.prod(self.plan.shape_of(path)) for path in place.paths)
@@ -495,8 +515,8 @@ class GpuSession(SlotStream, DecodeSession):
 
     @property
     def quantized_weights(self) -> dict[str, Any]:
-        """What is quantized: its formats, and the weights that a token reads with the bytes that they take, padding
-        included; empty if nothing is.
+        """The formats of the quantized matrices, and the number of their weights that one token reads and the bytes of
+        these, padding included; {} if nothing is quantized.
         """
         if not self._codes.formats:
             return {}
@@ -524,46 +544,47 @@ class GpuSession(SlotStream, DecodeSession):
 
     @cached_property
     def slots(self) -> tuple[CallStream, ...]:
-        """Of a call."""
+        """The slots of a call by number; the session itself if there is one slot."""
         if self.together == 1:
             return (self,)
         drafting_rows = self.layout.rows if self.layout.drafting else 0
         return tuple(GpuSlot(self, slot, drafting_rows) for slot in range(self.together))
 
     def begin(self) -> int:
-        """Where calls have several slots: before each call, beside `begin` of a slot before each request."""
+        """Announces a call. If calls have several slots, also call `begin` of a slot before each of its requests."""
         if self.together == 1:
             return super().begin()
         call("gpu_begin_call", self.id)
         return 0
 
     def yield_(self) -> None:
-        """Ends the running call of several slots after its pass, or the one that `begin` has announced. Requests that
-        have not ended then go on in another call, without a change of any bit.
+        """Ends the running call with several slots, or the call that `begin` has announced, after its current pass.
+        Requests that have not ended continue in another call, with the same bits.
         """
         self._lib.laneformer_gpu_yield(self.id)
 
     def yield_after(self, passes: int) -> None:
-        """The same for every later call, after that many passes; 0 for none."""
+        """Lets every later call yield after `passes` passes; 0 for no limit."""
         self._lib.laneformer_gpu_yield_after(self.id, passes)
 
     @property
     def passes(self) -> int:
-        """Of the last call of several slots."""
+        """Number of passes of the last call with several slots."""
         return self._lib.laneformer_gpu_passes(self.id)
 
     @property
     def failure(self) -> str | None:
-        """Why the last call failed on the devices; None if it did not."""
+        """Why the last call failed on the devices; None if it did not fail."""
         text = ctypes.create_string_buffer(1000)
         return text.value.decode() if self._lib.laneformer_gpu_failure(self.id, text, len(text)) else None
 
     def speculate(self, most: int, prices: Sequence[float] | None = None) -> None:
-        """Lets the next calls check up to `most` drafts of each request in a pass, 0 for none, at most rows - 1. They
-        are copied from the text so far, and change the speed alone, no bit of a result.
+        """Lets the next calls check up to `most` drafts of each request in a pass, at most rows - 1; 0 for none. Drafts
+        are copied from the text so far. They change only the speed, no bit of a result.
 
-        prices: time of passes of 1, 2, ... rows over that of one row, the same in all processes; by default PRICES, and
-        more where each row has experts. Raises NativeError.
+        prices: times of passes of 1, 2, ... rows in units of a pass of one row, the same in all processes; by default
+        PRICES, increased by the experts that each further row reads. Raises NativeError for a kernel without drafts,
+        and for an invalid number of drafts or prices.
         """
         if prices is None:
             rows = np.arange(self.layout.rows)
@@ -578,20 +599,21 @@ class GpuSession(SlotStream, DecodeSession):
         return drafting_of(self._draft_counts(), self.layout.rows)
 
     def read_pass(self) -> float:
-        """Seconds in which the devices read what they stream for one token, without computing: the bound of decoding.
-
-        0 for a model too small to time. Raises NativeError with the driver's message.
+        """Seconds in which the devices read all weights of one token without computing: the lower bound of decoding. 0
+        for a model that is too small to time. Raises NativeError with the driver's message.
         """
         shards = sorted(self.operands[0].addressable_shards, key=lambda shard: shard.index[0].start or 0)
         addresses = (ctypes.c_void_p * len(shards))(*(shard.data.unsafe_buffer_pointer() for shard in shards))
         return 1e-9 * call("gpu_read_pass", self.id, ctypes.addressof(addresses))
 
     def trace(self, spans_per_cta: int) -> None:
-        """Records the spans of each CTA from now on, at most `spans_per_cta` per call; 0 ends it."""
+        """Records the spans of each CTA from now on, at most `spans_per_cta` in each call; 0 stops recording."""
         call("gpu_trace", self.id, spans_per_cta)
 
     def spans(self) -> Iterator[tuple[int, np.ndarray]]:
-        """Number, among those of all devices, and spans of each CTA of this process, an array of SPAN."""
+        """The number (among all devices) and the recorded spans of each CTA of this process; the spans are an array of
+        SPAN.
+        """
         each = self.layout.lanes_here * self.layout.ctas
         for cta in range(len(self._places) * each):
             count = call("gpu_spans", self.id, cta, None, 0)
@@ -601,26 +623,30 @@ class GpuSession(SlotStream, DecodeSession):
 
 
 def _close(lib: ctypes.CDLL, session: int, group: Group) -> None:
-    """Frees the memory once no process writes to it any more; if one does not confirm it, when this one ends."""
+    """Frees the memory after all processes have left the session. If a process does not arrive, the memory stays
+    allocated until this process ends.
+    """
     call("gpu_leave", session)
     if group.barrier():
         lib.laneformer_gpu_close(session)
 
 
 def _whole(weight) -> np.ndarray:
-    """A weight on the host, in float32; gathered where its lanes belong to several processes."""
+    """A weight on the host in float32, gathered if its lanes belong to several processes."""
     if isinstance(weight, jax.Array) and not (weight.is_fully_addressable or weight.is_fully_replicated):
         weight = multihost_utils.process_allgather(weight, tiled=True)
     return np.asarray(weight, np.float32)
 
 
 def _kept(weight):
-    """A copy where needed: an array of numpy may be valid only until the next one is read."""
+    """A copy of a NumPy array, which may be valid only until the next weight is read; other weights unchanged."""
     return weight if isinstance(weight, (jax.Array, Quantized)) else np.array(weight)
 
 
 def _rotations(rotary: Rotary, head_dim: int, context: int) -> np.ndarray:
-    """Cosines and sines of every position, float32 [context * 2 * (head_dim / 2)]; pairs without a frequency stay."""
+    """Cosines and sines of every position, float32 [context * 2 * (head_dim / 2)]. Pairs without a frequency do not
+    rotate: cosine 1, sine 0.
+    """
     frequencies = np.array(rotary.frequencies, np.float32)
     angles = np.arange(context, dtype=np.float32)[:, None] * frequencies
     table = np.zeros((context, 2, head_dim // 2), np.float32)

@@ -1,4 +1,4 @@
-"""The slots of a GPU session's calls: what a request has drawn, what it drafts from, and what drafts were worth."""
+"""The slots of a GPU session's calls: the tokens of a request, the texts of its drafts, and counts of the drafts."""
 
 import weakref
 from abc import abstractmethod
@@ -11,21 +11,21 @@ from custom_calls.gpu.layout import MOST_ROWS
 from custom_calls.library import call, library
 from custom_calls.session import CallStream, DecodeSession, Drafting
 
-COUNTS = 2 * MOST_ROWS + 1  # of DraftCounts in gpu/kernel/params.h
+COUNTS = 2 * MOST_ROWS + 1  # numbers in DraftCounts of gpu/kernel/params.h
 
 
 class SlotStream(CallStream):
-    """A slot of a session's calls, perhaps the only one."""
+    """One of the slots, or the only slot, of a session's calls."""
 
     @property
     @abstractmethod
     def _address(self) -> tuple[int, int]:
-        """The session's number in the library, and the slot's in the session."""
+        """The session's number in the library, and the slot's number in the session."""
 
     @property
     @abstractmethod
     def drafting(self) -> Drafting | None:
-        """What drafts were worth, once a call has ended; None where the kernel makes none."""
+        """Counts of the drafts, after a call has ended; None if the kernel makes no drafts."""
 
     def _stream(self, name: str, *arguments: Any) -> Any:
         return getattr(library(), f"laneformer_gpu_{name}")(*self._address, *arguments)
@@ -42,33 +42,33 @@ class SlotStream(CallStream):
         given: Sequence[int] = (),
         most: int | None = None,
     ) -> None:
-        """Texts of the slot's next call, as those of a CPU session's (cpu/session.py). Needs a kernel with drafts.
-        Raises NativeError for tokens outside the vocabulary.
+        """Sets the texts of the slot's next call, as `Slot.give_texts` in cpu/session.py does. Needs a kernel with
+        drafts. Raises NativeError for tokens outside the vocabulary.
         """
         texts = [np.ascontiguousarray(text, np.int32) for text in (before, forced, given)]
         arrays = (word for text in texts for word in (text.ctypes.data, text.size))
         call("gpu_give_texts", *self._address, *arrays, MOST_ROWS if most is None else min(most, MOST_ROWS))
 
     def _draft_counts(self) -> np.ndarray:
-        """Of the last call, int64 [COUNTS]."""
+        """The draft counts of the last call, int64 [COUNTS]."""
         counts = np.zeros(COUNTS, np.int64)
         self._stream("drafting", counts.ctypes.data)
         return counts
 
 
 def drafting_of(counts: np.ndarray, most: int) -> Drafting:
-    """counts: of `SlotStream`; most: rows of a pass."""
+    """Draft counts as a Drafting. counts: int64 [COUNTS], as from `SlotStream._draft_counts`. most: rows of a pass."""
     rows, accepted, others = np.split(counts, [MOST_ROWS, 2 * MOST_ROWS - 1])
     return Drafting(tuple(rows[:most].tolist()), tuple(accepted[: most - 1].tolist()), *others.tolist())
 
 
 class GpuSlot(SlotStream):
-    """A slot of a session whose calls have several: what its request has drawn since `begin`, in all the calls that
-    have it. Before each of these `join`, after it `leave`.
+    """A slot of a session whose calls have several slots. It streams the tokens of its request since `begin`, over all
+    the calls that run the request. Call `join` before each of these calls, and `leave` after it.
     """
 
     def __init__(self, session: DecodeSession, number: int, drafting_rows: int):
-        """drafting_rows: rows of a pass where passes may have drafts, or 0."""
+        """drafting_rows: rows of a pass if passes may have drafts, otherwise 0."""
         self._session, self.number, self._drafting_rows = weakref.proxy(session), number, drafting_rows
         self._forget()
 
@@ -77,7 +77,7 @@ class GpuSlot(SlotStream):
         self._counts = np.zeros(COUNTS, np.int64)
         self.cancelled = False
         self.shared_passes = 0
-        """Passes since `begin` that had rows of other slots."""
+        """Number of passes since `begin` that had rows of other slots."""
 
     @property
     def _address(self) -> tuple[int, int]:
@@ -92,11 +92,11 @@ class GpuSlot(SlotStream):
         super().cancel()
 
     def join(self, drawn: int, others: int) -> None:
-        """Before a call in which the request draws its tokens from number `drawn` on, beside `others` more."""
+        """Announces a call with this request and `others` more. The request has drawn `drawn` tokens before."""
         self._others.append((drawn, others))
 
     def leave(self, passes: int) -> None:
-        """After that call. passes: of the call."""
+        """Records that the announced call has ended after `passes` passes."""
         if self._others[-1][1]:
             self.shared_passes += passes
         self._counts += self._draft_counts()

@@ -1,11 +1,13 @@
-"""What the GPU kernel runs of a layer, in its order: stages, which are the plan's ops and the products inside them.
+"""Stages of a layer: the plan's ops, and the products inside them, in the order in which the GPU kernel runs them.
 
-A product whose matrices differ in format is a stage for each run of equal ones: they read the same and write parts of
-one board, so that there is no edge between them. The products of a shared expert are stages too, in another order than
-the plan's: those that read the stream come right behind the router, so that its edge is open while they are computed,
-and the last one is added when the chosen experts' sum is there. Latents are kept by the stage that attends to them: its
-tasks with the newest position put it into the cache. Entries of compressed attention are made right behind the product
-that their queries begin with, whose edge is open then.
+A product whose matrices differ in format becomes one stage for each run of matrices in one format. These stages read
+the same board and write parts of one board, so there is no edge between them.
+
+The products of a shared expert are stages in another order than the plan's. Those that read the stream follow the
+router, and are computed while its edge is open. The last one is added after the sum of the chosen experts.
+
+The stage that attends to latents also puts the newest latent into the cache. The stage that makes entries of compressed
+attention follows the first product of their queries, and is computed while that product's edge is open.
 """
 
 import itertools
@@ -29,40 +31,44 @@ from laneformer.ops import (
     products_of,
 )
 
-# Where results between ops are: on a board, but for what a CTA has of them itself. Those of compressed attention are on
-# boards all the same
+# Values that are not published on a board, because a CTA computes or merges what it needs of them itself. ATTENDED of
+# compressed attention is on a board nevertheless.
 WITHOUT_BOARD = (Value.STREAM, Value.ATTENDED, Value.OUTPUT, Value.ROUTES)
 
 
 @dataclass(frozen=True)
 class Stage:
-    """An op of the plan, or a product inside one."""
+    """An op of the plan, or a product inside an op."""
 
     op: Op
     module: int
-    """Of its layer: 0 attention, 1 feed-forward."""
+    """The module of its layer: 0 attention, 1 feed-forward."""
     reads: str = ""
-    """The board that has what it reads; empty where that is on none of these. `writes` likewise."""
+    """Name of the board that it reads; empty if its input is not on a board."""
     writes: str = ""
+    """Name of the board that it writes; empty if its result is not on a board."""
     first: int = 0
-    """Channel of `writes` with which it begins."""
+    """Its first channel on the board `writes`."""
     of_head: int = 0
-    """Channels of `writes` that begin at an even word, as two are read at once: those of a head; 0: the first alone."""
+    """Channels of one head on the board `writes`, if each head begins at an even word because two words are read at
+    once; 0 if only the first channel does.
+    """
     shared: SharedExpert | None = None
-    """Whose product it is."""
+    """The shared expert to which this product belongs."""
     gate: Matrix | None = None
-    """A router's: the row behind those of its experts."""
+    """Router: the gate of the shared expert, a row after those of the experts."""
     keep: LatentKeep | CompressedKeep | None = None
-    """What states the cache of the vectors to which it attends."""
+    """Latent or compressed attention: the op that defines the cache to which this op attends."""
     queries: str = ""
-    """Boards of queries and of latents, where it attends to these."""
+    """Latent attention: name of the board of queries."""
     latents: str = ""
+    """Latent attention: name of the board of latents."""
     index: str = ""
-    """That of the queries that choose entries, where it attends to some of them."""
+    """Compressed attention with an index: name of the board of the queries that choose entries."""
 
     @property
     def matrices(self) -> tuple[Matrix, ...]:
-        """The rows that it multiplies, one after the other."""
+        """The matrices that it multiplies, whose rows follow each other."""
         if isinstance(self.op, Router):
             return (self.op.matrix, *([self.gate] if self.gate else []))
         if isinstance(self.op, GatherStreams):
@@ -71,12 +77,14 @@ class Stage:
 
     @property
     def adds(self) -> bool:
-        """Whether it is added to OUTPUT."""
+        """Whether its result is added to OUTPUT instead of replacing it."""
         return self.shared is not None and self.op.writes is Value.OUTPUT
 
 
 def stages(layer: Layer, formats: Mapping[str, object]) -> tuple[Stage, ...]:
-    """Of a layer that custom_calls/gpu/supported.py knows. formats: of quantized matrices, by path."""
+    """The stages of a layer that custom_calls/gpu/supported.py accepts. formats: formats of quantized matrices, by
+    path.
+    """
     results = Counter()
     return tuple(
         stage for module, ops in enumerate(layer.modules) for stage in _of_module(ops.ops, module, formats, results)
@@ -84,15 +92,19 @@ def stages(layer: Layer, formats: Mapping[str, object]) -> tuple[Stage, ...]:
 
 
 def in_one_format(op: Product, formats: Mapping[str, object]) -> list[Product]:
-    """A product as several that write one after the other. formats: of some matrices, by path; the others have one."""
+    """Splits a product into products of one format each, which write one after the other. formats: formats of some
+    matrices, by path; all other matrices have the same format.
+    """
     runs = itertools.groupby(op.matrices, lambda matrix: formats.get(matrix.weight.path))
     return [replace(op, matrices=tuple(matrices)) for _, matrices in runs]
 
 
 def _of_module(ops: tuple[Op, ...], module: int, formats: Mapping[str, object], results: Counter) -> list[Stage]:
-    """results: how many of each value the layer has written; each has its own board, as all have the same tag."""
+    """The stages of a module. results: number of results of each value that the layer has written so far; each result
+    has its own board, because all of a layer's boards have the same tag.
+    """
     found: list[Stage] = []
-    boards: dict[Value, str] = {}  # the newest of each value
+    boards: dict[Value, str] = {}  # the board of the newest result of each value
     gate = next((op.gate for op in ops if isinstance(op, SharedExpert)), None)
     keep = next((op for op in ops if isinstance(op, LatentKeep | CompressedKeep)), None)
     steps = {op.reads: op.blocks.step for op in ops if isinstance(op, Product) and op.blocks}
@@ -133,5 +145,5 @@ def _of_module(ops: tuple[Op, ...], module: int, formats: Mapping[str, object], 
 
 
 def _behind_rank(found: list[Stage]) -> int:
-    """The place of the first stage that reads no stream."""
+    """Index of the stage after the first product of the queries: the first stage that reads HIDDEN."""
     return next(n for n, stage in enumerate(found) if stage.op.reads is Value.HIDDEN)

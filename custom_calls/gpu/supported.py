@@ -1,4 +1,4 @@
-"""Which ops, in which order, the GPU kernel has."""
+"""Which ops the GPU kernel runs, and in which order."""
 
 import itertools
 from collections.abc import Iterator
@@ -25,13 +25,13 @@ from laneformer.ops import (
     products_of,
 )
 
-MOST_USED = 16  # experts of a token: a thread of each warp has the place of one's pieces
-MOST_GROUPS = 32  # of experts: a thread of each warp has the sum of one's two best
-MOST_STREAMS = 6  # residual streams: a thread has what is between them in registers
+MOST_USED = 16  # experts of a token: each has a thread in a warp, which holds the place of its pieces
+MOST_GROUPS = 32  # groups of experts: each has a thread in a warp, which holds the sum of its two best scores
+MOST_STREAMS = 6  # residual streams: a thread holds the matrix between them in registers
 
 Router = Route | SigmoidRoute | RootRoute
 
-# What a module passes on from op to op, for each of a layer's two
+# Values that the ops of attention, and of feed-forward, pass from one to the next
 CHAINS = ((Value.STREAM, Value.PROJECTED, Value.ATTENDED, Value.OUTPUT), (Value.STREAM, Value.HIDDEN, Value.OUTPUT))
 
 
@@ -47,13 +47,13 @@ def _latent_attention(queries: tuple[tuple, ...]) -> list[tuple]:
     ]
 
 
-# The ops of latent attention: its queries in one product or in two
+# The ops of latent attention, with queries from one product or from two
 LATENT_ATTENTION = (
     _latent_attention(((Product, Value.STREAM, Value.QUERIES),)),
     _latent_attention(((Product, Value.STREAM, Value.HIDDEN), (Product, Value.HIDDEN, Value.QUERIES))),
 )
 
-# Those of compressed attention, in layers without and with an index
+# The ops of compressed attention, in layers without and with an index
 COMPRESSED_ATTENTION = tuple(
     [
         (Product, Value.STREAM, Value.PROJECTED),
@@ -70,7 +70,7 @@ COMPRESSED_ATTENTION = tuple(
 
 
 def unknown(layer: Layer, hidden: int) -> Iterator[str]:
-    """What a layer has that the kernel has not."""
+    """The parts of a layer that the kernel does not support, as clauses of an error message."""
     for module, chain in zip(layer.modules, CHAINS, strict=True):
         first, *_ = module.ops
         mixed = isinstance(first, GatherStreams)
@@ -102,7 +102,7 @@ def unknown(layer: Layer, hidden: int) -> Iterator[str]:
         if not isinstance(op, Product):
             continue
         if (op.limit is not None or op.up_offset) and not op.gated:
-            yield f"product {op.name.name} has limits and no gate"
+            yield f"product {op.name.name} has limits but no gate"
         if op.norm and op.reads is not Value.STREAM and op.writes not in (Value.QUERIES, Value.INDEX):
             yield f"product {op.name.name} reads {op.reads.name} with a norm"
         if op.writes is Value.OUTPUT and (op.gated or op.activation is not Activation.NONE):
@@ -110,25 +110,30 @@ def unknown(layer: Layer, hidden: int) -> Iterator[str]:
         if op.writes is Value.OUTPUT and op.rows != hidden:
             yield f"product {op.name.name} writes {op.rows} of {hidden} channels"
         if len({matrix.bias is None for matrix in op.matrices}) > 1:
-            yield f"product {op.name.name} has biases for some of its matrices"
+            yield f"product {op.name.name} has biases for only some of its matrices"
 
 
 def _projected(layer: Layer) -> int:
-    """Channels of what a layer's attention makes of its stream."""
+    """Channels that the first product of a layer's attention writes."""
     return next(op.channels for op in layer.attention.ops if isinstance(op, Product))
 
 
 def _unknown_chain(ops: tuple[Op, ...], chain: tuple[Value, ...]) -> Iterator[str]:
-    """What ops pass on that the kernel does not expect."""
+    """A complaint if the ops do not pass on exactly the values of `chain`."""
     steps = [(op.reads, op.writes) for op in ops]
-    values = [ops[0].reads, *(op.writes for op in ops)]  # twice after an op in place
+    values = [ops[0].reads, *(op.writes for op in ops)]  # an op in place repeats a value
     if steps != list(itertools.pairwise(values)) or tuple(value for value, _ in itertools.groupby(values)) != chain:
         yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for a, b in steps)}"
 
 
+def _steps(ops: tuple[Op, ...]) -> list[tuple]:
+    """The kind, input and output of each op, without the ops on the module's output."""
+    return [(type(op), op.reads, op.writes) for op in ops if (op.reads, op.writes) != (Value.OUTPUT, Value.OUTPUT)]
+
+
 def _unknown_latents(ops: tuple[Op, ...]) -> Iterator[str]:
-    """What the kernel has not of latent attention."""
-    found = [(type(op), op.reads, op.writes) for op in ops if op.reads != op.writes or op.writes is not Value.OUTPUT]
+    """The parts of latent attention that the kernel does not support."""
+    found = _steps(ops)
     if found not in LATENT_ATTENTION:
         yield f"its ops are {' '.join(f'{a.name} -> {b.name}' for _, a, b in found)}"
         return
@@ -141,12 +146,12 @@ def _unknown_latents(ops: tuple[Op, ...]) -> Iterator[str]:
     for name, sizes in wanted.items():
         op = products[name]
         if (op.rows, op.columns, op.blocks) != sizes:
-            yield f"product {name.name} has other blocks than its {attend.heads} heads"
+            yield f"product {name.name} has blocks that do not match its {attend.heads} heads"
 
 
 def _unknown_compressed(ops: tuple[Op, ...]) -> Iterator[str]:
-    """What the kernel has not of compressed attention."""
-    found = [(type(op), op.reads, op.writes) for op in ops if op.reads != op.writes or op.writes is not Value.OUTPUT]
+    """The parts of compressed attention that the kernel does not support."""
+    found = _steps(ops)
     keep, attend = (
         next((op for op in ops if isinstance(op, kind)), None) for kind in (CompressedKeep, CompressedAttend)
     )
@@ -163,20 +168,22 @@ def _unknown_compressed(ops: tuple[Op, ...]) -> Iterator[str]:
 
 
 def _unknown_shared(op: SharedExpert, route: Router | None) -> Iterator[str]:
-    """What the kernel has not of a shared expert behind a router's experts; its gate is one of the router's rows."""
+    """The parts of a shared expert that the kernel does not support. route: the router whose experts it follows; the
+    shared expert's gate is one of the router's rows.
+    """
     if route is None:
         yield "a shared expert has no router, or there are several"
     elif op.gate and op.gate.bias:
         yield "a shared expert's gate has a bias"
     elif op.gate and op.products[0].norm != route.norm:
-        yield "a shared expert's gate has another norm than the router"
+        yield "the norms of a shared expert's gate and of the router differ"
 
 
 def _unknown_experts(route: Router | None, ops: tuple[Op, ...]) -> Iterator[str]:
-    """What the kernel has not of a router and the ops behind it."""
+    """The parts of a router, and of the ops after it, that the kernel does not support."""
     products = [op for op in ops if isinstance(op, Product)]
     if route is None:
-        yield from (f"product {op.name.name} is of experts, but has no router" for op in products if op.chosen)
+        yield from (f"product {op.name.name} uses experts, but has no router" for op in products if op.chosen)
         return
     if route.used > MOST_USED:
         yield f"a token uses {route.used} experts, more than {MOST_USED}"
@@ -186,6 +193,6 @@ def _unknown_experts(route: Router | None, ops: tuple[Op, ...]) -> Iterator[str]
         (route.used, False),
         (route.used, True),
     ]:
-        yield "products behind a router are not of its experts"
+        yield "the products after a router do not use its experts"
     elif {op.matrices[0].weight.experts for op in products} != {route.matrix.rows}:
-        yield f"products have other experts than the {route.matrix.rows} of their router"
+        yield f"the number of experts of a product is not the {route.matrix.rows} of its router"

@@ -1,7 +1,7 @@
-"""How the products of the GPU kernel are shared out over CTAs, warps and threads.
+"""Tilings: how the products of the GPU kernel are divided among CTAs, warps and threads.
 
-A tiling follows from a matrix's shape and format, and from the GPU. custom_calls/gpu/layout.py chooses the tilings of a
-model, custom_calls/gpu/packing.py packs weights by them.
+A tiling is a function of a matrix's shape and format, and of the GPU. custom_calls/gpu/layout.py chooses the tilings of
+a model, and custom_calls/gpu/packing.py packs weights according to them.
 """
 
 import itertools
@@ -14,33 +14,34 @@ import jax.numpy as jnp
 from custom_calls.gpu.codes import Codes
 from custom_calls.gpu.formats import Bf12, Plain
 
-MAX_VECTORS = 4  # of a product's vector in a thread's registers
-MAX_TENSOR_VECTORS = 12  # the same by tensor cores, as bytes
-MAX_TENSOR_HELD = 24  # scales of weights in registers at the same time, by tensor cores
-MOST_MORE = 2  # lines of scales beside those of a step, by tensor cores
-# Instructions that a warp of an H200 may issue while it reads a line: 128 multiprocessors of 4 schedulers at 1.98 GHz
-# and 4.3 TB/s, both assumed
+MAX_VECTORS = 4  # vectors of a segment in a thread's registers
+MAX_TENSOR_VECTORS = 12  # the same for tensor cores, where they are bytes
+MAX_TENSOR_HELD = 24  # scales in a thread's registers at the same time, for tensor cores
+MOST_MORE = 2  # lines of scales beyond those that a step needs, for tensor cores
+# Instructions that a warp of an H200 may issue while it reads a line: 128 multiprocessors with 4 schedulers each at
+# 1.98 GHz, and 4.3 TB/s, both assumed
 ISSUE_SLOTS = 121
 MAX_TOGETHER = 4  # rows of a thread in registers at the same time
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the layout must know of a GPU."""
+    """The properties of a GPU on which the layout depends."""
 
     warp_size: int
+    """Threads of a warp."""
     ctas: int
-    """CTAs that can be resident together and are worth using: at most one on each multiprocessor."""
+    """CTAs to use, at most one on each multiprocessor so that all are resident together."""
     warps: int
     """Warps of a CTA."""
     shared_bytes: int
-    """Shared memory of a CTA, at most."""
+    """Largest shared memory of a CTA, in bytes."""
     bulk_copies: bool
     """Whether the weights stream through a ring in shared memory."""
 
     @property
     def selector_bits(self) -> int:
-        """Bits by which a byte permutation names a byte: NVIDIA's have 4, AMD's 8."""
+        """Bits that select a byte in the GPU's byte permutation: 4 on NVIDIA GPUs, 8 on AMD GPUs."""
         return 4 if self.warp_size == 32 else 8
 
 
@@ -50,31 +51,35 @@ MI300X = Machine(warp_size=64, ctas=256, warps=8, shared_bytes=65_536, bulk_copi
 
 @dataclass(frozen=True)
 class Pieces:
-    """How the matrices of chosen experts are shared out; see custom_calls/gpu/kernel/ops/experts.h. A matrix is cut
-    into as many parts as its tiling has CTAs, by rows, or warps, by columns. The parts of the used experts are dealt to
-    all CTAs (warps) in their order; so are, in memory, those of all experts.
+    """How the matrices of chosen experts are divided; see custom_calls/gpu/kernel/ops/experts.h. The rows of a matrix
+    are cut into one part for each CTA of its tiling. If products are summed, its columns are cut instead, into one part
+    for each warp. The parts of the used experts are dealt in order to all CTAs (warps) of the machine. In memory, the
+    parts of all experts are dealt in the same way.
     """
 
     experts: int
+    """Number of experts."""
     used: int
+    """Experts that a token uses."""
     summed: bool
-    """Whether products with them are summed: cut by columns."""
+    """Whether the products of the experts are summed; their matrices are then cut by columns."""
     each: int
-    """Parts that a CTA (a warp) reads for a token, at most."""
+    """Most parts that a CTA (warp) reads for a token."""
     ctas: int
+    """CTAs of a lane."""
     warps: int
-    """Of the machine."""
+    """Warps of a CTA of the machine."""
 
     @property
     def rows(self) -> int:
-        """CTAs (warps) to which parts are dealt."""
+        """Number of CTAs (warps) to which parts are dealt."""
         return self.warps if self.summed else self.ctas
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a matrix of one lane is shared out over CTAs, warps and threads. The names are those of
-    custom_calls/gpu/kernel/product.h.
+    """How a matrix of one lane is divided among CTAs, warps and threads. Fields without a docstring are described in
+    custom_calls/gpu/kernel/product.h, where they have the same names.
     """
 
     all_rows: int
@@ -90,15 +95,17 @@ class Tiling:
     warp_size: int
     format: Plain | Bf12 | Codes
     pieces: Pieces | None = None
-    """Of a matrix that each expert has."""
+    """How the matrices of experts are divided; None for a matrix without experts."""
     turns: int = 1
-    """Products of `rows` rows each that a CTA computes with it, one after the other."""
+    """Products of `rows` rows each that a CTA computes one after the other."""
     blocks: int = 0
-    """Of a block-diagonal matrix; `all_rows` are then those of a block, and a product's rows are all of one."""
+    """Number of blocks of a block-diagonal matrix, otherwise 0. `all_rows` then counts the rows of one block, and each
+    product's rows are in one block.
+    """
 
     @property
     def block_parts(self) -> int:
-        """Products for a block."""
+        """Number of products that compute one block."""
         return -(-self.all_rows // self.rows)
 
     @property
@@ -108,36 +115,38 @@ class Tiling:
 
     @property
     def lines(self) -> int:
+        """Lines that a warp reads for one product, scales included."""
         vectors = self.together * self.vectors
         return self._takes * self.format.lines(vectors) + self.format.lines_beside(vectors, self._takes, self.cluster)
 
     @property
     def cluster(self) -> int:
-        """Neighbouring threads whose columns of a vector are side by side."""
+        """Number of neighbouring threads whose columns of a vector are next to each other."""
         return self.format.cluster(self.group)
 
     @property
     def units(self) -> int:
-        """Units of a warp that are coded; see gpu/formats.py."""
+        """Units of a warp that are coded in 12 bits; see gpu/formats.py."""
         return self._takes * self.format.units(self.together * self.vectors)
 
     @property
     def coded(self) -> float:
-        """Share of the weights that is in them."""
+        """Share of the weights that is in coded units."""
         return self.units * Bf12.vectors / (self.segments * self.steps * self.vectors)
 
     @property
     def _takes(self) -> int:
-        """Times that a warp takes lines from its stream."""
+        """Number of times that a warp takes lines from its stream."""
         return self.segments * self.steps // self.together
 
     @property
     def padded_rows(self) -> int:
+        """Rows of a CTA with those that pad the last step."""
         return self.steps * (self.warp_size // self.group)
 
     @property
     def fields(self) -> dict[str, int]:
-        """The constants of the product's struct."""
+        """The constants of the product's struct in the kernel, by name without `k`."""
         names = ("all_rows", "rows", "columns", "group", "cluster", "vectors", "segments", "steps", "together", "lines")
         found = {name.title().replace("_", ""): getattr(self, name) for name in names} | {"ColumnParts": self.warps}
         if self.pieces:
@@ -148,19 +157,19 @@ class Tiling:
 
     @property
     def taken(self) -> int:
-        """Most lines that are taken from the stream at once."""
+        """Most lines that a warp takes from its stream at once."""
         vectors = self.together * self.vectors
         beside = self.format.lines_beside(vectors, 1, self.cluster)
         return max(self.format.lines(vectors), beside)
 
     @property
     def parts(self) -> int:
-        """Of each expert's matrix."""
+        """Parts of each expert's matrix."""
         return self.warps if self.pieces.summed else self.ctas
 
     @property
     def stored_lines(self) -> int:
-        """Lines of all experts in the memory of a warp."""
+        """Lines in the memory of a warp for all experts."""
         return -(-self.pieces.experts * self.parts // self.pieces.rows) * self.lines
 
     @property
@@ -170,17 +179,17 @@ class Tiling:
 
     @property
     def chunk(self) -> int:
-        """Experts whose parts fill whole depths of the memory."""
+        """The smallest number of experts whose parts are dealt evenly to all CTAs (warps)."""
         return self.pieces.rows // math.gcd(self.pieces.rows, self.parts)
 
     @property
     def chunk_lines(self) -> int:
-        """Lines of a chunk in the memory of a warp."""
+        """Lines in the memory of a warp for a chunk of experts."""
         return self.chunk * self.parts // self.pieces.rows * self.lines
 
     def deal(self, matrix: jax.Array) -> jax.Array:
-        """[..., all rows, columns] -> [..., CTAs, warps, *dealt]: what each thread has of each step's vectors, in all
-        segments.
+        """Deals a matrix to threads: [..., all rows, columns] -> [..., CTAs, warps, *dealt]. Each thread gets its part
+        of the vectors of each step, segment by segment.
         """
         matrix = self._with_blocks(matrix)
         *lead, rows, columns = matrix.shape
@@ -198,7 +207,9 @@ class Tiling:
         return parts.transpose(order).reshape(*lead, self.ctas, self.warps, *self.dealt)
 
     def _with_blocks(self, array: jax.Array) -> jax.Array:
-        """[..., blocks, rows, columns] as [..., all rows, columns], each block's padded to whole products."""
+        """Reshapes [..., blocks, rows, columns] to [..., all rows, columns], with each block's rows padded to whole
+        products. Without blocks, returns the array unchanged.
+        """
         if not self.blocks:
             return array
         *lead, blocks, rows, columns = array.shape
@@ -207,12 +218,12 @@ class Tiling:
 
     @property
     def granule(self) -> int:
-        """Columns of a vector that a cluster has under one scale."""
+        """Columns of a vector in one cluster that share a scale."""
         return self.cluster * self.format.per * self.format.joined // self.format.halves
 
     def deal_granules(self, grid: jax.Array) -> jax.Array:
-        """[..., all rows, granules] -> [..., CTAs, warps, takes, scales of each's vectors, clusters of a warp]: as
-        `deal`, of what the columns of a granule share.
+        """Deals values that the columns of a granule share, as `deal` does with weights: [..., all rows, granules] ->
+        [..., CTAs, warps, takes, scales of a take, clusters of a warp].
         """
         grid = self._with_blocks(grid)
         *lead, rows, columns = grid.shape
@@ -231,7 +242,9 @@ class Tiling:
         return parts.reshape(*lead, self.ctas, self.warps, self.dealt[0], each, self.warp_size // self.cluster)
 
     def deal_rows(self, values: jax.Array) -> jax.Array:
-        """[..., all rows, 1] -> [..., CTAs, warps, n]: the rows of a CTA one after the other."""
+        """Deals one value of each row: [..., all rows, 1] -> [..., CTAs, warps, n], with a CTA's rows in order over its
+        warps.
+        """
         *lead, rows, _ = values.shape
         each = -(-self.rows // self.warps)
         values = jnp.pad(values[..., 0], [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows)])
@@ -240,15 +253,15 @@ class Tiling:
         return values.reshape(*lead, self.ctas, self.warps, each)
 
     def partial_floats(self, vectors: int = 1, parts: int = 1) -> int:
-        """Floats of the warps' sums with each vector of a pass, of one of the parts of all steps, and of the rows'
-        factors.
+        """Floats in shared memory for the warps' sums and the factors of the rows. vectors: rows of a pass, each of
+        which has sums. parts: parts into which the steps are divided; only the sums of one part are stored at a time.
         """
         factors = isinstance(self.format, Codes) and self.format.factors
         return (vectors * self._cta_warps * self.padded_rows // parts + factors * self.rows) * self.sum_sets
 
     @property
     def sum_sets(self) -> int:
-        """Sets of sums that a CTA has at the same time."""
+        """Number of sets of sums that a CTA stores at the same time."""
         return self.pieces.each if self.pieces and not self.pieces.summed else 1
 
     @property
@@ -257,29 +270,33 @@ class Tiling:
 
     @property
     def cost(self) -> float:
-        """Of quantized weights, to compare tilings: the longer of the time to read the lines and that to issue the
-        instructions of their codes. A segment more counts as a sixteenth, for it adds all sums once more.
+        """A measure of the time with quantized weights, to compare tilings: the longer of the times to read the lines
+        and to issue the instructions for their codes. Each additional segment adds a sixteenth, because all sums are
+        added once more.
         """
         codes = math.prod(self.dealt[:2]) * self.format.per
         return max(self.lines, codes * self.format.instructions / ISSUE_SLOTS) * (15 + self.segments)
 
     @property
     def brought_floats(self) -> int:
-        """Floats by way of which warps bring the vector, as bytes and the power of two of each 32 columns."""
+        """Floats in shared memory through which warps convert the vector for tensor cores: bytes, and a power of two
+        for each 32 columns.
+        """
         by_tensor = isinstance(self.format, Codes) and self.format.by_tensor
         return by_tensor * self._cta_warps * self.vectors * 25
 
     @property
     def dealt(self) -> tuple[int, ...]:
-        """Steps, vectors of each, threads, weights of a vector."""
+        """Shape of what `deal` gives to a warp: takes, vectors of a take, threads, weights of a vector."""
         return self._takes, self.together * self.vectors, self.warp_size, self.format.per
 
 
 def tile(
     all_rows: int, columns: int, ctas: int, machine: Machine, format: Plain | Bf12 | Codes, unit: int = 1
 ) -> Tiling:
-    """The tiling that reads the fewest padded bytes; unit: rows that must stay together. How columns are shared out,
-    and so the order of sums, is the same in bfloat16 and Bf12.
+    """The tiling that reads the fewest bytes, padding included, or for quantized weights the one with the lowest cost.
+    The columns are divided in the same way for bfloat16 and Bf12, so the order of sums is the same. unit: number of
+    rows that must stay in one CTA.
     """
     rows = -(-all_rows // unit // ctas) * unit
     vectors_per_warp = math.ceil(columns / (format.per * machine.warps))
@@ -289,7 +306,7 @@ def tile(
         vectors = -(-vectors_per_warp // group)
         segments = -(-vectors // (MAX_TENSOR_VECTORS if by_tensor else MAX_VECTORS))
         vectors = -(-vectors // segments)
-        vectors += by_tensor * (vectors % 2)  # a tile has two
+        vectors += by_tensor * (vectors % 2)  # a tile of the tensor cores has two vectors
         steps = -(-rows // (machine.warp_size // group))
         return Tiling(
             *(all_rows, columns, ctas, rows, group, vectors, segments, steps, 1, machine.warps, machine.warp_size),

@@ -288,7 +288,7 @@ def test_what_does_not_fit_is_refused(model):
     for most in (-1, MOST_ROWS):
         with pytest.raises(custom_calls.NativeError, match=f"drafts of a pass must be 0 to 15, got {most}"):
             model.session.speculate(most, EQUAL)
-    with pytest.raises(custom_calls.NativeError, match="16 .*got 3"):
+    with pytest.raises(custom_calls.NativeError, match=r"16 .*got 3"):
         model.session.speculate(1, [1, 1, 1])
     with pytest.raises(custom_calls.NativeError, match="2 passes of up to 17 rows do not fit the context of 512"):
         model.session._time_passes([1, MOST_ROWS + 1])

@@ -143,7 +143,7 @@ def test_what_cannot_be_held_is_refused_in_one_line():
 
 def test_the_embedding_is_never_quantized():
     session = small.open_session(CONFIG, "float32", threads=1)
-    with pytest.raises(NativeError, match="no matrix of a product: dequantize it"):
+    with pytest.raises(NativeError, match="not a matrix of a product: dequantize it"):
         session.pack("tok_embeddings", round_to(WEIGHTS["tok_embeddings"], "int8"))
 
 

@@ -145,7 +145,7 @@ def test_a_state_of_another_position_is_refused(session, call):
     for start in (20, 49 + 2 * ENTRIES):
         outputs, state = call(small.make_inputs([1], 1, start=start, room=ROOM), state)
         assert outputs.status.tolist()[:2] == [0, len(ENDS)]
-        assert "a recurrent state is not that before the position" in session.failure
+        assert "recurrent state belongs to another position" in session.failure
         session.begin()
 
 

@@ -104,7 +104,7 @@ def test_a_state_of_another_position_is_refused(session, call):
     for start in (20, 48 + 2 * ENTRIES):
         outputs, after = call(small.make_inputs([1], 1, start=start, room=ROOM), copied(state))
         assert outputs.status.tolist()[:2] == [0, len(ENDS)]
-        assert "a recurrent state is not that before the position" in session.failure
+        assert "recurrent state belongs to another position" in session.failure
         session.begin()
         assert small.same(after, state)
     assert small.same(
@@ -172,7 +172,7 @@ def test_models_without_attention_are_refused():
     layers = tuple(layer for layer in ops.layers if not any(isinstance(op, Attend) for op in layer.ops))
     schedule = config.replace(num_hidden_layers=2, delta_layers=(0,)).schedule
     plan = make_plan(dataclasses.replace(ops, layers=layers), schedule)
-    with pytest.raises(ValueError, match="attends in one layer at least; use backend xla"):
+    with pytest.raises(ValueError, match="attention in at least one layer; use backend xla"):
         Layout(plan, H200, 2)
 
 

@@ -199,7 +199,7 @@ def test_reads_the_bytes_of_the_used_experts():
     ("number", "changes", "message"),
     [
         (3, {"used": 17}, "a token uses 17 experts, more than 16"),
-        (4, {"chosen": Chosen(2, False)}, "products behind a router are not of its experts"),
+        (4, {"chosen": Chosen(2, False)}, "products after a router do not use its experts"),
     ],
 )
 def test_what_the_kernel_has_not_is_refused(number, changes, message):

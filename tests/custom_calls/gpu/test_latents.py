@@ -114,8 +114,8 @@ def test_rows_of_a_pass_change_no_bit(rows):
 @pytest.mark.parametrize(
     ("name", "changes", "message"),
     [
-        (ProductName.ABSORB, {"blocks": Blocks(2, 10)}, "product ABSORB has other blocks than its 3 heads"),
-        (ProductName.VALUES, {"blocks": None}, "product VALUES has other blocks than its 3 heads"),
+        (ProductName.ABSORB, {"blocks": Blocks(2, 10)}, "product ABSORB has blocks .* 3 heads"),
+        (ProductName.VALUES, {"blocks": None}, "product VALUES has blocks .* 3 heads"),
     ],
 )
 def test_other_blocks_are_refused(name, changes, message):

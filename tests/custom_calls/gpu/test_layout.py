@@ -122,7 +122,7 @@ def test_unknown_ops_are_refused(number, fields, message):
 def test_norms_of_some_sums_are_refused():
     plan = plan_of(layout="tp", norm_after="sum")
     attention, feed_forward = (module.ops for module in plan.ops.layers[1].modules)
-    with pytest.raises(ValueError, match="needs modules that differ in their ops and weights alone"):
+    with pytest.raises(ValueError, match="norm of the sum"):
         Layout(small.with_ops(plan, 1, attention, feed_forward, sum_norm=None), H200, 2)
 
 
@@ -136,5 +136,5 @@ def test_ops_in_another_order_are_refused():
 def test_biases_of_some_matrices_are_refused():
     plan = plan_of(qkv_bias=True)
     first, *rest = plan.ops.layers[1].ops[0].matrices
-    with pytest.raises(ValueError, match="product QKV has biases for some of its matrices"):
+    with pytest.raises(ValueError, match="product QKV has biases"):
         Layout(small.with_op(plan, 1, 0, matrices=(dataclasses.replace(first, bias=None), *rest)), H200, 2)

@@ -207,7 +207,7 @@ def test_quantized_weights_give_the_answers_of_backend_xla(model, tmp_path):
     order = jnp.arange(records[path].columns, dtype=jnp.int32)[::-1]
     records[path] = dataclasses.replace(records[path], order=np.asarray(order))
     sorted_columns = Laneformer(config, {path: put_weight(weight, P(), None) for path, weight in records.items()})
-    message = rf"weight {path} .* has columns in an order of their own, .*: use backend xla, or add --weights bfloat16"
+    message = rf"weight {path} .* has reordered columns, .*: use backend xla, or add --weights bfloat16"
     with pytest.raises(ConfigError, match=message):
         make_engine(sorted_columns)
 
