@@ -1,6 +1,4 @@
-"""Building the native library: what it says where that is impossible, what makes a new one, and which one is not
-loaded.
-"""
+"""Building the native library: errors if that is impossible, what causes a new build, and which library is loaded."""
 
 import os
 import stat
@@ -20,7 +18,7 @@ from custom_calls.library import NativeError
 
 @pytest.fixture
 def sources(tmp_path, monkeypatch):
-    """Sources that compile in no time, in place of the library's, and their own cache."""
+    """Sources that compile quickly instead of the library's, and a separate cache."""
     folder = tmp_path / "sources"
     folder.mkdir()
     (folder / "small.cc").write_text('extern "C" int laneformer_answer() { return 42; }\n')
@@ -34,7 +32,7 @@ def sources(tmp_path, monkeypatch):
 
 @pytest.fixture
 def headers(tmp_path, monkeypatch):
-    """Writes a jaxlib's headers with the given FFI version."""
+    """A function that replaces jaxlib's headers by headers with the given minor FFI version."""
 
     def version(minor: int) -> None:
         file = tmp_path / "include/xla/ffi/api/c_api.h"
@@ -46,7 +44,7 @@ def headers(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("cxx", [None, "nowhere"])
-def test_without_a_compiler_it_says_what_to_install(cxx, sources, monkeypatch):
+def test_missing_compiler_is_reported_with_the_remedy(cxx, sources, monkeypatch):
     if cxx is None:
         monkeypatch.delenv("CXX", raising=False)
         monkeypatch.setenv("PATH", "")
@@ -65,7 +63,7 @@ def test_without_a_compiler_it_says_what_to_install(cxx, sources, monkeypatch):
     assert not build.cache().exists()
 
 
-def test_a_library_that_was_built_needs_no_compiler(sources, monkeypatch):
+def test_built_library_needs_no_compiler(sources, monkeypatch):
     made = build.build()
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "nowhere")
@@ -73,19 +71,19 @@ def test_a_library_that_was_built_needs_no_compiler(sources, monkeypatch):
     assert custom_calls.unavailable() is None
 
 
-def test_without_jaxlib_it_says_so(monkeypatch):
+def test_missing_jaxlib_is_reported(monkeypatch):
     monkeypatch.setattr(build.importlib.util, "find_spec", lambda name: None)
     assert "jaxlib" in custom_calls.unavailable()
 
 
-def test_the_compilers_words_are_passed_on(sources):
+def test_compiler_errors_are_reported(sources):
     (sources / "small.cc").write_text("int f() { return undeclared_thing; }\n")
     with pytest.raises(BuildError, match=r"(?s)compiling failed: .*small\.cc.*undeclared_thing"):
         build.build()
     assert not build.cache().exists()
 
 
-def test_the_command_prints_the_path_or_the_reason(tmp_path):
+def test_command_without_a_compiler_reports_one_line(tmp_path):
     def command(**env):
         text = [sys.executable, "-m", "custom_calls", "--out", str(tmp_path / "out")]
         return subprocess.run(text, capture_output=True, text=True, check=False, env=os.environ | env)
@@ -96,7 +94,7 @@ def test_the_command_prints_the_path_or_the_reason(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_key_follows_what_a_library_is_made_from(sources, headers, monkeypatch):
+def test_key_changes_with_sources_flags_and_headers(sources, headers, monkeypatch):
     headers(3)
     first = build.key()
     assert build.key() == first and len(first) == 16
@@ -118,7 +116,7 @@ def test_the_key_follows_what_a_library_is_made_from(sources, headers, monkeypat
     assert build.key() != first
 
 
-def test_a_changed_source_is_compiled_again(sources):
+def test_changed_source_is_compiled_again(sources):
     first = build.build()
     assert build.find() == first == build.cache() / f"cpu-{build.key()}.so"
     (sources / "small.cc").write_text('extern "C" int laneformer_answer() { return 43; }\n')
@@ -127,14 +125,14 @@ def test_a_changed_source_is_compiled_again(sources):
     assert build.find() == second != first
 
 
-def test_an_installed_library_comes_first(sources):
+def test_installed_library_has_precedence(sources):
     build.build()
     installed = build.build(build.INSTALLED)
     assert build.find() == installed
 
 
-def test_a_library_appears_whole(sources, monkeypatch):
-    """Another process sees no file, or the finished one: what is copied has another name until then."""
+def test_library_is_written_atomically(sources, monkeypatch):
+    """Other processes find no file or the complete file: the copy has another name until it is complete."""
     states = []
 
     def replace(self, target):
@@ -149,7 +147,7 @@ def test_a_library_appears_whole(sources, monkeypatch):
     assert stat.S_ISREG(made.stat().st_mode)
 
 
-def test_a_library_that_another_process_makes_is_awaited(sources, tmp_path, monkeypatch):
+def test_library_is_compiled_once_by_several_processes(sources, tmp_path, monkeypatch):
     compiled, ways = [], build.compile_objects
 
     def slowly(*args, **kwargs):
@@ -158,13 +156,13 @@ def test_a_library_that_another_process_makes_is_awaited(sources, tmp_path, monk
         return ways(*args, **kwargs)
 
     monkeypatch.setattr(build, "compile_objects", slowly)
-    with ThreadPoolExecutor(3) as pool:  # each opens the lock by itself, as processes do
+    with ThreadPoolExecutor(3) as pool:  # each thread opens the lock file, as processes do
         made = set(pool.map(lambda _: build.build(tmp_path / "new"), range(3)))
     assert len(made) == len(compiled) == 1 and list((tmp_path / "new").iterdir()) == list(made)
-    assert build.build(tmp_path / "new") in made and len(compiled) == 2, "asked again, it compiles again"
+    assert build.build(tmp_path / "new") in made and len(compiled) == 2, "a later call compiles again"
 
 
-def test_a_library_for_another_ffi_version_is_refused_before_it_is_registered(headers, monkeypatch):
+def test_library_for_another_ffi_version_is_not_registered(headers, monkeypatch):
     path = build.find() or build.build()
     headers(99)
     monkeypatch.setattr(build, "find", lambda: path)
@@ -179,7 +177,7 @@ def test_a_library_for_another_ffi_version_is_refused_before_it_is_registered(he
     assert registered == []
 
 
-def test_a_file_that_is_no_library_is_an_error(tmp_path, monkeypatch):
+def test_invalid_library_file_is_an_error(tmp_path, monkeypatch):
     broken = tmp_path / "cpu-broken.so"
     broken.write_bytes(b"nothing")
     monkeypatch.setattr(build, "find", lambda: broken)
@@ -191,12 +189,12 @@ def test_a_file_that_is_no_library_is_an_error(tmp_path, monkeypatch):
         library.library.cache_clear()
 
 
-@pytest.mark.parametrize("broken", ["missing", "fails", "is no program", "says much"])
-def test_installation_goes_on_without_a_compiler_that_works(sources, tmp_path, monkeypatch, broken):
+@pytest.mark.parametrize("broken", ["missing", "fails", "not a program", "long output"])
+def test_installation_continues_without_a_working_compiler(sources, tmp_path, monkeypatch, broken):
     compiler = tmp_path / "compiler"
     if broken != "missing":
         compiler.write_text(
-            {"fails": "#!/bin/sh\nexit 1\n", "says much": "#!/bin/sh\nseq 9999 >&2; exit 1\n"}.get(broken, "x")
+            {"fails": "#!/bin/sh\nexit 1\n", "long output": "#!/bin/sh\nseq 9999 >&2; exit 1\n"}.get(broken, "x")
         )
         compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
@@ -205,7 +203,7 @@ def test_installation_goes_on_without_a_compiler_that_works(sources, tmp_path, m
 
 
 def test_broken_compiler_makes_the_library_unavailable(sources, tmp_path, monkeypatch):
-    """So that backend auto takes another one."""
+    """Backend auto then chooses another backend."""
     compiler = tmp_path / "compiler"
     compiler.write_text("#!/bin/sh\necho broken >&2; exit 1\n")
     compiler.chmod(0o755)
@@ -221,10 +219,10 @@ def test_broken_compiler_makes_the_library_unavailable(sources, tmp_path, monkey
 def test_installation_compiles_the_library_once(sources, tmp_path, monkeypatch):
     folder = tmp_path / "lib"
     folder.mkdir()
-    (folder / "cpu-0000.so").touch()  # of other sources
+    (folder / "cpu-0000.so").touch()  # a library of other sources
     assert build.try_build(folder) is None
     (made,) = folder.glob("cpu-*.so")
-    assert made.stat().st_size and build.find() is None, "another folder than the package's"
+    assert made.stat().st_size and build.find() is None, "find searches only the package's folder and the cache"
 
     monkeypatch.setattr(build, "INSTALLED", folder)
     with monkeypatch.context() as patch:
@@ -236,4 +234,4 @@ def test_installation_compiles_the_library_once(sources, tmp_path, monkeypatch):
     compiled, ways = [], build.compile_objects
     monkeypatch.setattr(build, "compile_objects", lambda cxx, *a, **k: compiled.append(cxx) or ways(cxx, *a, **k))
     monkeypatch.setenv("CXX", build.compiler()[0])
-    assert build.try_build(folder) is None and compiled == [build.compiler()], "CXX asks for its own"
+    assert build.try_build(folder) is None and compiled == [build.compiler()], "CXX forces a build"

@@ -1,4 +1,4 @@
-"""The decode kernel under jax.jit: the logits of every layout, head and size, bit for bit the same from any number of
+"""The decode kernel under jax.jit: the logits of every layout, head and size, with equal bits from any number of
 threads.
 """
 
@@ -23,7 +23,7 @@ pytestmark = small.needs_library
 
 
 def run(config, weights, prompt, limit, *, compute="float32", capacity=64, room=None, **options):
-    """One call with the logits of every token -> (outputs, state)."""
+    """Runs one call that returns the logits of every token -> (outputs, state)."""
     session = small.make_session(config, weights, compute=compute, **options)
     return run_session(session, config, prompt, limit, compute=compute, capacity=capacity, room=room)
 
@@ -34,8 +34,8 @@ def run_session(session, config, prompt, limit, *, compute="float32", capacity=6
 
 
 def check(expected_logits, config, weights, *, prompt=19, limit=4, tolerance=1e-4, **options):
-    """Logits against `expected_logits(config, weights, ids)`, and the same bits from three threads, which share lanes
-    or have one each, and from a thread per lane that sends messages.
+    """Compares the logits with `expected_logits(config, weights, ids)`. Three threads, and one thread per lane that
+    exchanges messages, must give the same bits.
     """
     ids = small.prompt_of(config, prompt)
     result = run(config, weights, ids, limit, threads=1, **options)
@@ -51,19 +51,19 @@ def check(expected_logits, config, weights, *, prompt=19, limit=4, tolerance=1e-
 
 
 @pytest.mark.parametrize(("layout", "lanes"), LAYOUTS, ids=[f"{layout}-{lanes}" for layout, lanes in LAYOUTS])
-def test_layouts(layout, lanes):
+def test_layouts_match_the_interpreter(layout, lanes):
     config = small.make_config(layout=layout, lanes=lanes)
     check(small.interpreted_logits, config, small.make_weights(config))
 
 
 @pytest.mark.parametrize("name", CONFIGS | MODELS | EXPERTS | ON_CPU)
-def test_configs(name):
+def test_configs_match_the_interpreter(name):
     config = small.make_config(**(CONFIGS | MODELS | EXPERTS | ON_CPU)[name])
     check(small.interpreted_logits, config, small.make_weights(config))
 
 
 @pytest.mark.parametrize("layout", NORMED_SUMS)
-def test_norms_of_sums_in_any_schedule(layout):
+def test_norms_of_sums_match_the_interpreter(layout):
     plan, ids, results = plan_of_normed_sums(layout), [3, 1, 4, 1, 5, 9, 2], []
     weights = weights_of(plan)
     for ways in ({"threads": 1}, {"threads": 2}, {"one_thread_per_lane": True}):
@@ -82,14 +82,14 @@ def test_norms_of_sums_in_any_schedule(layout):
 @pytest.mark.parametrize(
     "changes", [{}, {"tie_word_embeddings": True}, {"hidden_size": 33, "ff": 7, "lm_head_type": "lane", "lanes": 3}]
 )
-def test_weights_of_two_bytes_lose_nothing(dtype, changes):
+def test_weights_of_two_bytes_match_the_interpreter(dtype, changes):
     config = small.make_config(**changes)
     check(small.interpreted_logits, config, small.make_weights(config, dtype))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rounded_activations(dtype):
-    """Products and caches of two bytes: as the model computes them, up to their rounding."""
+def test_rounded_activations_match_the_model(dtype):
+    """Products and caches of two bytes match the model up to rounding."""
     config = small.make_config(layout="dtp(1)", hidden_size=32, head_dim=8, ff=12)
     weights, tolerance = small.make_weights(config, dtype), {"bfloat16": 3e-2, "float16": 4e-3}[dtype]
     outputs = check(small.model_logits, config, weights, compute=dtype, tolerance=tolerance)
@@ -98,7 +98,7 @@ def test_rounded_activations(dtype):
 
 
 @pytest.mark.parametrize("instructions", build.instruction_sets())
-def test_instruction_sets(instructions):
+def test_instruction_sets_match_the_interpreter(instructions):
     if instructions not in custom_calls.instruction_sets():
         pytest.skip(f"this machine does not run {instructions}")
     config = small.make_config(layout="dtp(1)", lanes=3)
@@ -116,7 +116,7 @@ PACKED = {
 
 
 def with_exceptions(weights, share):
-    """A share of each matrix made as small as no other: subnormals, zeros, and values between."""
+    """Replaces a share of each matrix by values far below the others: subnormals, zeros, and values between."""
     random = np.random.default_rng(5)
     for weight in weights.values():
         count = int(share * weight.size)
@@ -128,8 +128,8 @@ def with_exceptions(weights, share):
 
 @pytest.mark.parametrize("name", PACKED)
 def test_weights_in_twelve_bits_have_the_same_results(name, tmp_path):
-    """Logits, tokens, log-probabilities and caches, bit for bit, with exceptions up to the limit; packed here, or
-    mapped from a folder.
+    """Logits, tokens, log-probabilities and caches have the same bits, with exceptions up to the limit. Weights are
+    packed by the session, or mapped from a folder.
     """
     config = small.make_config(**PACKED[name] | {"vocab_size": PACKED[name].get("vocab_size", 300)})
     weights = with_exceptions(small.make_weights(config, "bfloat16"), 5e-4)
@@ -150,7 +150,7 @@ def test_weights_in_twelve_bits_have_the_same_results(name, tmp_path):
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("instructions", build.instruction_sets())
-def test_twelve_bits_of_every_instruction_set(instructions, compute):
+def test_twelve_bits_have_the_same_results_with_every_instruction_set(instructions, compute):
     if instructions not in custom_calls.instruction_sets():
         pytest.skip(f"this machine does not run {instructions}")
     config = small.make_config(hidden_size=72, ff=44, layout="dtp(1)", lanes=3)
@@ -174,7 +174,7 @@ def test_matrices_with_many_exceptions_stay_in_sixteen_bits():
 
 
 def mappable():
-    """A model, its weights, and its first product as files have it, without exceptions."""
+    """A model, its weights, and its first product as stored in files, without exceptions."""
     config = small.make_config()
     weights = small.make_weights(config, "bfloat16")
     product = small.make_session(config, weights).plan.products[0]
@@ -189,18 +189,26 @@ def mappable():
 
 
 UNFIT = {
-    "not opened for them": ({"bf12": False}, {}, "not opened for weights in 12 bits"),
-    "a tile less": ({}, {"units": lambda units: units[1:]}, "bytes of tiles in 12 bits, not"),
-    "an end less": ({}, {"exceptions": lambda words: words[1:]}, "must end once for each of their tiles"),
+    "session without 12 bits": ({"bf12": False}, {}, "not opened for weights in 12 bits"),
+    "missing tile": ({}, {"units": lambda units: units[1:]}, "bytes of tiles in 12 bits, not"),
+    "missing end": ({}, {"exceptions": lambda words: words[1:]}, "must end once for each of their tiles"),
     "no end": ({}, {"exceptions": lambda words: np.append(words[1:], np.uint32(0))}, "must end once for each"),
-    "outside": ({}, {"exceptions": lambda words: np.append(np.uint32(3 << 15), words)}, "in none of their columns"),
-    "in the padding": ({}, {"exceptions": lambda words: np.append(np.uint32(2 << 15 | 64 << 8), words)}, "in none of"),
-    "another table": ({}, {"table": lambda table: table[1:]}, "the table must have 8 values"),
+    "exception outside": (
+        {},
+        {"exceptions": lambda words: np.append(np.uint32(3 << 15), words)},
+        "in none of their columns",
+    ),
+    "exception in the padding": (
+        {},
+        {"exceptions": lambda words: np.append(np.uint32(2 << 15 | 64 << 8), words)},
+        "in none of",
+    ),
+    "short table": ({}, {"table": lambda table: table[1:]}, "the table must have 8 values"),
 }
 
 
 @pytest.mark.parametrize("name", UNFIT)
-def test_tiles_that_do_not_fit_are_refused(name):
+def test_invalid_tiles_are_refused(name):
     options, changes, message = UNFIT[name]
     config, _, product = mappable()
     changed = {field: change(getattr(product.tiles, field)) for field, change in changes.items()}
@@ -210,7 +218,7 @@ def test_tiles_that_do_not_fit_are_refused(name):
         session.map(product)
 
 
-def test_a_product_is_mapped_once_and_not_packed_again():
+def test_mapped_product_cannot_be_mapped_or_packed_again():
     config, weights, product = mappable()
     session = small.open_session(config, "bfloat16", bf12=True)
     assert not session.map(dataclasses.replace(product, interleaved=True)), "another order of tiles"
@@ -222,7 +230,7 @@ def test_a_product_is_mapped_once_and_not_packed_again():
         session.pack(product.paths[0], weights[product.paths[0]])
 
 
-def test_other_dtypes_cannot_have_twelve_bits():
+def test_twelve_bits_of_other_dtypes_are_refused():
     config = small.make_config()
     with pytest.raises(custom_calls.NativeError, match="must be bfloat16"):
         small.make_session(config, small.make_weights(config), bf12=True)
@@ -241,13 +249,13 @@ def model():
 
 @pytest.fixture(scope="module")
 def call(model):
-    """decode(inputs, state) of one session, and its session."""
+    """A jitted function decode(inputs, state), and its session."""
     session = small.make_session(*model, threads=2)
     return small.jitted(session, room=320, top=3, logits=True), session
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 65, 300])
-def test_prompts_of_any_length(length, model, call):
+def test_prompts_of_any_length_match_the_interpreter(length, model, call):
     config, weights = model
     ids = small.prompt_of(config, length)
     outputs, _ = call[0](small.make_inputs(ids, 3, room=320), small.make_state(config, 320))
@@ -256,8 +264,8 @@ def test_prompts_of_any_length(length, model, call):
     assert np.abs(expected - outputs.logits[:3]).max() < 1e-4 * np.abs(expected).max()
 
 
-def test_every_position_of_a_long_answer(model, call):
-    """Also from where keys are attended to in several parts."""
+def test_long_answer_matches_the_interpreter(model, call):
+    """It is long enough for attention in several chunks of keys."""
     config, weights = model
     outputs, _ = call[0](small.make_inputs([3], 300, room=320), small.make_state(config, 320))
     expected = small.interpreted_logits(config, weights, [3, *outputs.tokens[:299].tolist()])
@@ -266,8 +274,8 @@ def test_every_position_of_a_long_answer(model, call):
     assert not outputs.tokens[300:].any()
 
 
-def test_scores_beyond_what_an_exponential_holds(model):
-    """In one layer, of both signs."""
+def test_scores_beyond_the_range_of_exp_match_the_interpreter(model):
+    """One layer has very large scores of both signs."""
     config, weights = model
     weights = weights | {"layers.1.attention.wq": 200 * weights["layers.1.attention.wq"]}
     ids = small.prompt_of(config, 20)
@@ -276,7 +284,7 @@ def test_scores_beyond_what_an_exponential_holds(model):
     assert np.abs(expected - outputs.logits).max() < 1e-3 * np.abs(expected).max()
 
 
-def test_log_probabilities_and_the_most_likely_tokens(model, call):
+def test_log_probabilities_and_most_likely_tokens_follow_from_the_logits(model, call):
     config, _ = model
     outputs, _ = call[0](small.make_inputs([3], 40, room=320, temperature=2.0), small.make_state(config, 320))
     logprobs = np.asarray(jax.nn.log_softmax(np.asarray(outputs.logits[:40], np.float64)))
@@ -293,12 +301,12 @@ def test_log_probabilities_and_the_most_likely_tokens(model, call):
         pytest.param(
             1e-40,
             id="subnormal",
-            marks=pytest.mark.skipif(platform.machine() != "x86_64", reason="only there they are flushed to zero"),
+            marks=pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86-64 flushes them to zero"),
         ),
     ],
 )
 def test_equal_logits_rank_by_token(factor, model):
-    """Subnormal weights count as zero, on all threads."""
+    """Subnormal weights count as zero in all threads."""
     config, head = model[0].replace(layout="none"), model[1]["lm_head"]
     weights = model[1] | {"lm_head": np.ones_like(head) if factor is None else head * np.float32(factor)}
     assert weights["lm_head"].any()
@@ -309,8 +317,8 @@ def test_equal_logits_rank_by_token(factor, model):
 
 
 @pytest.mark.parametrize("token", [0, 39])
-def test_one_logit_that_overflows_is_noticed(token, model):
-    """The first or the last worker has it."""
+def test_one_overflowing_logit_gives_nan_log_probabilities(token, model):
+    """The first or the last worker computes that logit."""
     head = model[1]["lm_head"].copy()
     head[token] = np.resize([3e38, -3e38], head.shape[-1])
     weights = model[1] | {"lm_head": head, "norm": 9 * model[1]["norm"]}
@@ -319,8 +327,8 @@ def test_one_logit_that_overflows_is_noticed(token, model):
     assert np.isnan(outputs.logprobs).all() and outputs.status[0] == 2
 
 
-def test_a_min_p_beyond_1_keeps_the_best_token(model, call):
-    """The logarithm of one just below 1 might be rounded to above 0."""
+def test_min_p_above_1_keeps_the_best_token(model, call):
+    """The logarithm of a min_p just below 1 may also be rounded to a value above 0."""
     inputs = small.make_inputs([3, 4, 5], 8, room=320, temperature=1.0, min_p=1.5)
     outputs, _ = call[0](inputs, small.make_state(model[0], 320))
     assert outputs.tokens[:8].tolist() == np.argmax(outputs.logits[:8], -1).tolist() and outputs.tokens[:8].any()
@@ -330,7 +338,7 @@ draw = jax.jit(jax.vmap(sample, (0, 0, 0, None)))
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=range(len(SAMPLINGS)))
-def test_tokens_are_drawn_as_infer_defines_it(sampling, model, call):
+def test_tokens_follow_the_definition_of_sampling(sampling, model, call):
     config, _ = model
     parameters = sampling.parameters()
     prompt, count = [3, 5, 3, 11], 60
@@ -355,7 +363,7 @@ def test_tokens_are_drawn_as_infer_defines_it(sampling, model, call):
     assert np.flatnonzero(after.seen).tolist() == sorted({*prompt, *tokens})
 
 
-def test_a_stop_token_is_the_last(model, call):
+def test_stop_token_is_the_last_token(model, call):
     config, _ = model
     whole, _ = call[0](small.make_inputs([9], 30, room=320), small.make_state(config, 320))
     stop = int(whole.tokens[20])
@@ -366,8 +374,8 @@ def test_a_stop_token_is_the_last(model, call):
     assert not outputs.logprobs[count:].any()
 
 
-def test_the_cache_stays_where_it_is(model, call):
-    """Several calls in a row, on the buffers of the first, each with the same result."""
+def test_cache_is_updated_in_place(model, call):
+    """Several calls in a row use the buffers of the first call and have the same results."""
     config, _ = model
     state = small.make_state(config, 320)
     places, results = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)], []
@@ -381,7 +389,7 @@ def test_the_cache_stays_where_it_is(model, call):
     )
 
 
-def test_a_call_continues_where_the_last_one_ended(model, call):
+def test_call_continues_the_state_of_the_last_call(model, call):
     config, _ = model
     options = {"room": 320, "temperature": 1.0, "penalty": 1.2}
     whole, end = call[0](small.make_inputs([9, 8], 30, **options), small.make_state(config, 320))
@@ -393,7 +401,7 @@ def test_a_call_continues_where_the_last_one_ended(model, call):
     assert small.same(end, state)
 
 
-def test_a_prompt_may_come_in_parts_of_whole_blocks(model, call):
+def test_prompt_in_two_calls_has_the_same_results(model, call):
     config, _ = model
     prompt = small.prompt_of(config, 69)
     whole, end = call[0](small.make_inputs(prompt, 5, room=320), small.make_state(config, 320))
@@ -411,7 +419,7 @@ def test_without_donation_xla_copies_the_cache(model, call):
     outputs, after = jax.jit(decode)(small.make_inputs([9, 8], 10, room=320), state)
     assert small.same((expected.tokens[:10], expected.logits[:10]), (outputs.tokens[:10], outputs.logits[:10]))
     assert np.asarray(after.keys[0]).any() and not any(np.asarray(x).any() for x in jax.tree.leaves(state))
-    with pytest.raises(ValueError, match=r"under jax.jit, with the state donated"):
+    with pytest.raises(ValueError, match="donate_argnums"):
         decode(small.make_inputs([9, 8], 10, room=320), state)
 
 
@@ -429,7 +437,7 @@ def chaos(lanes, count, chaos_us, **changes):
     weights = small.make_weights(config)
 
     def tokens(**options):
-        """After a prompt of several blocks."""
+        """Tokens, log-probabilities and state after a prompt of several blocks."""
         call = small.jitted(small.make_session(config, weights, **options), room=count)
         inputs = small.make_inputs(small.prompt_of(config, 120), count, temperature=1.0, top_k=30)
         outputs, state = call(inputs, small.make_state(config, count + 120))
@@ -437,14 +445,14 @@ def chaos(lanes, count, chaos_us, **changes):
         return outputs.tokens, outputs.logprobs, state
 
     expected = tokens(threads=1)
-    assert small.same(expected, tokens(one_thread_per_lane=True, chaos_us=chaos_us)), "by message"
-    assert small.same(expected, tokens(threads=2, chaos_us=chaos_us)), "in shared memory"
+    assert small.same(expected, tokens(one_thread_per_lane=True, chaos_us=chaos_us)), "exchange by messages"
+    assert small.same(expected, tokens(threads=2, chaos_us=chaos_us)), "exchange in shared memory"
 
 
 @pytest.mark.parametrize(
     "layout", ["dtp(1)", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("kraken", "laneformer"))]
 )
-def test_chaos_changes_nothing(layout):
+def test_random_delays_change_no_bit(layout):
     chaos(3, 300, 5, layout=layout, broadcast_delay=1)
 
 
@@ -455,5 +463,5 @@ def test_chaos_changes_nothing(layout):
         *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("dtp(1)", "dtp(3)", "tp")),
     ],
 )
-def test_chaos_changes_nothing_in_ten_thousand_tokens(layout):
+def test_random_delays_change_no_bit_of_ten_thousand_tokens(layout):
     chaos(4, 10_000, 20, layout=layout, broadcast_delay=1)

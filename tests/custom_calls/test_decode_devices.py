@@ -1,5 +1,5 @@
-"""The decode kernel under jax.shard_map: on any number of devices, in any order, what one device gives; and devices
-that do not come.
+"""The decode kernel under jax.shard_map: any number of devices in any order gives the results of one device. A call
+with missing devices fails.
 """
 
 import sys
@@ -61,14 +61,14 @@ MESHES = {f"{n} devices": lambda n=n: laneformer.make_mesh(8, lane=n) for n in (
 
 
 @pytest.mark.parametrize("name", MESHES)
-def test_devices_change_nothing(name, model, session, expected):
+def test_any_devices_give_the_bits_of_one(name, model, session, expected):
     mesh = MESHES[name]()
     state = small.make_state(model[0], CAPACITY, mesh=mesh)
     call, before = call_of(session, mesh), places(state)
-    for _ in range(3):  # in a row, in place
+    for _ in range(3):  # three calls in a row on the same buffers
         outputs, state = call(inputs(), state._replace(seen=jax.numpy.zeros_like(state.seen)))
         assert small.same((outputs, state), expected)
-        assert places(state)[mesh.size :] == before[mesh.size :]  # all but `seen`, which is a new one here
+        assert places(state)[mesh.size :] == before[mesh.size :]  # all arrays except `seen`, which is new here
 
 
 def test_every_device_has_the_whole_answer(model, session, expected):
@@ -80,20 +80,20 @@ def test_every_device_has_the_whole_answer(model, session, expected):
         ] * 4
 
 
-def test_messages_between_lanes_on_devices(model, expected):
+def test_messages_between_lanes_give_the_same_bits(model, expected):
     mesh = permuted(8)
     session = small.make_session(*model, one_thread_per_lane=True, chaos_us=20)
     assert small.same(call_of(session, mesh)(inputs(), small.make_state(model[0], CAPACITY, mesh=mesh)), expected)
 
 
-def test_a_mesh_with_a_data_axis_is_refused(session, model):
+def test_mesh_with_a_data_axis_is_refused(session, model):
     mesh = laneformer.make_mesh(8, data=2, lane=4)
     with pytest.raises(ValueError, match="data = 1"):
         call_of(session, mesh)(inputs(), small.make_state(model[0], CAPACITY))
 
 
-@pytest.mark.parametrize("coming", [4, 7])
-def test_devices_that_do_not_come_end_the_call_and_not_the_next(coming, model, expected, monkeypatch):
+@pytest.mark.parametrize("present", [4, 7])
+def test_missing_devices_end_only_their_call(present, model, expected, monkeypatch):
     session = small.make_session(*model, threads=2, timeout_ms=400)
     real = jax.ffi.ffi_call
 
@@ -102,8 +102,8 @@ def test_devices_that_do_not_come_end_the_call_and_not_the_next(coming, model, e
             *operands, **attributes | {"devices": np.int64(8)}
         )
 
-    mesh = Mesh(np.array(jax.devices()[:coming]).reshape(1, coming), ("data", "lane"))
-    fewer = small.make_config(lanes=coming, layout="dtp(2)")  # one lane per device, as if there were eight
+    mesh = Mesh(np.array(jax.devices()[:present]).reshape(1, present), ("data", "lane"))
+    fewer = small.make_config(lanes=present, layout="dtp(2)")  # one lane per device, in a call for eight devices
     call = call_of(session, mesh)
     with monkeypatch.context() as patch:
         patch.setattr(jax.ffi, "ffi_call", of_eight)
@@ -115,8 +115,8 @@ def test_devices_that_do_not_come_end_the_call_and_not_the_next(coming, model, e
     assert small.same(call_of(session, mesh)(inputs(), small.make_state(model[0], CAPACITY, mesh=mesh)), expected)
 
 
-def test_one_device_that_is_refused_does_not_hold_the_others(model, monkeypatch, expected):
-    """Seven wait for the eighth, whose place in the mesh is not known: all end, and the next call works."""
+def test_refused_device_does_not_block_the_others(model, monkeypatch, expected):
+    """Seven devices wait for the eighth, which has no place in the mesh. All of them end, and the next call works."""
     session = small.make_session(*model, threads=2, timeout_ms=400)
     module = sys.modules[decode.__module__]
     mesh = laneformer.make_mesh(8, lane=8)

@@ -1,4 +1,4 @@
-"""What a decode call refuses, and that the next one works all the same; answers as they come, and their end."""
+"""Decode calls that are refused, after which the next call works; streaming and cancellation of answers."""
 
 import re
 import threading
@@ -38,7 +38,7 @@ def call(session):
 
 @pytest.fixture
 def works(model, call):
-    """That a proper call gives what it always does, after whatever a test has done."""
+    """Checks that a valid call gives the same tokens after a test as before it."""
 
     def tokens():
         return call(small.make_inputs([1, 2, 3], 10), small.make_state(model[0], CAPACITY))[0].tokens.tolist()
@@ -49,48 +49,48 @@ def works(model, call):
 
 
 REFUSED = {
-    "an empty prompt": (
+    "empty prompt": (
         small.make_inputs([1], 4)._replace(control=np.array([0, 0, 4, 0, 0], np.int32)),
         "prompt's length",
     ),
-    "more prompt than there is": (
+    "prompt longer than its array": (
         small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0, 0], np.int32)),
         "prompt's length",
     ),
-    "a token beyond the vocabulary": (small.make_inputs([1, 40], 4), "token 40 is outside the vocabulary of 40"),
-    "a negative token": (small.make_inputs([-1], 4), "token -1 is outside"),
+    "token beyond the vocabulary": (small.make_inputs([1, 40], 4), "token 40 is outside the vocabulary of 40"),
+    "negative token": (small.make_inputs([-1], 4), "token -1 is outside"),
     "no token to draw": (small.make_inputs([1], 0), "a prompt of 1 tokens at position 0 and 0 more do not fit"),
     "more tokens than room": (small.make_inputs([1], ROOM + 1), "room for 48 tokens"),
-    "a prompt longer than the cache": (
+    "prompt longer than the cache": (
         small.make_inputs([1] * 65, 1),
         "65 tokens at position 0 and 1 more do not fit a cache of 64",
     ),
-    "an answer longer than the cache": (
+    "answer longer than the cache": (
         small.make_inputs([1] * 50, 16),
         "a prompt of 50 tokens at position 0 and 16 more do not fit",
     ),
-    "a position behind the cache": (small.make_inputs([1], 1, start=64), "at position 64"),
-    "a negative position": (small.make_inputs([1], 1, start=-1), "at position -1"),
-    "a short control": (small.make_inputs([1], 1)._replace(control=np.zeros(3, np.int32)), "5, 4, 2 and 3 elements"),
-    "a wrong dtype": (small.make_inputs([1], 1)._replace(settings=np.zeros(4, np.int32)), "dtype"),
-    "a wrong rank": (small.make_inputs([1], 1)._replace(prompt=np.zeros((1, 1), np.int32)), "rank"),
+    "position beyond the cache": (small.make_inputs([1], 1, start=64), "at position 64"),
+    "negative position": (small.make_inputs([1], 1, start=-1), "at position -1"),
+    "short control": (small.make_inputs([1], 1)._replace(control=np.zeros(3, np.int32)), "5, 4, 2 and 3 elements"),
+    "wrong dtype": (small.make_inputs([1], 1)._replace(settings=np.zeros(4, np.int32)), "dtype"),
+    "wrong rank": (small.make_inputs([1], 1)._replace(prompt=np.zeros((1, 1), np.int32)), "rank"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_inputs(name, model, call, works):
+def test_invalid_inputs_are_refused(name, model, call, works):
     inputs, words = REFUSED[name]
     with pytest.raises(JaxRuntimeError, match=words):
         jax.block_until_ready(call(inputs, small.make_state(model[0], CAPACITY)))
 
 
-def test_the_last_position_of_a_cache_can_be_used(model, call):
+def test_last_position_of_a_cache_can_be_used(model, call):
     outputs, _ = call(small.make_inputs([1] * 50, 15), small.make_state(model[0], CAPACITY))
     assert outputs.status.tolist() == [15, ENDS.index("length"), 65]
 
 
 def changed(state, layer, **changes):
-    """The state with another cache of keys in a layer."""
+    """The state with the keys of one layer replaced by zeros of another shape or dtype."""
     old = state.keys[layer]
     new = jnp.zeros(changes.get("shape", old.shape), changes.get("dtype", old.dtype))
     return state._replace(keys=[*state.keys[:layer], new, *state.keys[layer + 1 :]])
@@ -103,14 +103,14 @@ STATES = {
     "a batch": (partial(changed, layer=0, shape=(2, 2, CAPACITY, 1, 6)), "cache 0 does not fit"),
     "another rank": (partial(changed, layer=0, shape=(2, CAPACITY, 1, 6)), "cache 0 does not fit"),
     "another capacity": (partial(changed, layer=2, shape=(2, 1, CAPACITY - 1, 1, 6)), "cache 2 does not fit"),
-    "a layer too few": (lambda s: s._replace(keys=s.keys[1:], values=s.values[1:]), "the layers keep"),
-    "values missing": (lambda s: s._replace(values=s.values[1:]), "the layers keep"),
+    "missing layer": (lambda s: s._replace(keys=s.keys[1:], values=s.values[1:]), "the layers keep"),
+    "missing values": (lambda s: s._replace(values=s.values[1:]), "the layers keep"),
     "another vocabulary": (lambda s: s._replace(seen=jnp.zeros(41, jnp.uint8)), "each token of the vocabulary"),
 }
 
 
 @pytest.mark.parametrize("name", STATES)
-def test_refused_caches(name, model, session, works):
+def test_invalid_states_are_refused(name, model, session, works):
     change, words = STATES[name]
     with pytest.raises(JaxRuntimeError, match=words):
         jax.block_until_ready(
@@ -118,7 +118,7 @@ def test_refused_caches(name, model, session, works):
         )
 
 
-def test_a_closed_session_is_refused(model, works):
+def test_call_of_a_closed_session_is_refused(model, works):
     session = small.make_session(*model, threads=1)
     call = small.jitted(session, room=ROOM)
     number = session.id
@@ -126,10 +126,10 @@ def test_a_closed_session_is_refused(model, works):
     session.close()
     with pytest.raises(JaxRuntimeError, match=f"the decode session {number} was closed"):
         jax.block_until_ready(call(small.make_inputs([1], 2), small.make_state(model[0], CAPACITY)))
-    session.close()  # again does nothing
+    session.close()  # a second close does nothing
 
 
-def test_a_session_may_be_closed_during_its_last_call(model):
+def test_session_closed_during_a_call_finishes_it(model):
     session = small.make_session(*model, threads=2, chaos_us=300)
     call = small.jitted(session, room=ROOM)
     with running(call, session, small.make_inputs([1], 20), small.make_state(model[0], CAPACITY)) as result:
@@ -146,15 +146,17 @@ def test_a_session_may_be_closed_during_its_last_call(model):
         ("wq", 13, "float32", r"wq has the shape \(2, 13, 20\), .* \(2, 12, 20\)"),
     ],
 )
-def test_refused_weights(name, rows, dtype, words, session):
+def test_invalid_weights_are_refused(name, rows, dtype, words, session):
     with pytest.raises(custom_calls.NativeError, match=words):
         session.pack(f"layers.0.attention.{name}", np.zeros((2, rows, 20), dtype))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16"])
-def test_weights_that_are_not_finite_are_named(dtype, stored, model):
-    """As stored and as packed in the plan's dtype: matrices of one lane and of several, norms, the embedding table."""
+def test_values_that_are_not_finite_are_located(dtype, stored, model):
+    """Values are infinite as stored, or only in the packed dtype. The weights are matrices with and without lanes, a
+    norm and the embedding table.
+    """
     config, weights = model
     session = small.make_session(
         config, {p: np.asarray(w).astype(jnp.dtype(dtype)) for p, w in weights.items()}, threads=3
@@ -200,7 +202,7 @@ def test_missing_weights_are_counted(model):
     small.jitted(session, room=ROOM)(small.make_inputs([1], 2), small.make_state(config, CAPACITY))
 
 
-def test_refused_threads(model):
+def test_invalid_numbers_of_threads_are_refused(model):
     with pytest.raises(custom_calls.NativeError, match="threads must be at least 1, got 0"):
         small.make_session(*model, threads=0)
     with pytest.raises(custom_calls.NativeError, match="threads must be at most 1024, got 1000000"):
@@ -208,7 +210,9 @@ def test_refused_threads(model):
 
 
 class running:
-    """A call on its own thread; -> a list that holds its result, or what it raised, at the end."""
+    """Runs a call on another thread. The context's value is a list, which at the end contains the call's result or the
+    error that it raised.
+    """
 
     def __init__(self, call, session: Session, *arguments):
         session.begin()
@@ -231,13 +235,13 @@ class running:
 
 @pytest.fixture(scope="module")
 def slow(model):
-    """A session that takes its time, and its call."""
+    """A session that is slowed down by delays, and its call."""
     session = small.make_session(*model, threads=2, chaos_us=300)
     return session, small.jitted(session, room=ROOM, top=2)
 
 
-def test_two_calls_at_once_are_refused(model, slow):
-    """On two devices: on one of them XLA lets the second call wait."""
+def test_second_call_at_the_same_time_is_refused(model, slow):
+    """The calls are on two devices, because on one device XLA lets the second call wait."""
     session, call = slow
     second = jax.device_put((small.make_inputs([1], 2), small.make_state(model[0], CAPACITY)), jax.devices()[1])
     with running(call, session, small.make_inputs([1], 40), small.make_state(model[0], CAPACITY)) as first:
@@ -248,7 +252,7 @@ def test_two_calls_at_once_are_refused(model, slow):
     assert first[0][0].status.tolist() == [40, ENDS.index("length"), 41]
 
 
-def test_tokens_come_one_by_one(model, slow):
+def test_tokens_are_streamed_while_the_call_runs(model, slow):
     session, call = slow
     have, pieces = 0, []
     with running(call, session, small.make_inputs([1], 30), small.make_state(model[0], CAPACITY)) as result:
@@ -265,7 +269,7 @@ def test_tokens_come_one_by_one(model, slow):
     assert (np.diff(times) > 0).all()
 
 
-def test_cancelling(model, slow):
+def test_cancelled_call_returns_the_tokens_so_far(model, slow):
     session, call = slow
     whole, _ = call(small.make_inputs([1], 45), small.make_state(model[0], CAPACITY))
     with running(call, session, small.make_inputs([1], 45), small.make_state(model[0], CAPACITY)) as result:
@@ -278,7 +282,7 @@ def test_cancelling(model, slow):
     assert np.flatnonzero(state.seen).tolist() == sorted(set(outputs.tokens[:count].tolist()))
 
 
-def test_cancelling_before_the_call_and_in_its_prompt(model, slow):
+def test_call_cancelled_before_its_start_ends_in_its_prompt(model, slow):
     session, call = slow
     session.begin()
     session.cancel()
@@ -289,7 +293,7 @@ def test_cancelling_before_the_call_and_in_its_prompt(model, slow):
     assert outputs.status[:2].tolist() == [8, ENDS.index("length")]
 
 
-def test_a_worker_that_does_not_come_ends_the_call(model):
+def test_late_worker_ends_the_call(model):
     session = small.make_session(*model, one_thread_per_lane=True, chaos_us=200_000, timeout_ms=1)
     call = small.jitted(session, room=ROOM)
     with pytest.raises(JaxRuntimeError, match=r"within 1 ms"):
@@ -298,14 +302,14 @@ def test_a_worker_that_does_not_come_ends_the_call(model):
 
 
 @pytest.mark.parametrize("use", ["threads", "instructions", "packed_bytes", "finished"])
-def test_a_closed_session_says_so(use, model):
+def test_closed_session_reports_that_it_is_closed(use, model):
     session = small.make_session(*model, threads=1)
     session.close()
     with pytest.raises(custom_calls.NativeError, match="was closed"):
         getattr(session, use)
 
 
-def test_a_closed_session_packs_nothing(model):
+def test_closed_session_refuses_weights(model):
     session = small.make_session(*model, threads=1)
     session.close()
     with pytest.raises(custom_calls.NativeError, match="was closed"):
@@ -313,18 +317,18 @@ def test_a_closed_session_packs_nothing(model):
 
 
 @pytest.mark.parametrize("path", ["layers.3.attention.wq", "layers.-1.attention_norm"])
-def test_layers_that_the_model_does_not_have(path, model, session):
+def test_weights_of_unknown_layers_are_refused(path, model, session):
     with pytest.raises(custom_calls.NativeError, match="layer"):
         session.pack(path, model[1][path.replace("3", "0").replace("-1", "0")])
 
 
 @pytest.mark.parametrize("path", ["lm_head", "norm", "layers.0.attention.wq", "tok_embeddings"])
-def test_weights_of_another_shape(path, model, session):
+def test_weights_of_another_shape_are_refused(path, model, session):
     with pytest.raises(custom_calls.NativeError, match=r"shape|elements"):
         session.pack(path, model[1][path][:1])
 
 
-def test_a_refused_call_has_ended(model, session, call):
+def test_refused_call_is_finished(model, session, call):
     session.begin()
     with pytest.raises(JaxRuntimeError, match="token 99"):
         jax.block_until_ready(call(small.make_inputs([99], 2), small.make_state(model[0], CAPACITY)))

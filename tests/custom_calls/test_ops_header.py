@@ -1,4 +1,4 @@
-"""The C++ structs of the ops: their types and order, and that an installation can write them."""
+"""The generated C++ structs of the ops: types and order of the fields; an installation can generate them."""
 
 import subprocess
 import sys
@@ -73,7 +73,7 @@ def header_of(tmp_path):
     return made
 
 
-def test_types_and_order_of_fields(header_of):
+def test_structs_have_the_types_and_order_of_the_fields(header_of):
     lines = [line.strip() for line in header_of(FILE).splitlines()]
     declared = [line.removesuffix("{};") for line in lines if line.endswith("{};")]
     assert declared == [
@@ -112,13 +112,13 @@ def test_sizes_that_cpp_does_not_have_are_refused(header_of, result):
 
 
 @pytest.mark.parametrize("kind", ["str", "tuple[int, float]", "complex"])
-def test_types_that_cpp_does_not_have_are_refused(header_of, kind):
+def test_types_without_a_cpp_type_are_refused(header_of, kind):
     with pytest.raises(TypeError, match="has no C\\+\\+ type"):
         header_of(FILE.replace("channels: int", f"channels: {kind}"))
 
 
-def test_an_installation_can_write_it():
-    """Without any package, as where only setuptools is installed."""
+def test_header_is_generated_without_packages():
+    """As in an installation with only setuptools."""
     command = [sys.executable, "-I", "-S", str(build.HERE / "ops_header.py")]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert printed == build.ops_header() + "\n"

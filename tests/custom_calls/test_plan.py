@@ -1,4 +1,4 @@
-"""A model's plan as words: read back, it is the same plan; run by the interpreter, it computes the same model."""
+"""A model's plan as words: decoded, it is the same plan; run by the interpreter, it computes the same model."""
 
 import dataclasses
 import itertools
@@ -26,7 +26,7 @@ HIDDEN = 10
 
 
 def layouts_of(n: int):
-    """Strategy: the name of a layout and arguments that fit n layers."""
+    """Strategy for the name of a layout, and arguments that are valid for n layers."""
     flag, count = st.booleans(), st.integers(1, 2 * n + 2)
     arguments = {
         "desync": st.tuples(count),
@@ -45,7 +45,7 @@ cases = st.integers(1, 6).flatmap(lambda n: st.tuples(st.just(n), st.integers(1,
 
 
 def decoded(schedule) -> Table:
-    """The schedule's table, read back from words."""
+    """The schedule's table after encoding it as words and decoding these."""
     writer = Writer()
     writer.put(Table.of(schedule, HIDDEN), Table)
     reader = Reader(writer.finish([], 0), np.array(writer.floats, np.float32))
@@ -59,7 +59,7 @@ def toy_module(matrices, m, X):
 
 
 def run_definition(schedule, matrices, x):
-    """What the row of the table says: own parts are added when they are due, the other lanes' parts when they land."""
+    """Runs a schedule by its definition: own parts are added at their times, the other lanes' parts where they land."""
     X, outputs = x.copy(), {}
     for t in range(schedule.num_modules + 1):
         before = X.copy()
@@ -99,20 +99,20 @@ def check(schedule, lanes, seed=0):
 @example(case=(3, 4, ("dtp", (1.25,))))
 @example(case=(3, 4, ("kraken", ())))
 @example(case=(2, 3, ("desync", (3,))))
-def test_the_words_do_what_the_row_says(case):
+def test_decoded_schedules_follow_the_definition(case):
     n, lanes, (name, arguments) = case
     check(LAYOUTS[name](n, lanes, *arguments), lanes)
 
 
-def test_a_schedule_that_no_layout_has():
-    """Sums of several weighted parts on a share of the channels, own parts at other times than their landings."""
+def test_decoded_schedule_of_no_layout_follows_the_definition():
+    """Its sums have several weighted parts on a share of the channels; own parts are added before or after landings."""
     first, second = Payload(((0, 0.5), (1, 2.0)), channels=0.55), Payload(((2, 1.0), (0, 0.25), (3, 1.5)))
     own = (Own(0, 0.5), Own(3, 2.0), Own(2), Own(4, 1.5))
     check(Schedule("strange", own, (Landing(1, first), Landing(3, first), Landing(4, second))), 3)
 
 
 @given(case=cases)
-def test_payloads_are_listed_once_in_the_order_in_which_they_are_issued(case):
+def test_sums_are_listed_once_in_the_order_of_issue(case):
     n, lanes, (name, arguments) = case
     schedule = LAYOUTS[name](n, lanes, *arguments)
     sums = decoded(schedule).sums
@@ -121,9 +121,9 @@ def test_payloads_are_listed_once_in_the_order_in_which_they_are_issued(case):
     assert all(0 < total.width <= HIDDEN or name == "caat" for total in sums)
 
 
-def test_schedules_of_one_layer_word_for_word():
-    """An event is its payload, or -1, and module, index of its weight, count of parts apart; a sum its width, the time
-    at which it is complete, whether with the streams' mean, and its parts.
+def test_schedules_of_one_layer_have_these_words():
+    """The words of an event are its payload or -1, module, index of its weight, and number of parts apart. The words of
+    a sum are its width, the time at which it is complete, whether it has the streams' mean, and its parts.
     """
     for layout, events, sums, floats in [
         ("none", [[[-1, 0, 0, 0]], [[-1, 1, 0, 0]], []], [], [2]),
@@ -160,7 +160,7 @@ def test_interpreted_layouts_agree_with_the_reference(layout, lanes):
     ],
 )
 def test_interpreted_configs_agree_with_the_reference(name):
-    """Where it knows them; otherwise with laneformer's own model, in float32."""
+    """The reference is float64 NumPy for CONFIGS, otherwise laneformer's own model in float32."""
     config = small.make_config(**CASES[name])
     weights, ids = small.make_weights(config), small.prompt_of(config, 21)
     known = name in CONFIGS
@@ -175,7 +175,7 @@ def plan_of(name, **options):
 
 
 def renamed(plan, value):
-    """The tree as its words give it back: numbers for paths, floats rounded to float32."""
+    """The tree as it is decoded from words: numbers instead of paths, floats rounded to float32."""
     if isinstance(value, Weight):
         return dataclasses.replace(value, path=str(plan.index_of[value.path]))
     if isinstance(value, tuple):
@@ -189,7 +189,7 @@ def renamed(plan, value):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_decoded_words_are_the_plan(name):
+def test_decoded_words_equal_the_plan(name):
     plan = plan_of(name, weight_dtype="bfloat16", cache_dtype="float16", rounded_activations=True)
     decoded = decode_plan(plan.words, plan.floats)
     assert decoded.plan == renamed(plan, plan)
@@ -201,7 +201,7 @@ def test_decoded_words_are_the_plan(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_small_weights_have_places_of_their_own(name):
+def test_small_weights_have_separate_places(name):
     plan = plan_of(name)
     small_weights = {path: weight for path, weight in plan.weights.items() if not weight.is_matrix}
     owners = np.full(plan.small_size, -1)
@@ -241,7 +241,7 @@ def test_damaged_words_are_refused():
         decode_plan(words, floats[:-1])
 
 
-def test_a_size_beyond_32_bits_is_refused():
+def test_size_beyond_32_bits_is_refused():
     config = small.make_config()
     ops = dataclasses.replace(decoder_ops(config), context=2**31)
     with pytest.raises(ValueError, match=r"contains 2147483648, .*32 bits"):
@@ -249,8 +249,8 @@ def test_a_size_beyond_32_bits_is_refused():
 
 
 @small.needs_library
-def test_the_library_refuses_damaged_words():
-    """It reads the words before it looks for instructions that do not exist."""
+def test_library_refuses_damaged_words():
+    """The library decodes the words before it looks up the instruction set, here one that does not exist."""
     plan = plan_of("biases and head norms")
 
     def opened(words, floats):
@@ -277,7 +277,7 @@ def norm(size: int) -> Norm:
     return Norm(Weight("gain", (size,)), 1e-5)
 
 
-# Of small.make_config: 20 channels, 2 query heads and 1 key head of 6, 9 hidden channels.
+# small.make_config has 20 channels, 2 query heads and 1 key head of 6 channels, and 9 hidden channels.
 @small.needs_library
 @pytest.mark.parametrize(("number", "fields", "message"), [
     (0, {"matrices": ()}, "a product without matrices"),
@@ -305,7 +305,7 @@ def norm(size: int) -> Norm:
     (3, {"matrices": (matrix(9, 20),)}, "a gated product needs two equal matrices"),
     (4, {"writes": Value.HIDDEN}, "a module has no output"),
 ])  # fmt: skip
-def test_the_library_refuses_ops_that_do_not_fit(number, fields, message):
+def test_library_refuses_invalid_ops(number, fields, message):
     with pytest.raises(NativeError, match=f"damaged plan: {message}"):
         custom_calls.Session(small.with_op(plan_of("biases"), 1, number, **fields), instructions="none")
 
@@ -336,7 +336,7 @@ def with_sum(plan, **fields):
 
 
 def with_small(plan, place=None, less: int = 0):
-    """With another place of the last small weight, or fewer small weights."""
+    """The plan with another place of the last small weight, or with a smaller array of small weights."""
     path = max(plan.places, key=plan.places.get)
     size, places = plan.small_size - less, plan.places | ({path: place} if place else {})
     plan = dataclasses.replace(plan)
@@ -369,7 +369,7 @@ def with_small(plan, place=None, less: int = 0):
     (lambda plan: with_small(plan, place=(-1, 20)), "a vector has no place"),
     (lambda plan: with_small(plan, place=(0, 19)), "lanes' vectors overlap"),
 ])  # fmt: skip
-def test_the_library_refuses_plans_that_do_not_fit(change, message):
+def test_library_refuses_invalid_plans(change, message):
     plan = plan_of("norms of lanes")
     with pytest.raises(NativeError, match=f"damaged plan: {message}"):
         custom_calls.Session(change(plan), instructions="none")
@@ -377,8 +377,8 @@ def test_the_library_refuses_plans_that_do_not_fit(change, message):
 
 @small.needs_library
 @pytest.mark.parametrize("layout", ["tp", "none"])
-def test_the_library_refuses_norms_of_another_size(layout):
-    """Of an output, and of a sum."""
+def test_library_refuses_norms_of_another_size(layout):
+    """A norm of a sum (tp), and a norm of an output (none)."""
     config = small.make_config(layout=layout, norm_after="sum" if layout == "tp" else "lane")
     first, *layers = (ops := decoder_ops(config)).layers
     gain = first.attention.ops[0].norm.gain
@@ -393,7 +393,7 @@ def test_the_library_refuses_norms_of_another_size(layout):
 
 @small.needs_library
 @pytest.mark.parametrize("name", CASES)
-def test_the_library_reads_every_plan(name):
+def test_library_decodes_every_plan(name):
     plan = plan_of(name, weight_dtype="bfloat16", cache_dtype="float16", rounded_activations=True)
     with pytest.raises(NativeError, match="cannot run the instructions none"):
         custom_calls.Session(plan, instructions="none")

@@ -1,5 +1,5 @@
-// AMX's products against TDPBF16PS's documented sums, one number after the other; which instructions are chosen; and
-// the library's own machine code, instruction by instruction, on processors without AMX.
+// AMX's products against the documented sums of TDPBF16PS, number by number; the choice of instructions; and on
+// processors without AMX the library's machine code, instruction by instruction.
 #include <cmath>
 #include <string>
 
@@ -11,7 +11,7 @@
 #include "amx_trap.h"
 #endif
 
-// amx.cc with tile registers in plain code, where test_native.py links it.
+// amx.cc with emulated tile registers, if test_native.py links it.
 extern "C" __attribute__((weak)) const Kernels* laneformer_kernels_amx_emulated(const Kernels*);
 extern "C" __attribute__((weak)) bool laneformer_agrees_amx_emulated();
 
@@ -19,14 +19,15 @@ namespace {
 
 float flushed(float x) { return std::fabs(x) < std::ldexp(1.0f, -126) ? std::copysign(0.0f, x) : x; }
 
-// The upper 8 bits of the significand, towards zero.
+// The number with the upper 8 bits of its significand, rounded towards zero.
 float upper(float x) {
   int exponent;
   const double fraction = std::frexp((double)x, &exponent);
   return (float)std::ldexp(std::trunc(std::ldexp(fraction, 8)), exponent - 8);
 }
 
-// Row w and vector x, of bf16 numbers and of float32, as the instruction adds 32 columns of each part.
+// The product of a row w of bf16 numbers and a vector x, in the instruction's order of sums: 32 columns of each part at
+// a time. exact: x is float32, in three parts.
 float documented(const std::vector<float>& w, const std::vector<float>& x, bool exact) {
   float sum = 0;
   for (size_t first = 0; first < w.size(); first += 32) {
@@ -45,7 +46,7 @@ float documented(const std::vector<float>& w, const std::vector<float>& x, bool 
   return sum;
 }
 
-// Numbers of bf16, some of them zeros, subnormal or so small that products are; or of float32.
+// A random number of bf16 or of float32, sometimes zero, and with a large spread subnormal or with subnormal products.
 float any_number(Random& random, bool bf16, int spread) {
   if (random.below(50) == 0) return random.below(2) ? 0.0f : -0.0f;
   const float x = std::ldexp(random.uniform(1, 2), -random.below(spread)) * (random.below(2) ? 1 : -1);
@@ -79,12 +80,12 @@ void documented_sums(const Kernels& k, int64_t columns, int tiles, int positions
               "%s %s: %ld columns, row %ld of %ld, position %d of %d: %a, not %a", k.name, exact ? "exact" : "rounded",
               (long)columns, (long)r, (long)rows, p, positions, y[p * ldy + r], expected);
       }
-      CHECK(y[p * ldy + rows] == 7, "%s wrote behind the last row", k.name);
+      CHECK(y[p * ldy + rows] == 7, "%s wrote beyond the last row", k.name);
     }
   }
 }
 
-// Sums that end as -0, and zeros that a register adds behind the last column.
+// Sums whose result is -0, and zeros that a register adds beyond the last column.
 void signed_zeros(const Kernels& k) {
   constexpr int kColumns = 66;
   std::vector<float> w(kColumns), x(kColumns);
@@ -102,7 +103,7 @@ void signed_zeros(const Kernels& k) {
   }
 }
 
-// An infinity or NaN is noticed, in its position alone.
+// An infinity or NaN gives NaN, only in its own position.
 void no_numbers(const Kernels& k) {
   constexpr int64_t kColumns = 70;
   const std::vector<uint16_t> w(kColumns * kTile, 0x3f80);
@@ -130,7 +131,7 @@ void all_of(const Kernels& k, bool whole) {
     for (const int positions : {3, 15, 31, 32, 48, 49, 65, 97, 128}) documented_sums(k, 40, 2, positions, spread);
     for (const int tiles : {4, 5, 6, 7}) documented_sums(k, 64, tiles, 1, spread);
   }
-  for (const int positions : {1, 49}) documented_sums(k, 550, 2, positions, 6);  // in pieces
+  for (const int positions : {1, 49}) documented_sums(k, 550, 2, positions, 6);  // several pieces of a tile
   signed_zeros(k);
   no_numbers(k);
 #if defined(__x86_64__)
@@ -143,14 +144,15 @@ void all_of(const Kernels& k, bool whole) {
 }
 
 #if defined(__x86_64__)
-int asked = 0;  // a bit for each question
+int asked = 0;  // a bit for each query that was made
 template <int number, bool answer>
 bool ask() {
   asked |= 1 << number;
   return answer;
 }
 
-// AMX where all is well, behind what the machine has without it, and no question after the first no.
+// AMX is available if all queries succeed, and is the last of the sets. After the first query that fails, no other is
+// made.
 void chooses() {
   const AmxQueries fine{ask<0, true>, ask<1, true>, ask<2, true>, ask<3, true>};
   const auto sets = [](const AmxQueries& queries) {
@@ -164,13 +166,13 @@ void chooses() {
                                  {fine.in_processor, fine.in_system, ask<2, false>, fine.agrees},
                                  {fine.in_processor, fine.in_system, fine.permitted, ask<3, false>}};
   std::vector<std::string> others = sets(refusing[0]);
-  CHECK(others.back() == "portable", "%s is last without the processor's", others.back().c_str());
-  const bool able = others.front() == "avx512_bf16";  // what it is added to
+  CHECK(others.back() == "portable", "%s is the last set without AMX", others.back().c_str());
+  const bool able = others.front() == "avx512_bf16";  // the set to which AMX is added
   for (int i = 0; i < 4; i++) {
-    CHECK(sets(refusing[i]) == others, "question %d was answered no", i);
-    CHECK(asked == (able ? (2 << i) - 1 : 0), "questions %x after a no to %d", asked, i);
+    CHECK(sets(refusing[i]) == others, "other sets after query %d failed", i);
+    CHECK(asked == (able ? (2 << i) - 1 : 0), "queries %x were made, although %d failed", asked, i);
   }
-  CHECK(choose_instructions(nullptr)->name == others.front(), "another set without a name");
+  CHECK(choose_instructions(nullptr)->name == others.front(), "the default is not the first set");
   if (able) others.push_back("amx");
   CHECK(sets(fine) == others, "%zu sets with AMX", sets(fine).size());
 }
@@ -194,7 +196,7 @@ int main() {
 #if defined(__x86_64__)
   if (!laneformer_emulates_amx()) chooses();
   const Kernels* kernels = choose_kernels("amx");
-  // The set that AMX is added to may not be compiled, and a processor that has AMX does not refuse all of it.
+  // The set to which AMX is added may not be compiled, and a processor with AMX does not trap all of its instructions.
   const bool runs = kAmxQueries.in_processor() && kAmxQueries.in_system() && kAmxQueries.permitted();
   if (runs && !kernels) kernels = laneformer_kernels_amx(&others);
   if (kernels) {

@@ -1,5 +1,5 @@
-// Runs AMX's instructions on x86-64 processors that refuse them: a signal handler decodes each one and computes it on
-// kernels/tile_registers.h's registers in plain code. Linux.
+// Runs AMX's instructions on x86-64 processors without AMX: a signal handler decodes each instruction and executes it
+// on the emulated registers of kernels/tile_registers.h. Linux only.
 #pragma once
 
 #include <ucontext.h>
@@ -18,7 +18,7 @@ namespace {
 
 long trapped = 0;
 
-// Of a memory operand: its parts, and the bytes behind the ModRM byte.
+// A memory operand: its base and index, and the number of bytes after the ModRM byte.
 struct Operand {
   int64_t base = 0, index = 0;
   int size = 0;
@@ -40,7 +40,7 @@ struct Operand {
     if (mod != 0 || number != 5) {
       base = registers[kOrder[number | extended_base << 3]];
     } else if (rm == 5) {
-      base = next + size;  // beside the instruction pointer
+      base = next + size;  // relative to the instruction pointer
     }
     base += displacement;
   }
@@ -50,7 +50,7 @@ void run_trapped(int, siginfo_t*, void* context) {
   greg_t* const registers = ((ucontext_t*)context)->uc_mcontext.gregs;
   const uint8_t* const at = (const uint8_t*)registers[REG_RIP];
   const uint8_t* const modrm = at + 4;
-  // VEX.128 of 0F38 without W: prefixes as 0 (none), 2 (F3), 3 (F2).
+  // VEX.128 encodings of 0F38 with W = 0. Prefixes are 0 (none), 2 (F3) and 3 (F2).
   const bool known = at[0] == 0xc4 && (at[1] & 0x1f) == 2 && (at[2] & 0x84) == 0;
   const int prefix = at[2] & 3, source = ~at[2] >> 3 & 15, target = *modrm >> 3 & 7,
             code = known ? at[3] << 4 | prefix : 0;
@@ -70,7 +70,7 @@ void run_trapped(int, siginfo_t*, void* context) {
   } else if (code == 0x5c2 && !memory) {
     tiles.multiply(target, *modrm & 7, source);
   } else {
-    std::signal(SIGILL, SIG_DFL);  // ends the program at this instruction
+    std::signal(SIGILL, SIG_DFL);  // the program then ends at this instruction
     return;
   }
   registers[REG_RIP] += 5 + (memory ? operand.size : 0);

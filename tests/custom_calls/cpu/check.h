@@ -1,4 +1,4 @@
-// What the native tests share: a check that names its place, and random numbers that are the same everywhere.
+// Shared by the native tests: a check that reports its place, and random numbers that are equal on all machines.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 #include <cstring>
 #include <vector>
 
-// The rest is what to say of a failure, as for printf.
+// Ends the program with a message if the condition is false. The other arguments are those of printf.
 #define CHECK(condition, ...)                                              \
   do {                                                                     \
     if (!(condition)) {                                                    \

@@ -1,4 +1,4 @@
-// A small random model for decoder_test.cc, and calls of it with their results.
+// A small random model for decoder_test.cc, and functions that call it.
 #pragma once
 
 #include <cstring>
@@ -15,9 +15,20 @@ constexpr int kLayers = 2, kHidden = 20, kHeads = 2, kKvHeads = 1, kHeadDim = 6,
 
 enum class Layout { delayed, ladder, desync, early };
 
-enum Weights { kNorm, kWq, kWk, kWv, kWo, kFfnNorm, kW1, kW3, kW2, kOfLayer };  // of a layer, after the embedding
+enum Weights {
+  kNorm,
+  kWq,
+  kWk,
+  kWv,
+  kWo,
+  kFfnNorm,
+  kW1,
+  kW3,
+  kW2,
+  kOfLayer
+};  // of each layer; weight 0 is the embedding
 
-// A model's plan as words, by hand: the format of custom_calls/words.py.
+// A model's plan as words in the format of custom_calls/words.py, written by hand.
 struct Model {
   std::vector<int32_t> words;
   std::vector<float> floats;
@@ -27,7 +38,7 @@ struct Model {
   Model(int lanes, Layout layout, int head_type, int capacity = kCapacity, Dtype weight = Dtype::bf16,
         Dtype cache = Dtype::f16, bool rounded = false, bool experts = false)
       : lanes(lanes), head_type(head_type), vocab(head_type == 2 ? kVocab / lanes * lanes : kVocab), experts(experts) {
-    add({6, 0, 0, (2 * kLayers + 1) * kHidden});  // the counts of words and floats are written at the end
+    add({6, 0, 0, (2 * kLayers + 1) * kHidden});  // the counts of words and floats are filled in at the end
     weights();
     add({1, kHeadDim / 2, (int)floats.size(), kHeadDim / 2});  // one rotation; its factor follows the frequencies
     for (int i = 0; i < kHeadDim / 2; i++) floats.push_back(std::pow(100.0f, -2.0f * (float)i / kHeadDim));
@@ -116,20 +127,20 @@ struct Model {
     add({modules + 1});
     for (int t = 0; t <= modules; t++) {
       switch (layout) {
-        case Layout::delayed:  // own parts at once, the others' one module later
+        case Layout::delayed:  // own parts are added at once, those of other lanes one module later
           add({t == 0 || t == modules ? 1 : 2});
           if (t < modules) own(t, t == 0 ? more : one);
           if (t > 0) lands_without(t - 1, t - 1);
           break;
-        case Layout::ladder:  // the whole sum one module later
+        case Layout::ladder:  // the whole sum lands one module later
           add({t > 0});
           if (t > 0) lands(t - 1);
           break;
-        case Layout::desync:  // every module is summed, with the mean of the streams
+        case Layout::desync:  // each module's sum lands at once, with the mean of the streams
           add({t < modules ? 2 : 0});
           if (t < modules) own(t, one), lands(t);
           break;
-        case Layout::early:  // summed at once, and landing again two modules later
+        case Layout::early:  // the first sums land at once, and again two modules later
           add({t == modules ? 0 : t < 2 ? 1 : 2});
           if (t < 2) lands(t);
           if (t >= 2 && t < modules) own(t, one), lands_without(t - 2, t - 2);

@@ -1,6 +1,5 @@
-// Whole generations of a small random model: any number of threads draws the same, whatever delays them; cancelling,
-// and workers that do not come. For ThreadSanitizer above all, which knows when two of them touch the same memory
-// without having met.
+// Whole answers of a small random model: any number of threads draws the same tokens under any delays. Also cancelled
+// calls and late workers. ThreadSanitizer runs this program to find accesses to memory without synchronization.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -23,20 +22,20 @@ struct Counts {
   int64_t passes = 0, drafted = 0;
 };
 
-// Passes of several rows draw what passes of one do, whatever the drafts are.
+// Passes of several rows draw the same tokens as passes of one row, with any drafts.
 void any_drafts(Decoder& decoder, const Result& expected, int prompt, int limit, const char* what) {
   Speculation speculation;
   speculation.most = kMostRows - 1;
-  same(expected, generate(decoder, prompt, limit, speculation), what);  // from the text
+  same(expected, generate(decoder, prompt, limit, speculation), what);  // drafts from the text
   CHECK(Counts(decoder.slot().drafting).passes <= limit - 1, "%s: too many passes", what);
-  speculation.corrected = true;  // by whatever the passes take
+  speculation.corrected = true;  // by the times of the passes
   same(expected, generate(decoder, prompt, limit, speculation), what);
   speculation.corrected = false;
   speculation.given = expected.tokens;
   same(expected, generate(decoder, prompt, limit, speculation), what);
-  const int rest = limit - 1;  // tokens after the prompt's
-  CHECK(Counts(decoder.slot().drafting).passes == (rest + kMostRows - 1) / kMostRows,
-        "%s: drafts that are right were dropped", what);
+  const int rest = limit - 1;  // tokens after the one that the prompt draws
+  CHECK(Counts(decoder.slot().drafting).passes == (rest + kMostRows - 1) / kMostRows, "%s: right drafts were dropped",
+        what);
   for (size_t i = 0; i < expected.tokens.size(); i += 3)
     speculation.given[i] = (speculation.given[i] + 1) % decoder.plan().vocab_size;
   for (const int most : {1, 2, 5, kMostRows - 1}) {
@@ -47,7 +46,7 @@ void any_drafts(Decoder& decoder, const Result& expected, int prompt, int limit,
   }
 }
 
-// Tokens do not depend on who computes them, nor on when.
+// Tokens do not depend on the number of threads or on delays.
 void any_threads(int lanes, Layout layout, int head_type, bool experts = false) {
   const Model model(lanes, layout, head_type, kCapacity, Dtype::bf16, Dtype::f16, false, experts);
   Decoder one(model.plan(), {1, false, 0, 60000, ""});
@@ -57,7 +56,7 @@ void any_threads(int lanes, Layout layout, int head_type, bool experts = false) 
     if (expected.tokens[i] != expected.tokens[0])
       break;
     else
-      CHECK(i + 1 < expected.tokens.size(), "all tokens are %d: this proves little", expected.tokens[0]);
+      CHECK(i + 1 < expected.tokens.size(), "all tokens are %d, so this test proves little", expected.tokens[0]);
   struct {
     int threads;
     bool messages;
@@ -78,8 +77,8 @@ void any_threads(int lanes, Layout layout, int head_type, bool experts = false) 
   any_drafts(one, generate(one, 3, 40), 3, 40, "one thread, three passes");
 }
 
-// Products in pieces: gate and partner apart, quantized tiles before others, columns in another order with some of
-// zeros.
+// Products in pieces: separate pieces of gate and up, quantized tiles before others, columns in another order, columns
+// of zeros.
 class Pieces {
  public:
   explicit Pieces(const plan::Plan& plan) : state_(plan, {1, false, 0, 60000, ""}) {
@@ -128,10 +127,9 @@ void any_threads_with_pieces() {
   }
 }
 
-// Any company, same bits: a prompt in calls of any length gives the logits and the caches of one call, and so does one
-// token after the other.
+// A prompt in calls of any length, also token by token, gives the logits and the caches of one call.
 void any_company(const char* instructions, Dtype weight, Dtype cache, bool rounded, bool experts = false) {
-  constexpr int kLong = 300, kDrawn = 3;  // the keys of two chunks, and a window that begins anywhere
+  constexpr int kLong = 300, kDrawn = 3;  // two chunks of keys, and a window that begins inside a chunk
   const Model model(2, Layout::delayed, 0, 320, weight, cache, rounded, experts);
   Decoder decoder(model.plan(), {2, false, 0, 60000, instructions});
   pack(decoder);
@@ -150,12 +148,12 @@ void any_company(const char* instructions, Dtype weight, Dtype cache, bool round
     }
     CHECK(std::memcmp(whole.logits.data(), pieces.logits.data(), whole.logits.size() * sizeof(float)) == 0 &&
               whole.caches == pieces.caches,
-          "%s, dtypes %d and %d%s: %d tokens at a time depend on the others", instructions, (int)weight, (int)cache,
+          "%s, dtypes %d and %d%s: calls of %d tokens give other bits", instructions, (int)weight, (int)cache,
           rounded ? ", rounded" : "", step);
   }
 }
 
-// The tokens that a call may draw next, of which there are some: a function of the call and the token's number.
+// The mask of the tokens that a call may draw next, a few of them. It is a function of the call and the token's number.
 std::vector<uint32_t> mask_of(int call, int number) {
   Random random(1000 * call + number + 1);
   std::vector<uint32_t> words((kVocab + 31) / 32);
@@ -166,7 +164,7 @@ std::vector<uint32_t> mask_of(int call, int number) {
   return words;
 }
 
-// The host of a masked call, which takes up to that many microseconds for a mask.
+// Acts as the host of a masked call. It takes up to delay_us microseconds for each mask.
 void give_masks(Decoder& decoder, int slot, int call, int limit, int delay_us) {
   Random random(call);
   for (int32_t n = 0; n < limit; n++) {
@@ -178,8 +176,8 @@ void give_masks(Decoder& decoder, int slot, int call, int limit, int delay_us) {
   }
 }
 
-// Calls that run together draw what each draws alone, whatever joins and leaves meanwhile; drafts, prices, masks that
-// come late and prompts copied from each other decide the rows of passes, never a bit.
+// Calls that run together draw the same tokens as each call alone, whichever calls join and leave meanwhile. Drafts,
+// prices, late masks and copied prompts change the rows of passes, but no bit.
 void together(int threads, bool messages, int chaos_us, bool experts) {
   constexpr int kSlots = 4, kEach = 6;
   const Model model(2, Layout::delayed, 0, kCapacity, Dtype::bf16, Dtype::f16, false, experts);
@@ -225,14 +223,14 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
     answers.back().tokens.resize(alone.slot().drawn);
     order.call = call;
     if (i % 2 && !call.masked) order.call.speculation.most = 1 + random.below(kMostRows - 1);
-    if (i % 4 == 1 && !call.masked) {  // drafts that are right but for some
+    if (i % 4 == 1 && !call.masked) {  // drafts that are right except for some
       order.call.speculation.given = answers.back().tokens;
       for (int32_t& token : order.call.speculation.given)
         if (random.below(5) == 0) token = (token + 1) % kVocab;
     }
     orders.push_back(order);
   }
-  for (const float slope : {0.0f, 0.1f, 0.4f, 0.6f}) {  // of prices: full blocks beside others, some rows, one, nothing
+  for (const float slope : {0.0f, 0.1f, 0.4f, 0.6f}) {  // rows of a prompt beside other calls: a block, some, one, none
     for (Order& order : orders)
       for (int i = 0; i < kMostRows; i++) order.call.speculation.prices[i] = 1 + slope * (float)i;
     std::atomic<int64_t> shared{0}, copied{0};
@@ -251,7 +249,7 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
           Adjustment adjustment = order.adjustment;
           if (call.adjustment) call.adjustment = &adjustment;
           std::this_thread::sleep_for(std::chrono::microseconds(waits.below(300)));
-          announced[s] = decoder.schedule().begin(s) << 8 | order.prompt;  // all prompts begin alike
+          announced[s] = decoder.schedule().begin(s) << 8 | order.prompt;  // all prompts begin with the same tokens
           const int other = waits.below(kSlots);
           const int64_t theirs = announced[other];
           if (theirs && waits.below(4))
@@ -277,21 +275,21 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
                     std::memcmp(slot.answer.logprobs.data(), answers[i].logprobs.data(), drawn * sizeof(float)) == 0 &&
                     std::memcmp(slot.answer.top_tokens.data(), answers[i].top_tokens.data(), 3 * drawn * sizeof(int)) ==
                         0,
-                "call %d of slot %d depends on its company", i, s);
+                "call %d of slot %d depends on other calls", i, s);
           CHECK(std::memcmp(own.logits.data(), right.logits.data(), (int64_t)drawn * kVocab * sizeof(float)) == 0,
-                "call %d of slot %d: other logits in company", i, s);
-          // Rows of drafts that were wrong lie behind the text.
+                "call %d of slot %d: other logits beside other calls", i, s);
+          // Rows of wrong drafts are beyond the end of the text.
           const int64_t filled = call.start + slot.absorbed + std::max(drawn - 1, 0);
           const int64_t bytes = filled * kKvHeads * kHeadDim * bytes_of((Dtype)decoder.plan().cache_dtype);
           for (size_t c = 0; c < own.caches.size(); c++)
             CHECK(std::memcmp(own.caches[c].data(), right.caches[c].data(), bytes) == 0,
-                  "call %d of slot %d: another cache %zu in company", i, s, c);
-          if (end != End::cancelled) CHECK(own.seen == right.seen, "call %d: other tokens were seen", i);
+                  "call %d of slot %d: another cache %zu beside other calls", i, s, c);
+          if (end != End::cancelled) CHECK(own.seen == right.seen, "call %d: `seen` has other tokens", i);
         }
       });
     for (std::thread& client : clients) client.join();
-    CHECK(copied > 0, "no prompt was copied where a pass costs %g", 1 + slope);
-    CHECK(slope > 0.5f ? shared == 0 : shared > 0, "%d passes were shared where one costs %g", (int)shared, 1 + slope);
+    CHECK(copied > 0, "no prompt was copied with a price of %g", 1 + slope);
+    CHECK(slope > 0.5f ? shared == 0 : shared > 0, "%d passes were shared with a price of %g", (int)shared, 1 + slope);
   }
 }
 
@@ -314,11 +312,11 @@ void cancelling(bool messages) {
   other.join();
   CHECK(end == End::cancelled && decoder.slot().finished(), "ended by %d", (int)end);
   CHECK(decoder.slot().drawn_tokens() >= seen && decoder.slot().drawn_tokens() < buffers.call.limit,
-        "%d tokens, %d were seen", decoder.slot().drawn_tokens(), seen);
+        "%d tokens, %d of them streamed", decoder.slot().drawn_tokens(), seen);
   CHECK(decoder.wait(decoder.slot().drawn_tokens(), 60000) == decoder.slot().drawn_tokens(),
-        "waiting for an ended call");
+        "wait after the end of the call");
   decoder.schedule().begin(0);
-  decoder.slot().cancel.store(1);  // before it begins
+  decoder.slot().cancel.store(1);  // before the call starts
   CHECK(decoder.run(buffers.call) == End::cancelled && decoder.slot().drawn_tokens() == 0,
         "%d tokens of a cancelled call", decoder.slot().drawn_tokens());
   buffers.call.limit = 4;
@@ -326,8 +324,8 @@ void cancelling(bool messages) {
         decoder.slot().drawn_tokens());
 }
 
-// Delays about as long as the patience: some calls fail, and leave nothing behind that the others could take for
-// theirs. How much patience that takes depends on what else the machine does.
+// Delays are about as long as the timeout, so some calls fail. The next calls must not use anything that a failed call
+// left. The timeout that lets only some calls fail depends on the machine's load, so several are tried.
 void failing(bool messages) {
   constexpr int kDelayMs = 30;
   const Model model(2, Layout::delayed, 0);
@@ -346,19 +344,19 @@ void failing(bool messages) {
       } catch (const std::runtime_error& error) {
         const std::string text = error.what();
         CHECK(text.find(" " + std::to_string(patience) + " ms") != std::string::npos, "%s", text.c_str());
-        CHECK(hasty.slot().finished(), "a failed call goes on");
+        CHECK(hasty.slot().finished(), "a failed call has not ended");
         failed++;
       }
     }
   }
-  CHECK(failed > 0 && came > 0, "%d calls failed, %d came after one that did", failed, came);
+  CHECK(failed > 0 && came > 0, "%d calls failed, %d succeeded after a failure", failed, came);
 }
 
-// Words that are cut short or changed: an exception, or a plan that is still whole, and no access out of bounds.
+// Truncated or changed words cause an exception or decode as a valid plan, without accesses out of bounds.
 void damaged_plans(bool experts) {
   const Model model(2, Layout::delayed, 0, kCapacity, Dtype::bf16, Dtype::f16, false, experts);
   const auto decodes = [](const std::vector<int32_t>& words, size_t floats, const std::vector<float>& values) {
-    const std::vector<int32_t> exact(words);  // so that a checker sees what lies behind them
+    const std::vector<int32_t> exact(words);  // without spare capacity, so that sanitizers detect reads beyond the end
     try {
       plan::decode(exact.data(), exact.size(), values.data(), floats);
     } catch (const std::runtime_error& error) {
@@ -372,7 +370,7 @@ void damaged_plans(bool experts) {
     std::vector<int32_t> words(model.words.begin(), model.words.begin() + (int64_t)length);
     CHECK(!decodes(words, model.floats.size(), model.floats), "%zu words", length);
     if (length > 1) words[1] = (int32_t)length;
-    CHECK(!decodes(words, model.floats.size(), model.floats), "%zu words that say so", length);
+    CHECK(!decodes(words, model.floats.size(), model.floats), "%zu words with that count", length);
   }
   CHECK(!decodes(model.words, model.floats.size() - 1, model.floats), "a float is missing");
   int refused = 0;
@@ -402,7 +400,7 @@ void refusing() {
   const std::vector<float> zeros(kHidden + 1);
   CHECK(refused([&] { decoder.pack(-1, zeros.data(), 1, Dtype::f32); }), "weight -1");
   CHECK(refused([&] { decoder.pack(kOfLayer * kLayers + 3, zeros.data(), 1, Dtype::f32); }), "an unknown weight");
-  CHECK(refused([&] { decoder.pack(1, zeros.data(), kHidden + 1, Dtype::f32); }), "a norm with one gain too many");
+  CHECK(refused([&] { decoder.pack(1, zeros.data(), kHidden + 1, Dtype::f32); }), "a norm with an extra gain");
   Buffers first(decoder.plan(), 1, 20), second(decoder.plan(), 1, 2);
   decoder.schedule().begin(0);
   std::thread other([&] {
@@ -413,8 +411,8 @@ void refusing() {
   other.join();
   CHECK(decoder.slot().drawn_tokens() == 20, "the second of two calls at once changed the first: %d tokens",
         decoder.slot().drawn_tokens());
-  CHECK(decoder.read_pass() > 0, "a pass over the weights");
-  CHECK(decoder.time_passes({1, kMostRows}, 2).at(1) > 0, "a pass of several rows");
+  CHECK(decoder.read_pass() > 0, "no time for a pass over the weights");
+  CHECK(decoder.time_passes({1, kMostRows}, 2).at(1) > 0, "no time for a pass of several rows");
   CHECK(refused([&] { decoder.time_passes({kMostRows}, kCapacity); }), "more passes than the context has room for");
   CHECK(refused([&] { decoder.schedule().speculate(kMostRows, Speculation().prices.data(), false); }),
         "more drafts than rows");

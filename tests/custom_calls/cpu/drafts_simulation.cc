@@ -1,10 +1,10 @@
-// What drafts are worth on known texts, with a simulated clock: test_drafts.py gives the texts, the prices that drafts
-// begin with and those that passes have here.
+// Simulates drafts on known texts with a simulated clock. test_drafts.py supplies the texts, the prices at the start
+// and the true prices.
 //
-// Arguments: a file of int32, of each text its number of prompt tokens, that of answer tokens, then the tokens; whether
-// each text has a session of its own; a seed; the deviation of pass times, the chance of a disturbed pass; prices of
-// 1, 2, ... rows to begin with, then the true ones. Prints a line for each text: time with drafts over that without,
-// passes, drafts, right drafts.
+// Arguments: a file of int32 that contains, for each text, the number of prompt tokens, the number of answer tokens and
+// the tokens; whether each text has its own session; a seed; the deviation of pass times; the chance of a disturbed
+// pass; the prices of 1, 2, ... rows at the start, then the true prices. Prints one line for each text: time as a
+// multiple of the time without drafts, passes, drafts, right drafts, and the last prices of 2, 4, 8 and 16 rows.
 #include <cmath>
 #include <fstream>
 #include <random>
@@ -28,7 +28,7 @@ int main(int, char** arguments) {
   for (double& price : truth) price = std::atof(*++argument);
   std::normal_distribution<double> noise(0, deviation);
   std::uniform_real_distribution<double> chance;
-  const auto measured = [&](int rows) {  // as the clock shows it: what disturbs a pass has nothing to do with drafts
+  const auto measured = [&](int rows) {  // the measured time; disturbances are independent of drafts
     return truth[rows - 1] * std::exp(noise(random)) * (chance(random) < disturbed ? 2 + 4 * chance(random) : 1);
   };
   Prices prices;
@@ -39,7 +39,7 @@ int main(int, char** arguments) {
     if (fresh) prices = {};
     Drafts drafts;
     drafts.begin(speculation, prices);
-    for (int i = 0; i <= sizes[0]; i++) drafts.add(text[i]);  // the prompt draws the first token
+    for (int i = 0; i <= sizes[0]; i++) drafts.add(text[i]);  // the prompt's pass draws the first token
     double time = 0;
     int passes = 0, drafted = 0, right = 0;
     const int32_t* const answer = text.data() + sizes[0];

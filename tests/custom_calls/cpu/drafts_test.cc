@@ -1,4 +1,4 @@
-// Drafts from the text: what they copy, how many they are, and what they learn.
+// Drafts from the text: the tokens that they copy, their number, and their running rates and prices.
 #include "../common/drafts.h"
 
 #include <algorithm>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kMost = kMostRows - 1;
 
-// A text and its drafts.
+// A text, and the drafts made from it.
 struct Writer {
   Speculation speculation;
   std::vector<int32_t> text;
@@ -47,7 +47,7 @@ std::vector<int32_t> random_text(int n, int vocab, int seed) {
   return text;
 }
 
-// Drafts follow the newest place of the longest n-gram, as searching the whole text finds it.
+// Drafts follow the newest place of the longest n-gram, which a search of the whole text finds too.
 void drafts_are_those_of_a_search() {
   for (const int vocab : {1, 2, 3, 20, 300}) {
     Writer writer;
@@ -71,7 +71,7 @@ void drafts_are_those_of_a_search() {
   }
 }
 
-// A long text that is written again is drafted whole, as soon as a few tokens agree.
+// If a long text is repeated, all its tokens are drafted once a few tokens agree.
 void a_copy_is_drafted() {
   const std::vector<int32_t> text = random_text(5000, 30000, 1);
   Writer writer;
@@ -86,15 +86,15 @@ void a_copy_is_drafted() {
     CHECK(drafts.size() == expected, "%zu drafts after %d tokens", drafts.size(), i + 1);
     CHECK(std::equal(drafts.begin(), drafts.end(), text.begin() + i + 1), "other drafts after %d tokens", i + 1);
   }
-  CHECK(writer.propose(3).size() == 3 && writer.propose(0).empty(), "the limit of a pass");
+  CHECK(writer.propose(3).size() == 3 && writer.propose(0).empty(), "more drafts than the limit of a pass");
 }
 
 void the_newest_and_the_longest_match_wins() {
   Writer writer;
   writer.write({1, 2, 3, 4, 5, 9, 2, 3, 6, 7, 1, 2, 3});
-  CHECK(writer.propose().at(0) == 4, "of three tokens");
+  CHECK(writer.propose().at(0) == 4, "not the match of three tokens");
   writer.write({8, 2, 3});
-  CHECK(writer.propose().at(0) == 8, "of two tokens");
+  CHECK(writer.propose().at(0) == 8, "not the newest match of two tokens");
 }
 
 void another_text_ends() {
@@ -108,7 +108,7 @@ void another_text_ends() {
 void prices_decide() {
   Speculation speculation = Writer::all();
   const std::vector<int32_t> text = random_text(100, 1000, 2);
-  const auto drafts = [&] {  // of a long match
+  const auto drafts = [&] {  // number of drafts after a long match
     Writer writer(speculation);
     writer.write(text), writer.write({text.begin(), text.begin() + 30});
     return (int)writer.propose().size();
@@ -121,7 +121,8 @@ void prices_decide() {
   CHECK(drafts() == kMost, "drafts that cost nothing");
 }
 
-// Wrong drafts are made no more where they cost something; once they would be right, they come back.
+// Drafts that cost time are no longer checked after they were wrong. Once they would have been right, they are checked
+// again.
 void rates_are_learned() {
   Speculation speculation = Writer::all();
   for (int rows = 1; rows < kMostRows; rows++) speculation.prices[rows] = 1.25f;
@@ -134,27 +135,27 @@ void rates_are_learned() {
   CHECK(misses > 1 && misses < 60, "%d wrong drafts", misses);
   int hits = 0;
   for (; hits < 200 && writer.propose().empty(); hits++) writer.drafts.learn(&text[30], 1, 1);
-  CHECK(hits > 0 && hits < 20, "%d right ones", hits);
+  CHECK(hits > 0 && hits < 20, "%d right drafts", hits);
 }
 
 void given_drafts() {
   Speculation speculation = Writer::all();
   speculation.given = {4, 5, -1, 6};
   Writer writer(speculation);
-  CHECK(writer.propose() == std::vector<int32_t>({4, 5}), "up to the first that is none");
+  CHECK(writer.propose() == std::vector<int32_t>({4, 5}), "not the drafts before the first -1");
   int32_t found[kMost];
-  CHECK(writer.drafts.propose(3, kMost, found) == 1 && found[0] == 6, "by number");
-  CHECK(writer.drafts.propose(4, kMost, found) == 0, "beyond the last");
+  CHECK(writer.drafts.propose(3, kMost, found) == 1 && found[0] == 6, "not the draft of token 3");
+  CHECK(writer.drafts.propose(4, kMost, found) == 0, "a draft beyond the last");
 }
 
 // ------------------------------------------------------------------------------------------------------------- prices
 
-// A session whose passes of n rows take truth(n), with noise.
+// The prices of a session, and passes with noisy times.
 struct Clock {
   Speculation speculation = Writer::all();
   Prices prices;
   Random random{7};
-  double unit = 0.013;  // of any length
+  double unit = 0.013;  // time of a pass of one row; any value
 
   explicit Clock(const std::function<float(int)>& list) {
     speculation.corrected = true;
@@ -185,10 +186,10 @@ void wrong_prices_converge() {
     for (int rows = 2; rows <= kMostRows; rows++)
       CHECK(clock.prices.of(rows) >= clock.prices.of(rows - 1) && clock.prices.of(rows) <= (float)rows,
             "%d rows cost %.2f", rows, clock.prices.of(rows));
-    for (int i = 0; i < 20; i++) clock.pass(2, truth(2));  // which say little of the others
+    for (int i = 0; i < 20; i++) clock.pass(2, truth(2));  // these say little about other numbers of rows
     CHECK(clock.error(truth, sizes) < 0.2, "off by %.2f after passes of two rows", clock.error(truth, sizes));
     for (int i = 0; i < 12; i++)
-      for (const int rows : sizes) clock.pass(1, 1), clock.pass(rows, list(rows));  // the machine has changed
+      for (const int rows : sizes) clock.pass(1, 1), clock.pass(rows, list(rows));  // times have changed
     CHECK(clock.error(list, sizes) < 0.12, "off by %.2f after a change", clock.error(list, sizes));
   }
 }
@@ -209,18 +210,18 @@ void a_disturbed_pass_changes_nothing() {
   };
   clock.pass(1, 1);
   clock.pass(4, 10 * dear(4));
-  check("the first one");
+  check("after the first pass");
   for (int i = 0; i < 40; i++) {
     const double slow = i % 7 == 6 ? 5 : 1;
     clock.pass(1, i % 5 == 4 ? 3 : 1);
     clock.pass(2 + 2 * (i % 3), slow * dear(2 + 2 * (i % 3)));
-    check("every seventh");
+    check("with every seventh pass disturbed");
   }
   for (int i = 0; i < 100; i++) clock.pass(1, 1), clock.pass(4, dear(4));
   for (const double unit : {0.03, 0.001}) {  // all passes become slower or faster
     clock.unit = unit;
     for (int i = 0; i < 5; i++) clock.pass(1, 1);
-    for (int i = 0; i < 9; i++) clock.pass(4, dear(4)), check("another unit");
+    for (int i = 0; i < 9; i++) clock.pass(4, dear(4)), check("with another unit");
   }
 }
 
@@ -234,15 +235,15 @@ void rows_are_tried_step_by_step() {
   int32_t found[kMost];
   for (int rows = 2; rows <= kMostRows; rows *= 2) {
     CHECK(clock.prices.most_rows() == rows, "%d", clock.prices.most_rows());
-    CHECK(1 + drafts.propose(0, kMost, found) == rows, "of %d rows", rows);
+    CHECK(1 + drafts.propose(0, kMost, found) == rows, "not a pass of %d rows", rows);
     clock.pass(1, 1);
     clock.pass(rows, 1);
   }
   clock.prices.begin(clock.speculation);
-  CHECK(clock.prices.most_rows() == kMostRows, "the next call");
+  CHECK(clock.prices.most_rows() == kMostRows, "the next call starts with fewer rows");
   clock.speculation.prices[1] = 1.5f;
   clock.prices.begin(clock.speculation);
-  CHECK(clock.prices.most_rows() == 2 && clock.prices.of(2) == 1.5f, "another list");
+  CHECK(clock.prices.most_rows() == 2 && clock.prices.of(2) == 1.5f, "another list does not reset the prices");
 }
 
 void prices_that_are_not_corrected_stay() {
@@ -254,7 +255,7 @@ void prices_that_are_not_corrected_stay() {
         clock.prices.of(4));
 }
 
-// An answer begins with little to lose; a rate that says that nearly all drafts are right may risk more.
+// An answer may lose little at its start. If nearly all drafts of a class are right, a pass may risk more.
 void an_answer_loses_little() {
   Speculation speculation = Writer::all();
   for (int rows = 2; rows <= kMostRows; rows++) speculation.prices[rows - 1] = 1.2f;
@@ -263,30 +264,31 @@ void an_answer_loses_little() {
   other.write(text), other.write({text.begin(), text.begin() + 8});
   const int32_t drawn[] = {text[8]};
   const auto proposed = [&] { return !other.propose().empty(); };
-  CHECK(!proposed(), "0.2 passes at once");
+  CHECK(!proposed(), "a pass risks 0.2 passes at the start");
   int passes = 1;
-  for (; passes < 100; passes++) {  // each leaves a share to lose, and no draft is checked
+  for (; passes < 100; passes++) {  // each pass adds to what may be lost, and no draft is checked
     other.propose(0), other.drafts.learn(drawn, 1, 1);
     if (proposed()) break;
   }
   CHECK(passes > 10 && passes < 30, "%d passes", passes);
   Writer copy(speculation);
   copy.write(text), copy.write({text.begin(), text.begin() + 20});
-  CHECK(copy.propose().size() == kMost, "a long match");
+  CHECK(copy.propose().size() == kMost, "fewer drafts after a long match");
   const int32_t right[] = {text[20], text[21]};
   copy.drafts.learn(right, 2, 4);
-  CHECK(copy.propose().empty(), "after a pass that has cost four");
+  CHECK(copy.propose().empty(), "drafts after a pass with a cost of four");
 }
 
 void trials_are_saved_for() {
   Clock clock(dear);
   for (int i = 0; i < 100; i++) clock.pass(1, 1);
-  CHECK(!clock.prices.try_for(0.31f) && clock.prices.try_for(0.2f) && !clock.prices.try_for(0.2f), "0.3 after 100");
+  CHECK(!clock.prices.try_for(0.31f) && clock.prices.try_for(0.2f) && !clock.prices.try_for(0.2f),
+        "100 passes do not save 0.3");
   for (int i = 0; i < 10000; i++) clock.pass(1, 1);
-  CHECK(!clock.prices.try_for(1.01f) && clock.prices.try_for(0.9f), "1 at most");
+  CHECK(!clock.prices.try_for(1.01f) && clock.prices.try_for(0.9f), "10,000 passes do not save 1");
 }
 
-// A list that says that drafts never pay is found out by trials, while a text is copied; a right one stays.
+// While a text is copied, trials correct a list by which drafts never pay. A list that is right stays.
 void drafts_start_again() {
   for (const bool wrong : {true, false}) {
     const auto never = [](int rows) { return 0.99f * (float)rows; };
@@ -313,8 +315,8 @@ void drafts_start_again() {
   }
 }
 
-// A text whose drafts are all wrong, or right up to the same place, costs 1 % at most, and 0.1 passes; with a list that
-// is too low that is found out before.
+// An answer whose drafts are all wrong, or right up to the same place, loses at most 1 % and 0.5 passes. With a list
+// that is too low, all answers together lose at most 1 %.
 void drafts_of_an_adversary_cost_little() {
   for (const int right : {0, 1, 2, 5, 14})
     for (const bool low : {false, true}) {
@@ -329,7 +331,7 @@ void drafts_of_an_adversary_cost_little() {
         for (const int32_t token : text) drafts.add(token);
         double here = 0;
         int drawn = 0;
-        for (int at = 0; drawn < 300;) {  // the text again, but for one token after some that are right
+        for (int at = 0; drawn < 300;) {  // the text again, except that some tokens out of 20 differ
           int32_t next[kMostRows], proposed[kMostRows];
           for (int i = 0; i < kMostRows; i++) next[i] = text[(at + i) % 400] + ((at + i) % 20 < 20 - right ? 0 : 30000);
           const int count = drafts.propose(0, kMost, proposed);

@@ -1,5 +1,5 @@
-// Every table of kernels that this machine runs, against sums in double and conversions by the definition of the
-// formats.
+// Checks every table of kernels that this machine supports against sums in double, and against conversions by the
+// definition of the formats.
 #include "latents.h"
 
 #if defined(__x86_64__)
@@ -16,7 +16,8 @@ std::vector<uint32_t> all_widened(Dtype dtype) {
   return bits;
 }
 
-// Every pattern to float32 and back. Whole numbers only: this also runs while arithmetic takes subnormals for zero.
+// Converts every pattern to float32 and back. The comparison uses integers, because this also runs while arithmetic
+// treats subnormals as zero.
 void round_trips(const Kernels& k, Dtype dtype, const std::vector<uint32_t>& expected) {
   std::vector<uint16_t> all(1 << 16), back(all.size());
   for (size_t i = 0; i < all.size(); i++) all[i] = (uint16_t)i;
@@ -37,15 +38,16 @@ void round_trips(const Kernels& k, Dtype dtype, const std::vector<uint32_t>& exp
 }
 
 void halves(const Kernels& k, Dtype dtype) {
-  for (int n = 1; n < 40; n++) {  // the ends of vectors, and nothing behind them
+  for (int n = 1; n < 40; n++) {  // the ends of vectors, and no write beyond them
     std::vector<uint16_t> from(n);
     for (int i = 0; i < n; i++) from[i] = (uint16_t)(0x3c00 + i);
     std::vector<float> some(n + 1, 7);
     k.widen(dtype, from.data(), n, some.data());
     for (int i = 0; i < n; i++) CHECK(some[i] == value_of(dtype, from[i]), "%s: %d of %d is %g", k.name, i, n, some[i]);
-    CHECK(some[n] == 7, "%s: widen wrote behind %d", k.name, n);
+    CHECK(some[n] == 7, "%s: widen wrote beyond %d", k.name, n);
   }
-  // Between two neighbours: to the nearer, from the middle to the even one; beyond the last to infinity.
+  // A value between two neighbours is rounded to the nearer one, in the middle to the even one. Beyond the largest
+  // number, the upper neighbour is infinity.
   for (uint32_t i = 0; i < 0x7fff; i++) {
     const double low = value_of(dtype, (uint16_t)i);
     if (std::isnan(low) || std::isinf(low)) break;
@@ -64,7 +66,7 @@ void halves(const Kernels& k, Dtype dtype) {
   }
 }
 
-// Keys that query p sees among first..last - 1, one after the other in double.
+// Checks attention against sums in double over the keys that each query sees among first..last - 1.
 void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64_t first, int64_t last, int64_t start,
             int64_t window, int positions) {
   Random random(e + 7 * kv_heads + (uint64_t)last);
@@ -75,7 +77,7 @@ void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64
   std::vector<float> out((int64_t)positions * heads * (e + 2) + 1, 7);
   k.attend({q.data(), keys.data.data(), values.data.data(), out.data(), dtype, kv_heads, group, e, first, last, start,
             window, positions, keys.data.data(), values.data.data(), last % 2 ? first : 0});
-  CHECK(out.back() == 7, "%s: attend wrote behind its result", k.name);
+  CHECK(out.back() == 7, "%s: attend wrote beyond its result", k.name);
   for (int p = 0; p < positions; p++)
     for (int h = 0; h < heads; h++) {
       const float* got = out.data() + ((int64_t)p * heads + h) * (e + 2);
@@ -110,7 +112,7 @@ void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64
       }
     }
   std::vector<float> alone((int64_t)heads * (e + 2));
-  for (int p = 0; p < positions; p++) {  // any company, same bits
+  for (int p = 0; p < positions; p++) {  // each position alone must have the same bits
     const int64_t low = std::max(first, start + p - window + 1), high = std::min(last, start + p + 1);
     if (low >= high) continue;
     k.attend({q.data() + (int64_t)p * heads * e, keys.data.data(), values.data.data(), alone.data(), dtype, kv_heads,
@@ -129,15 +131,15 @@ void attends(const Kernels& k) {
       attend(k, dtype, e, 2, 3, 0, 70, 69, all, 1);
       attend(k, dtype, e, 1, 2, 0, 21, 5, 3, 16);
     }
-    attend(k, dtype, 24, 3, 1, 64, 200, 190, 100, 10);  // a part of the keys, of which some queries see none
+    attend(k, dtype, 24, 3, 1, 64, 200, 190, 100, 10);  // some of the keys, of which some queries see none
     attend(k, dtype, 24, 1, 4, 10, 40, 24, 1, 16);
     attend(k, dtype, 24, 1, 2, 0, 16, 20, 8, 4);
     for (int last = 1; last < 12; last++) attend(k, dtype, 8, 1, 1, 0, last, last - 1, all, 1);
     const int channels[] = {5, 64, 256, 260}, groups[] = {1, 3, 8};
     const int64_t windows[] = {all, 20, 60};
-    for (int i = 0; i < 12; i++)  // each pair of them
+    for (int i = 0; i < 12; i++)  // all pairs of channels and groups
       attend(k, dtype, channels[i / 3], 2, groups[i % 3], 0, 150, 118, windows[(i / 3 + i % 3) % 3], 32);
-    attend(k, dtype, 24, 1, 2, 64, 128, 110, 40, 32);  // some see none of the first keys, some none of the last
+    attend(k, dtype, 24, 1, 2, 64, 128, 110, 40, 32);  // some queries do not see the first keys, some not the last
     for (int group = 1; group < 20; group++) attend(k, dtype, 40, 2, group, 3, 60, 55, 30, 5);
     for (int positions = 2; positions < 49; positions++)
       for (const int64_t window : {all, int64_t{45}})
@@ -145,7 +147,7 @@ void attends(const Kernels& k) {
   }
 }
 
-// What a later position left in the cache does not reach an earlier one, were it not even a number.
+// Keys and values of a later position do not change an earlier one, even if they are not finite.
 void causal(const Kernels& k) {
   constexpr int kPositions = 32, kE = 24, kHeads = 2, kPoisoned = 20;
   Random random(3);
@@ -168,7 +170,7 @@ void norms(const Kernels& k) {
       double squares = 0;
       for (const float v : x) squares += (double)v * v;
       std::vector<float> y = x;
-      k.rms_norm(y.data(), scale.data(), eps, n, y.data());  // in place, as heads are normed
+      k.rms_norm(y.data(), scale.data(), eps, n, y.data());  // in place, as for heads
       for (int i = 0; i < n; i++) {
         const double exact = x[i] / std::sqrt(squares / n + eps) * scale[i];
         CHECK(std::fabs(y[i] - exact) <= 1e-6 * std::fabs(exact), "%s: norm of %d: %g, not %g", k.name, n, y[i], exact);
@@ -181,7 +183,7 @@ void norms(const Kernels& k) {
   }
 }
 
-// From zero, into other memory and in place, for columns that are and are not whole groups of them.
+// States advance from zero, into other memory and in place, with whole and partial groups of columns.
 void states(const Kernels& k) {
   for (const int64_t columns : {1, 2, 7, 8, 24, 129})
     for (const int64_t tiles : {1, 3}) {
@@ -194,7 +196,7 @@ void states(const Kernels& k) {
       k.advance(nullptr, decay, keys.data(), deltas.data(), columns, tiles, fresh.data());
       k.advance(from.data(), decay, keys.data(), deltas.data(), columns, tiles, moved.data());
       k.advance(same.data(), decay, keys.data(), deltas.data(), columns, tiles, same.data());
-      CHECK(fresh[n] == 7 && moved[n] == 7, "%s: advance wrote behind %d columns", k.name, (int)columns);
+      CHECK(fresh[n] == 7 && moved[n] == 7, "%s: advance wrote beyond %d columns", k.name, (int)columns);
       for (int64_t i = 0; i < n; i++) {
         const int64_t t = i / (columns * kTile), column = i / kTile % columns, row = i % kTile;
         double added = 0;
@@ -213,7 +215,7 @@ double exactly(Activation kind, double x) {
     case Activation::kNone: return x;
     case Activation::kSilu: return x / (1 + std::exp(-x));
     case Activation::kGelu: return x / 2 * std::erfc(-x / std::sqrt(2.0));
-    case Activation::kGeluPytorchTanh:  // 1 + tanh(u) without the digits that it loses where tanh is nearly -1
+    case Activation::kGeluPytorchTanh:  // 1 + tanh(u) without the cancellation where tanh is nearly -1
       return x / (1 + std::exp(-2 * std::sqrt(2 / std::acos(-1.0)) * (x + 0.044715 * x * x * x)));
     case Activation::kRelu2: return x > 0 ? x * x : 0;
     case Activation::kQuickGelu: return x / (1 + std::exp(-1.702 * x));
@@ -221,14 +223,14 @@ double exactly(Activation kind, double x) {
   return NAN;
 }
 
-// Gated and in place; errors beside |x| everywhere, and beside the result where that is not tiny.
+// Activations with a gate and in place. Errors are relative to |x| everywhere, and to the result unless it is tiny.
 void activations(const Kernels& k) {
   constexpr int kTiles = 4001;
   for (int number = 0; number < kActivations; number++) {
     const Activation kind = (Activation)number;
     std::vector<float> x = Random(3).floats(kTiles * 2 * kTile, -6, 6), out(kTiles * kTile);
     x[0] = -200, x[1] = 200, x[2] = -88, x[3] = 0, x[4] = -14, x[5] = -1e10f, x[6] = 1e10f, x[7] = NAN;
-    x[8] = -100, x[9] = -177, x[10] = -10.6f;  // where the exponential of -x, or of the approximation's, overflows
+    x[8] = -100, x[9] = -177, x[10] = -10.6f;  // the exponential of -x, or of the approximation's argument, overflows
     k.activate(kind, true, x.data(), kTiles, out.data());
     const auto check = [&](double gate, double up, float got) {
       const double exact = exactly(kind, gate) * up, error = std::fabs(got - exact);
@@ -272,12 +274,12 @@ void gates(const Kernels& k) {
       CHECK(std::fabs(out[i] - exact) <= 4e-7 * std::fabs(exact) + 1e-35, "%s: %g gated by %g is %g, not %g", k.name,
             x[i], gates[i], out[i], exact);
     }
-    CHECK(out[n] == x[n], "%s: gate wrote behind %d", k.name, n);
+    CHECK(out[n] == x[n], "%s: gate wrote beyond %d", k.name, n);
   }
 }
 
 void exponentials(const Kernels& k) {
-  std::vector<float> z = Random(4).floats(200001, -87.3f, 88);  // an odd count: the last vector is not whole
+  std::vector<float> z = Random(4).floats(200001, -87.3f, 88);  // an odd count, so that the last vector is partial
   z[0] = 0, z[1] = -87.3f, z[2] = 88;
   std::vector<float> out(z.size());
   k.exp_from(z.data(), 0, (int64_t)z.size(), out.data());
@@ -307,7 +309,7 @@ void sums(const Kernels& k) {
       CHECK(k.sum_exp(z.data(), largest, at) + k.sum_exp(z.data() + at, largest, n - at) == whole,
             "%s: a sum of %d split at %d", k.name, n, at);
   }
-  for (int n = 1; n < 40; n++)  // NaN wins wherever it stands
+  for (int n = 1; n < 40; n++)  // a NaN at any place is the largest
     for (int at = 0; at < n; at++) {
       std::vector<float> z(n, 1);
       z[at] = NAN;
@@ -336,7 +338,7 @@ double gumbel(const uint32_t key[2], uint32_t position, uint32_t token) {
 void draws(const Kernels& k) {
   const uint32_t key[2] = {0x12345678u, 0x9abcdef0u};
   const std::vector<float> zeros(50000, 0.0f);
-  for (int token = 0; token < 50000; token++) {  // the noise of each token by itself: the logarithm's accuracy
+  for (int token = 0; token < 50000; token++) {  // the noise of each token alone, for the accuracy of the logarithm
     const Best best = k.draw(zeros.data(), -kInfinity, true, key, 77, token, token + 1);
     const double exact = gumbel(key, 77, (uint32_t)token);
     CHECK(best.token == token && std::fabs(best.value - exact) <= 5e-7 * std::max(1.0, std::fabs(exact)),
@@ -346,7 +348,7 @@ void draws(const Kernels& k) {
   for (int trial = 0; trial < 300; trial++) {
     const int n = 1 + random.below(200), first = random.below(n), last = first + 1 + random.below(n - first);
     std::vector<float> z(n);
-    for (float& v : z) v = (float)random.below(12) - 6;  // equal ones among them
+    for (float& v : z) v = (float)random.below(12) - 6;  // some logits are equal
     const float least = trial % 3 ? (float)random.below(12) - 6 : -kInfinity;
     const bool noise = trial % 2;
     int32_t expected = -1;
@@ -381,7 +383,7 @@ void tempers(const Kernels& k) {
   CHECK(std::memcmp(z, greedy, sizeof z) == 0, "%s: %g %g %g %g", k.name, z[0], z[1], z[2], z[3]);
 }
 
-void reads(const Kernels& k) {  // every byte matters
+void reads(const Kernels& k) {  // the result depends on every byte
   std::vector<char> data(4096);
   for (size_t i = 0; i < data.size(); i++) data[i] = (char)i;
   const uint64_t before = k.read(data.data(), (int64_t)data.size());
@@ -399,7 +401,7 @@ void all_of(const Kernels& k) {
     round_trips(k, dtype, expected);
 #if defined(__x86_64__)
     _mm_setcsr(_mm_getcsr() |
-               0x8040);  // as the workers compute: subnormals count as zero, but are not lost when stored
+               0x8040);  // as in the workers: arithmetic treats subnormals as zero, and conversions must keep them
     round_trips(k, dtype, expected);
     _mm_setcsr(_mm_getcsr() & ~0x8040u);
 #endif

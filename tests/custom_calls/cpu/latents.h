@@ -1,4 +1,5 @@
-// Attention to latents of a table of kernels against sums in double: every query in company and alone.
+// Checks the latent attention of a table of kernels against sums in double, and each query alone against all queries
+// together.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +17,7 @@ struct LatentCase {
   bool listed = false;
 };
 
-// In units of the last entries, with a result for each of all heads.
+// Calls attend_latents for a case. The result has `values` + 2 floats for each position and each of the `of` heads.
 std::vector<float> attend_latents(const Kernels& k, const LatentCase& c, const std::vector<float>& q,
                                   const char* entries, const std::vector<int32_t>& list) {
   std::vector<float> out((int64_t)c.positions * c.of * (c.values + 2) + 1, 7), space(latent_floats(c.e, c.values), NAN);
@@ -40,14 +41,14 @@ void latents(const Kernels& k, const LatentCase& c) {
   for (int64_t t = 0; t < c.last; t++) list[t] = (int32_t)(3 * t + random.below(3));
   const std::vector<float> out = attend_latents(k, c, q, entries.data.data(), list);
   const int64_t row = c.values + 2;
-  CHECK(out.back() == 7, "%s: attend_latents wrote behind its result", k.name);
+  CHECK(out.back() == 7, "%s: attend_latents wrote beyond its result", k.name);
   for (int p = 0; p < c.positions; p++) {
     const int64_t own = (c.start + p + 1) / c.every - 1, low = std::max(c.first, own - c.window + 1),
                   high = std::min(c.last, own + 1);
     for (int h = 0; h < c.of; h++) {
       const float* const got = out.data() + ((int64_t)p * c.of + h) * row;
       if (h >= c.heads) {
-        for (int i = 0; i < row; i++) CHECK(got[i] == 7, "%s: head %d is not asked for", k.name, h);
+        for (int i = 0; i < row; i++) CHECK(got[i] == 7, "%s: head %d was not requested", k.name, h);
         continue;
       }
       if (low >= high) {
@@ -76,7 +77,7 @@ void latents(const Kernels& k, const LatentCase& c) {
               (long)c.last, p, h, i, got[i] / got[c.values + 1], exact);
       }
     }
-    LatentCase alone = c;  // any company, same bits; blocks begin at multiples of their size
+    LatentCase alone = c;  // the query alone must have the same bits; blocks begin at multiples of their size
     alone.start = c.start + p, alone.positions = 1;
     const int64_t before = std::max(low, c.first) - c.first;
     alone.first = c.first + before / kLatentEntries * kLatentEntries, alone.last = high;
@@ -89,7 +90,7 @@ void latents(const Kernels& k, const LatentCase& c) {
   }
 }
 
-// Neither does an entry that a query does not see, were it not even a number; the queries that see it notice it.
+// An entry that a query does not see does not change it, even if it is not finite. Queries that see it are not finite.
 void broken_latents(const Kernels& k) {
   constexpr int kPositions = 40, kPoisoned = 20;
   for (const float number : {kInfinity, -kInfinity, NAN}) {
@@ -117,7 +118,7 @@ void all_latents(const Kernels& k) {
       latents(k, {dtype, e, e - e / 3, 3, 5, 0, 110, 80, 30});
       latents(k, {dtype, e, e, 1, 1, 0, 1, 0, 1});
     }
-    latents(k, {dtype, 40, 32, 16, 16, 192, 300, 270, 30});  // a part of the entries
+    latents(k, {dtype, 40, 32, 16, 16, 192, 300, 270, 30});  // some of the entries
     latents(k, {dtype, 40, 40, 5, 8, 96, 250, 202, 48, 100});
     latents(k, {dtype, 40, 40, 16, 16, 0, 60, 200, 43, INT64_MAX / 2, 4});  // entries of four positions
     latents(k, {dtype, 40, 40, 7, 7, 0, 130, 129, 1, INT64_MAX / 2, 1, true});

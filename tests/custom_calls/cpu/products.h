@@ -1,4 +1,5 @@
-// Products of a table of kernels against sums in double: every position in company and alone, and weights in 12 bits.
+// Checks the products of a table of kernels against sums in double, each position alone against all positions together,
+// and weights in 12 bits against bf16.
 #pragma once
 
 #include <limits>
@@ -21,7 +22,7 @@ uint32_t bits_of(float x) {
   return bits;
 }
 
-// The value of a 16-bit pattern, by its definition. NaN for all NaNs.
+// The value of a 16-bit pattern by the definition of the format; NaN for every NaN.
 double value_of(Dtype dtype, uint16_t h) {
   const int mantissa_bits = dtype == Dtype::bf16 ? 7 : 10, exponent_bits = 15 - mantissa_bits,
             bias = (1 << (exponent_bits - 1)) - 1;
@@ -32,7 +33,7 @@ double value_of(Dtype dtype, uint16_t h) {
   return sign * std::ldexp(mantissa + (1 << mantissa_bits), exponent - bias - mantissa_bits);
 }
 
-// Values in a dtype as the kernels store them, and what they are.
+// Numbers as the kernels store them in a dtype, and the values of the stored numbers.
 struct Stored {
   std::vector<char> data;
   std::vector<double> values;
@@ -52,8 +53,8 @@ struct Stored {
   }
 };
 
-// Tiles of bf16 bits: random ones, among them NaN, infinities and subnormals, or of eight e >> 1 with some others in
-// the last unit.
+// Tiles of bf16 bits. random: any bits, including NaN, infinities and subnormals. few: exponents with eight values of
+// e >> 1, and `exceptions` others in the last unit.
 enum class Bits { random, few };
 
 std::vector<uint16_t> bf16_tiles(Bits kind, int64_t columns, int tiles, int exceptions) {
@@ -75,7 +76,7 @@ std::vector<uint16_t> bf16_tiles(Bits kind, int64_t columns, int tiles, int exce
 
 bool same(float a, float b) { return bits_of(a) == bits_of(b) || (std::isnan(a) && std::isnan(b)); }
 
-// The product of weights in 12 bits has the bits of the product of bf16, and each row is read back.
+// The product of weights in 12 bits has the bits of the product in bf16, and read_row returns each row.
 void bf12(const Kernels& k, Activations activations, Bits kind, int64_t columns, int tiles, int positions,
           int exceptions) {
   const std::vector<uint16_t> bits = bf16_tiles(kind, columns, tiles, exceptions);
@@ -109,7 +110,7 @@ void bf12(const Kernels& k, Activations activations, Bits kind, int64_t columns,
           k.name, (long)columns, tiles, positions, i % ldy, i / ldy, y[i], expected[i]);
 }
 
-// y = W x for every position, with the weights in tiles.
+// Checks y = W x for every position, with the weights in tiles.
 void product(const Kernels& k, Dtype dtype, Activations activations, int64_t columns, int tiles, int positions) {
   Random random(1000 * columns + 50 * tiles + positions);
   const int64_t rows = tiles * kTile, stored = stored_columns(dtype, columns), ldx = columns + 3, ldy = rows + 5;
@@ -133,7 +134,7 @@ void product(const Kernels& k, Dtype dtype, Activations activations, int64_t col
     for (int64_t r = 0; r < ldy; r++) {
       const float got = y[p * ldy + r];
       if (r >= rows) {
-        CHECK(got == 7, "%s: product wrote behind the last row", k.name);
+        CHECK(got == 7, "%s: product wrote beyond the last row", k.name);
         continue;
       }
       double exact = 0, size = 0;
@@ -142,11 +143,11 @@ void product(const Kernels& k, Dtype dtype, Activations activations, int64_t col
         exact += term;
         size += std::fabs(term);
       }
-      CHECK(std::fabs(got - exact) <= (double)(columns + 1) * 0x1p-24 * size,  // a number in parts rounds once more
+      CHECK(std::fabs(got - exact) <= (double)(columns + 1) * 0x1p-24 * size,  // numbers in parts are rounded once more
             "%s dtype %d %s: %ld columns, row %ld, position %d of %d: %g, not %g", k.name, (int)dtype,
             read_as == Dtype::f32 ? "exact" : "rounded", (long)columns, (long)r, p, positions, got, exact);
     }
-  for (int p = 0; p < positions; p++) {  // any company, same bits: each position and each tile alone
+  for (int p = 0; p < positions; p++) {  // each position and each tile alone must have the same bits
     k.prepare(dtype, activations, x.data() + p * ldx, ldx, columns, 1, prepared.data());
     for (int t = 0; t < tiles; t++) {
       float alone[kTile];
@@ -166,9 +167,9 @@ void products(const Kernels& k) {
         for (int positions = 1; positions <= 16; positions++)
           product(k, dtype, activations, columns, 1 + positions % 3, positions);
   for (const Dtype dtype : kDtypes) {
-    for (const int positions : {17, 24, 25, 33, 49, 97})  // in several parts, with some that are padded
+    for (const int positions : {17, 24, 25, 33, 49, 97})  // several parts, some of them padded
       product(k, dtype, Activations::rounded, 30, 2, positions);
-    for (const int tiles : {7, 8, 15, 25})  // side by side, and some that are left
+    for (const int tiles : {7, 8, 15, 25})  // tiles side by side, and left-over tiles
       for (const int positions : {1, 2}) product(k, dtype, Activations::rounded, 40, tiles, positions);
     for (const int positions : {1, 3, 26}) product(k, dtype, Activations::rounded, 1100, 3, positions);  // in chunks
   }

@@ -1,6 +1,6 @@
-// Products with weights of 8 and 4 bits on every instruction set that this machine runs: within bounds of sums in
-// double, the same bits on all of them, for any positions and tiles. Tiles are written here from the text in
-// kernels/quantized.h.
+// Products with weights of 8 and 4 bits on every instruction set that this machine supports: they are within bounds of
+// sums in double, and have the same bits on all sets, for any number of positions and tiles. This file writes the tiles
+// by the description in kernels/quantized.h.
 #include "kernels/quantized.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// Who joins whom, with passes that only take time: a call that waits is let in again after prices were too high. And
-// who copies from whom.
+// The schedule of calls that run together, with passes that only take time: which calls share passes, which rows
+// prompts get, and which calls copy from others.
 #include "schedule.h"
 
 #include <chrono>
@@ -12,14 +12,14 @@ using namespace laneformer;
 
 namespace {
 
-constexpr int kAlone = 300, kShort = 20;  // tokens
+constexpr int kAlone = 300, kShort = 20;  // tokens of an answer
 
-// The clock of the schedules, which passes advance: what a machine under load takes for them does not matter.
+// The clock of the schedules. Each pass advances it, so the load of the machine does not change measured times.
 std::atomic<int64_t> simulated_ns{0};
 int64_t simulated_clock() { return simulated_ns; }
 
-// A worker without a model: the keys of a position are its token, and every pass draws token 0 for each of its calls.
-// seconds: what a pass takes on the simulated clock.
+// A worker without a model: the key of a position is its token, and every pass draws token 0 for each of its calls.
+// seconds: the time that a pass takes on the simulated clock.
 void lead(Schedule& schedule, const Slot& leader, const std::function<double(const Pass&)>& seconds) {
   Pass pass, next;
   schedule.plan(leader, {}, pass);
@@ -42,7 +42,7 @@ void lead(Schedule& schedule, const Slot& leader, const std::function<double(con
   }
 }
 
-// A call of that many equal tokens to its end.
+// Runs a call with a prompt of equal tokens to its end.
 void run(Schedule& schedule, int number, int prompt, int limit, const std::function<double(const Pass&)>& seconds) {
   Call call;
   call.prompt.assign(prompt, 1);
@@ -62,26 +62,26 @@ void a_price_that_was_too_high_is_not_kept() {
   const auto answer = [&](int number, int limit) { run(schedule, number, 1, limit, seconds); };
   std::thread longer(answer, 0, kAlone);
   while (schedule.slot(0).drawn_tokens() < 10) std::this_thread::yield();
-  answer(1, kShort);  // shares passes, which take four times as long as others
+  answer(1, kShort);  // shares passes, which take four times as long as single passes
   CHECK(schedule.slot(1).shared > kShort / 2, "shared %d passes", (int)schedule.slot(1).shared);
   disturbed = false;
   const int before = schedule.slot(0).drawn_tokens();
   answer(1, kShort);
   const int after = schedule.slot(0).drawn_tokens();
   CHECK(schedule.slot(1).shared > kShort / 2, "shared %d passes", (int)schedule.slot(1).shared);
-  CHECK(after - before >= kConfirmed, "let in after %d tokens of the other call", after - before - kShort);
+  CHECK(after - before >= kConfirmed, "joined after %d tokens of the other call", after - before - kShort);
   longer.join();
 }
 
-// A call with the prompt of one that runs: of which call it copies, whether that one is cancelled after its first pass,
-// and how many positions are then copied.
+// A call has the same prompt as a running call. later: 0 to copy from that call, otherwise from a call number that does
+// not exist. cancelled: whether the running call is cancelled after its first pass. expected: positions copied.
 void a_prompt_is_copied_from_a_call_that_runs(int later, bool cancelled, int expected) {
   constexpr int kPrompt = 2 * kBlock + 10, kDrawn = 3;
   Schedule schedule(2, 1.5, simulated_clock);
   std::vector<int32_t> keys[2] = {std::vector<int32_t>(kPrompt + kDrawn), std::vector<int32_t>(kPrompt + kDrawn)};
   std::atomic<int> passes{0}, computed{0};
   const auto seconds = [&](const Pass& pass) {
-    for (int ms = 0; passes == 0 && !schedule.waits() && pass.runs == 1 && ms < 200; ms++)  // for the second call
+    for (int ms = 0; passes == 0 && !schedule.waits() && pass.runs == 1 && ms < 200; ms++)  // await the second call
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (passes++ == 0 && cancelled) schedule.slot(0).cancel.store(1);
     for (int r = 0; r < pass.runs; r++)
@@ -108,8 +108,8 @@ void a_prompt_is_copied_from_a_call_that_runs(int later, bool cancelled, int exp
   for (int i = 0; i < kPrompt; i++) CHECK(keys[1][i] == 100 + i, "key %d is %d", i, keys[1][i]);
 }
 
-// A prompt beside a call that draws, where six rows make the most of a pass but take too long: passes of two rows save
-// for those of six, so that passes take as long as allowed on average.
+// A prompt is beside a call that draws. A pass of six rows is the most efficient but takes too long. Passes of two rows
+// save time for passes of six, so that passes take as long as allowed on average.
 void a_prompt_takes_its_share_of_time_in_the_best_passes() {
   constexpr int kPrompt = 400;
   Schedule schedule(2, 1.5, simulated_clock);
@@ -120,7 +120,7 @@ void a_prompt_takes_its_share_of_time_in_the_best_passes() {
   int passes = 0, largest = 0, before = 0;
   double time = 0;
   const auto seconds = [&](const Pass& pass) {
-    const bool waits = pass.run[0].slot->drawn == 5 && before++ == 0;  // for the second call
+    const bool waits = pass.run[0].slot->drawn == 5 && before++ == 0;  // to await the second call
     for (int ms = 0; waits && !schedule.waits() && ms < 2000; ms++)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     if (pass.runs == 2 && schedule.slot(1).drawn == 0) {
@@ -136,11 +136,11 @@ void a_prompt_takes_its_share_of_time_in_the_best_passes() {
   one.join();
   CHECK(largest == 6, "%d positions at most", largest);
   CHECK(time / passes < 1.52, "passes take %.3f on average", time / passes);
-  CHECK(passes < kPrompt / 4.1, "%d passes, which is no more than with four positions each", passes);
+  CHECK(passes < kPrompt / 4.1, "%d passes, as many as with four positions each", passes);
 }
 
-// Passes of two calls were disturbed until a third one comes, whose prompt then seems to have room for one position in
-// each. Its passes show that it has more.
+// Passes of two calls are disturbed until a third call joins. By these prices, each pass has room for one position of
+// its prompt. The third call's own passes show that there is more room.
 void a_prompt_finds_out_that_prices_were_too_high() {
   constexpr int kPrompt = 400;
   Schedule schedule(3, 1.5, simulated_clock);
@@ -164,8 +164,8 @@ void a_prompt_finds_out_that_prices_were_too_high() {
   CHECK(passes < kPrompt / 4, "%d passes", (int)passes);
 }
 
-// A list that is flat at its end makes passes of a whole block look cheap. They are not, and calls that draw keep their
-// share of the time nevertheless.
+// In a list that is flat at its end, passes of a whole block look cheap but are not. Calls that draw keep their share
+// of the time nevertheless.
 void a_prompt_learns_what_long_passes_take() {
   constexpr int kPrompt = 400;
   Schedule schedule(2, 1.5, simulated_clock);
@@ -198,6 +198,6 @@ int main() {
   a_price_that_was_too_high_is_not_kept();
   a_prompt_is_copied_from_a_call_that_runs(0, false, 2 * kBlock + 9);
   a_prompt_is_copied_from_a_call_that_runs(0, true, kBlock);
-  a_prompt_is_copied_from_a_call_that_runs(7, false, 0);  // a call that there is not
+  a_prompt_is_copied_from_a_call_that_runs(7, false, 0);  // a call that does not exist
   return 0;
 }

@@ -1,6 +1,5 @@
-"""What drafts are worth on real texts, with a simulated clock: never less than no drafts, and prices that were measured
-wrong at first are corrected. The texts are files of this project as they once were, as a model that copies well would
-write them.
+"""The gain of drafts on real texts, with a simulated clock: drafts are never slower than none, and wrong prices are
+corrected. The texts are old versions of this project's files, in answers of a model that copies well.
 """
 
 import ast
@@ -18,7 +17,8 @@ from custom_calls import build
 
 HERE = Path(__file__).parent
 ROWS = range(1, 17)
-# Measured ones: AVX2, AVX-512 on a quiet machine, the same beside other processes.
+# Prices of passes by their rows. The first three were measured: AVX2, AVX-512 on a quiet machine, AVX-512 beside other
+# processes.
 PRICES = {
     "avx2": {1: 1, 2: 1.01, 3: 1.25, 4: 1.48, 6: 1.58, 8: 2.51, 12: 3.21, 16: 4.48},
     "avx512": {1: 1, 2: 1.15, 4: 1.27, 8: 1.80, 12: 2.1, 16: 2.46},
@@ -31,13 +31,15 @@ pytestmark = pytest.mark.skipif(build.compiler() is None, reason="no C++ compile
 
 
 class Found(NamedTuple):
-    """Of one answer."""
+    """The result of one answer."""
 
     tokens: int
     time: float
-    """Over that without drafts."""
+    """Time as a multiple of the time without drafts."""
     drafted: int
+    """Number of drafts."""
     right: int
+    """Number of right drafts."""
 
 
 class Text(NamedTuple):
@@ -46,7 +48,9 @@ class Text(NamedTuple):
 
 
 def edited(text: str, other: str) -> str:
-    """After an edit in several places: a name changed, lines of another text inserted, lines dropped."""
+    """The text after an edit in several places: one name is changed, lines are dropped, and lines of another text are
+    inserted.
+    """
     names = sorted(set(re.findall(r"\b[a-z_]{7,}\b", text)), key=lambda name: (-text.count(name), name))
     lines, others = text.replace(names[2], f"{names[2]}_of").splitlines(), other.splitlines()
     for part in (1, 2, 3):
@@ -56,7 +60,7 @@ def edited(text: str, other: str) -> str:
 
 
 def blocks(before: str, after: str) -> Iterator[str]:
-    """The edit as search/replace blocks."""
+    """The lines of the edit as search/replace blocks."""
     a, b = before.splitlines(), after.splitlines()
     for tag, a0, a1, b0, b1 in difflib.SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
         if tag != "equal":
@@ -75,7 +79,7 @@ def blocks(before: str, after: str) -> Iterator[str]:
 
 
 def functions(source: str) -> Iterator[Text]:
-    """The head of each long function, and its body."""
+    """The head and the body of each long function, as prompt and answer."""
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef) and ast.get_docstring(node) and len(node.body) > 3:
@@ -84,7 +88,7 @@ def functions(source: str) -> Iterator[Text]:
 
 
 def texts() -> dict[str, list[Text]]:
-    """By kind."""
+    """Prompts and answers by kind of task."""
 
     def read(*names: str) -> list[str]:
         return [(HERE / "texts" / f"{name}.txt").read_text(encoding="utf-8") for name in names]
@@ -110,7 +114,7 @@ def texts() -> dict[str, list[Text]]:
 
 
 def by_words() -> Callable[[str], list[int]]:
-    """A tokenizer with about as many tokens as a large BPE makes of code."""
+    """A tokenizer that makes about as many tokens of code as a large BPE."""
     ids: dict[str, int] = {}
     return lambda text: [ids.setdefault(word, len(ids)) for word in re.findall(r"\w+| *[^\w\s]+|\n *| +", text)]
 
@@ -129,7 +133,9 @@ def program(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=TOKENIZERS)
 def simulate(request, program, tmp_path_factory):
-    """simulate(list, truth, ...): kind -> what was found of each of its texts."""
+    """A function simulate(listed, truth, ...) that returns the results of all texts by kind. listed, truth: names in
+    PRICES of the prices at the start and of the true prices. apart: whether each text has a session of its own.
+    """
     folder, encode, made = tmp_path_factory.mktemp("texts"), TOKENIZERS[request.param], texts()
     for kind, given in made.items():
         with (folder / kind).open("wb") as file:
@@ -156,12 +162,12 @@ def simulate(request, program, tmp_path_factory):
 
 
 def lost(one: Found, share: float = 0.01) -> float:
-    """Passes beyond what an answer may lose."""
+    """Passes that an answer lost beyond the share that it may lose."""
     return one.tokens * (one.time - 1 - share)
 
 
 def speed(found: list[Found]) -> float:
-    """Of all answers together."""
+    """Speed of all answers together, as a multiple of the speed without drafts."""
     return sum(one.tokens for one in found) / sum(one.tokens * one.time for one in found)
 
 
@@ -175,7 +181,7 @@ def test_no_answer_is_slower_and_copies_are_faster(truth, simulate):
     assert speed(found["the prompt, then the solution"]) > 1.3 and speed(found["blocks"]) > 1.3
 
 
-def test_passes_that_are_not_cheaper_than_single_ones_are_hardly_made(simulate):
+def test_drafts_that_save_no_time_are_rarely_checked(simulate):
     for kind, answers in simulate("as many passes", "as many passes", apart=True).items():
         assert speed(answers) > 0.98 and max(lost(one, 0.04) for one in answers) < 1.2, (kind, answers)
 
@@ -189,16 +195,16 @@ def test_passes_that_are_not_cheaper_than_single_ones_are_hardly_made(simulate):
         ("free", "as many passes", 0.02),
     ],
 )
-def test_prices_that_are_too_low_are_found_out(listed, truth, share, simulate):
-    """At once: the first answers lose a few passes, all answers of a session a small share."""
+def test_prices_that_are_too_low_are_corrected(listed, truth, share, simulate):
+    """The correction is quick: all answers of a session together lose a few passes beyond a small share."""
     for kind, answers in simulate(listed, truth, apart=False).items():
         assert sum(lost(one, share) for one in answers) < 12, (kind, answers)
         assert speed(answers[len(answers) // 2 :]) > 1 - share or len(answers) < 5, (kind, answers)
 
 
 @pytest.mark.parametrize("truth", ["avx2", "avx512", "dear"])
-def test_prices_that_are_too_high_are_found_out(truth, simulate):
-    """By trials, which cost less than 1 %."""
+def test_prices_that_are_too_high_are_corrected(truth, simulate):
+    """Trials correct them, and cost less than 1 %."""
     found, right = simulate("as many passes", truth, apart=False), simulate(truth, truth, apart=False)
     for kind, answers in found.items():
         assert max(map(lost, answers)) < 1.2, (kind, answers)

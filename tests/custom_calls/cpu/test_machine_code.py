@@ -12,21 +12,21 @@ from custom_calls import build
 from custom_calls.library import library
 from tests.support import small
 
-PREFETCH = re.compile(r"prefetch|prfm")  # only the loops over weights have one
+PREFETCH = re.compile(r"prefetch|prfm")  # only loops over weights have one
 MULTIPLY = re.compile(r"v?fmadd|v?mulps|vdpbf16ps|tdpbf16ps|fmla|fmul")
-# A store into the stack's frame: AT&T syntax has the target last, ARM's starts with st.
+# A store into the stack frame. In AT&T syntax the target is last; on ARM the instruction starts with st.
 STORE = re.compile(r"(?!v?cmp|test)\S+\s+.*, *-?(0x)?[0-9a-f]*\(%[re][sb]p[^)]*\)$|st\w*\s.*\[(sp|x29)")
 VECTOR = re.compile(r"%[xyz]mm\d+,")
-SOFTWARE = re.compile(r"portable::.*(F16Line|_bf12)")  # converts with more values than SSE has registers
-# Weights of 8 and 4 bits have the registers for their digits with VNNI alone; a tile by itself needs more addresses.
+SOFTWARE = re.compile(r"portable::.*(F16Line|_bf12)")  # these conversions need more registers than SSE has
+# With weights of 8 and 4 bits, only VNNI has enough registers for the digits; a single tile needs more addresses.
 DIGITS = re.compile(r"^(?!.*avx512_vnni::.*>, 2, (true|false)>\().*::(Digits|Eights)\b")
-CLANG = re.compile(r"avx2::.*_bf12")  # keeps two vectors more than there are registers
-# Each with its source of products.
+CLANG = re.compile(r"avx2::.*_bf12")  # clang keeps two vectors more than there are registers
+# The source of the products of each instruction set.
 X86 = {name: source for source in ("kernels.cc", "amx.cc") for name in build.PER_SET[source][1]}
 
 
 def functions(text: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
-    """Name and (address, instruction)s of each function in the output of objdump."""
+    """The name and the instructions (address, text) of each function in the output of objdump."""
     for part in re.split(r"\n\n", text):
         head, *lines = part.strip().splitlines()
         if name := re.match(r"[0-9a-f]+ <(.*)>:$", head):
@@ -35,7 +35,7 @@ def functions(text: str) -> Iterator[tuple[str, list[tuple[int, str]]]]:
 
 
 def loops(lines: list[tuple[int, str]]) -> Iterator[list[str]]:
-    """The instructions of each loop over weights that has no other such loop in it."""
+    """The instructions of each innermost loop over weights."""
     places = {address: place for place, (address, _) in enumerate(lines)}
     jumps = ((place, re.match(r"(?:j\w+|b\.?\w*|cbn?z\s+\w+,|tbn?z\s.*,)\s+([0-9a-f]+)\b", text))
              for place, (_, text) in enumerate(lines))  # fmt: skip
@@ -57,7 +57,9 @@ def weight_loops(path: Path, objdump: str = "objdump") -> Iterator[tuple[str, li
 
 
 def check(path: Path, sets, objdump: str = "objdump", known: re.Pattern | None = None) -> None:
-    """known: functions that may store vectors."""
+    """Checks that no loop over weights stores a sum. sets: instruction sets whose loops must be found. known: functions
+    that may store vectors.
+    """
     found_loops = [
         (name, loop) for name, loop in weight_loops(path, objdump) if not (SOFTWARE.search(name) or DIGITS.search(name))
     ]
@@ -77,14 +79,14 @@ def check(path: Path, sets, objdump: str = "objdump", known: re.Pattern | None =
         }
         assert found == lines, f"no loop over weights was found for {lines - found} of {name}"
     spilled = [f"{name}: {text}" for name, loop in found_loops for text in loop if STORE.match(text)]
-    # Exceptions need addresses, and so do the scales and streams of 8 and 4 bits.
+    # Exceptions, and the scales and streams of 8 and 4 bits, need addresses, which may be spilled.
     spilled = [line for line in spilled if not re.search("_bf12|::Digits|::Eights", line) or VECTOR.search(line)]
     spilled = [line for line in spilled if known is None or not known.search(line)]
     assert not spilled, "\n".join(spilled)
 
 
 def check_tile_registers(loops: list[list[str]]) -> None:
-    """Of the products of exact and rounded vectors, with one and two registers of positions and of weights."""
+    """Checks the loops of AMX's products: exact and rounded vectors, one and two registers of positions and weights."""
     products = [sum(text.startswith("tdpbf16ps") for text in loop) for loop in loops]
     assert sorted(filter(None, products)) == [1, 2, 2, 3, 4, 6, 6, 12]
     assert 0 in products  # one position
@@ -96,11 +98,11 @@ def check_tile_registers(loops: list[list[str]]) -> None:
 def test_no_sum_is_stored_between_weights():
     if shutil.which("objdump") is None:
         pytest.skip("objdump is not installed (Debian: apt install binutils)")
-    library()  # compiled by now
+    library()  # compiles the library if necessary
     check(build.find(), [name for name in X86 if name in build.instruction_sets()])
 
 
-def test_a_store_into_the_frame_is_found():
+def test_stores_into_the_frame_are_recognized():
     stored = ("vmovaps %ymm0,0x20(%rsp)", "vmovups %zmm1,-0x40(%rbp)", "incq   0x8(%rsp)", "str q0, [sp, #16]")
     others = ("vmovaps 0x20(%rsp),%ymm0", "vmovups %ymm1,0x20(%rdi)", "prefetcht0 0x8(%rsp)", "ldr q0, [sp]")
     assert all(STORE.match(text) for text in stored[:2] + stored[3:])

@@ -1,6 +1,4 @@
-"""The C++ tests beside this file, linked to the library as it ships, and to its sources under the compiler's
-checkers.
-"""
+"""Runs the C++ tests in this folder, linked to the installed library, and to its sources compiled with sanitizers."""
 
 import os
 import platform
@@ -19,11 +17,11 @@ pytestmark = small.needs_library
 
 HERE = Path(__file__).parent
 PROGRAMS = sorted(path.stem for path in HERE.glob("*_test.cc"))
-# Checks of every pointer: with them the kernels take three times as long to compile. `address` sees what is outside of
-# memory; vectors that are not aligned are not seen in the kernels.
+# Checks of every pointer, with which the kernels take three times as long to compile. `address` still detects accesses
+# outside of memory; unaligned vectors in the kernels are not detected.
 UNCHECKED = "-fno-sanitize=null,object-size,pointer-overflow,alignment"
-THREADED = ("decoder_test", "exchange_test", "schedule_test")  # those with more than one thread
-ARM = ["aarch64-linux-gnu-g++", "-static"]  # what it links runs without an ARM system's libraries
+THREADED = ("decoder_test", "exchange_test", "schedule_test")  # programs with more than one thread
+ARM = ["aarch64-linux-gnu-g++", "-static"]  # static programs run without an ARM system's libraries
 ARM_EMULATOR = "qemu-aarch64"
 
 
@@ -35,7 +33,7 @@ def run(
     cxx: list[str] | None = None,
     emulator: Sequence[str] = (),
 ) -> str:
-    """What it printed."""
+    """Compiles and runs one C++ test. Returns its output."""
     (work / build.GENERATED).write_text(build.ops_header(), encoding="utf-8")
     checked = [f"-fsanitize={sanitizer}", "-g1"] if sanitizer else []
     if program == "amx_test" and not emulator:
@@ -67,12 +65,12 @@ def run(
 
 
 def chosen_set(names: Sequence[str]) -> str:
-    """The first of these instruction sets that the machine runs."""
+    """The first of these instruction sets that the machine supports."""
     return next(name for name in names if name in instruction_sets())
 
 
 def table(work: Path, source: str, isa: str, *flags: str) -> str:
-    """An object file of the functions of an instruction set."""
+    """Compiles the functions of one instruction set. Returns the path of the object file."""
     target = str(work / f"{isa}.o")
     path = str(build.HERE / "cpu" / "kernels" / source)
     command = [*build.compiler(), *build.FLAGS, "-O1", *flags, f"-DLF_ISA={isa}", "-c", path, "-o", target]
@@ -81,7 +79,9 @@ def table(work: Path, source: str, isa: str, *flags: str) -> str:
 
 
 def emulated_amx(work: Path, checked: list[str], isa: str = "amx_emulated") -> str:
-    """AMX's products with its registers in plain code: by that name beside those of the library."""
+    """Compiles AMX's products with emulated registers, under the name `isa` beside the library's. Returns the path of
+    the object file.
+    """
     fused = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
     return table(work, "amx.cc", isa, *checked, *fused, "-DLF_EMULATE_TILES")
 
@@ -93,8 +93,8 @@ def emulated_amx(work: Path, checked: list[str], isa: str = "amx_emulated") -> s
         for program in PROGRAMS
     ],
 )
-def test_as_shipped(program, tmp_path):
-    library()  # compiled by now
+def test_installed_library_passes(program, tmp_path):
+    library()  # compiles the library if necessary
     run(program, None, [str(build.find()), f"-Wl,-rpath,{build.find().parent}"], tmp_path)
 
 
@@ -102,10 +102,10 @@ def test_as_shipped(program, tmp_path):
 @pytest.mark.parametrize(("sanitizer", "programs", "sets"), [
     ("address,undefined", PROGRAMS, ("avx512", "avx2", "portable")), ("thread", THREADED, ("portable",)),
 ])  # fmt: skip
-def test_under_a_checker(sanitizer, programs, sets, tmp_path):
-    """All programs in one test: what they share takes long to compile. The kernels are one source, of which the
-    checkers see the first of these sets that the machine runs: the longest vectors, or what all machines have. Of
-    those that the library cannot do without, kernels are compiled unchecked, and quantized products are the checked.
+def test_sanitizers_find_no_error(sanitizer, programs, sets, tmp_path):
+    """All programs are in one test, because the shared objects take long to compile. The kernels are checked for the
+    first of `sets` that the machine supports: the longest vectors, or the portable set. The library also needs the
+    portable set. Its kernels are then compiled unchecked, and its quantized products are the checked ones.
     """
     flags, chosen = build.instruction_sets(), chosen_set(sets)
     compiled = {name: flags[name] for name in (chosen, "amx") if name in flags}
@@ -122,9 +122,9 @@ def test_under_a_checker(sanitizer, programs, sets, tmp_path):
 
 
 @pytest.mark.slow
-def test_instructions_on_a_machine_without_them(tmp_path):
-    """The same code with the instruction replaced by arithmetic: pairs of operands, their order, and positions side by
-    side; and with AMX's, which whole models then run. These take the place of the library's.
+def test_emulated_instructions_pass(tmp_path):
+    """The code of bf16 dot products and of AMX runs with the instructions replaced by arithmetic, on any machine. Whole
+    models run with AMX's code. The emulated kernels replace those of the library.
     """
     flags = build.instruction_sets()
     sets = {chosen_set(("avx512", "avx2", "portable")), "portable"}
@@ -138,7 +138,7 @@ def test_instructions_on_a_machine_without_them(tmp_path):
     for program in ("kernels_test", "decoder_test"):
         listed = subprocess.run(["nm", "-D", "--defined-only", tmp_path / program], capture_output=True, check=True)
         names = [f"laneformer_kernels_{name}" for name in (*sets, *({"amx"} & flags.keys()))]
-        assert all(name in listed.stdout.decode() for name in names), "the library found its own"
+        assert all(name in listed.stdout.decode() for name in names), "the library uses its own kernels"
 
 
 @pytest.mark.skipif(not (shutil.which(ARM[0]) and shutil.which(ARM_EMULATOR)), reason=f"no {ARM[0]} and {ARM_EMULATOR}")
@@ -149,8 +149,8 @@ def test_instructions_on_a_machine_without_them(tmp_path):
         for name in PROGRAMS
     ],
 )
-def test_on_arm(program, tmp_path):
-    """As 64-bit ARM code, NEON vectors included, run by an emulator (which keeps x86's order of memory accesses)."""
+def test_arm_code_passes(program, tmp_path):
+    """64-bit ARM code with NEON vectors runs in an emulator, which keeps x86's order of memory accesses."""
     objects = build.compile_objects(ARM, tmp_path, api=False, sets={"portable": ("-O1",)})
     printed = run(program, None, objects, tmp_path, ARM, [ARM_EMULATOR])
     assert program != "kernels_test" or printed == "portable\n"

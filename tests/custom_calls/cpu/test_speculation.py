@@ -1,4 +1,4 @@
-"""Passes of several rows: any drafts, right or wrong, leave every bit of an answer as it is."""
+"""Passes of several rows: right or wrong drafts change no bit of an answer."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,7 @@ SETTINGS = {
 
 
 class Model:
-    """A model of which answers with and without drafts are compared."""
+    """A model whose answers with and without drafts are compared."""
 
     def __init__(self, config, weights, compute="float32", **options):
         self.config, self.compute = config, compute
@@ -50,8 +50,8 @@ class Model:
         cache=0.0,
         **options,
     ):
-        """Everything that a call leaves that counts. of_call: most drafts of this call. prices: None for the session's,
-        corrected by its passes. cache: what the caches are full of before.
+        """Runs a call and returns all results that drafts must not change. of_call: most drafts of this call. prices:
+        None for the session's prices, which its passes correct. cache: value that fills the caches before the call.
         """
         self.session.speculate(most, prices)
         self.session.give_texts(given=drafts, before=before, forced=forced, most=of_call)
@@ -62,7 +62,7 @@ class Model:
         drawn, _, position = outputs.status.tolist()
         of_tokens = [np.asarray(rows)[:drawn] for rows in outputs[:-1]]
         found = jax.tree.map(np.asarray, (of_tokens, outputs.status, state.seen, self.filled(state, position - 1)))
-        if state.base:  # the same state in other arrays, as passes moved it on: compare what follows
+        if state.base:  # passes advance the state in different steps: compare the logits that follow
             self.session.speculate(0, EQUAL)
             inputs = small.make_inputs(of_tokens[0][-1:], 20, start=position - 1, room=ROOM)
             found += (np.asarray(self.call(inputs, state)[0].logits[:20]),)
@@ -70,12 +70,14 @@ class Model:
 
     @staticmethod
     def filled(state, count):
-        """The entries of the first positions."""
+        """The cached entries of the first `count` positions."""
         arrays = jax.tree.leaves([state.keys, state.values, state.latents, state.positions])
         return [np.asarray(array)[:, :, :count] for array in arrays]
 
     def check(self, prompt, limit, **options):
-        """Drafts from the text, all right, and every third one wrong; returns the answer's tokens."""
+        """Checks drafts from the text, right drafts, and drafts of which every third is wrong. Returns the answer's
+        tokens.
+        """
         expected = self.answer(prompt, limit, **options)
         tokens = expected[0][0].tolist()
         every_third = [(token + (n % 3 == 2)) % self.config.vocab_size for n, token in enumerate(tokens)]
@@ -96,7 +98,7 @@ def model():
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_samplings(name, model):
+def test_samplings_have_the_same_bits(name, model):
     tokens = model.check(small.prompt_of(model.config, 30), 40, **SETTINGS[name])
     assert len(tokens) == 40
     if "penalty" in SETTINGS[name] and "temperature" not in SETTINGS[name]:
@@ -105,7 +107,7 @@ def test_samplings(name, model):
 
 
 @pytest.mark.parametrize(("layout", "lanes"), LAYOUTS[::3], ids=[f"{layout}-{lanes}" for layout, lanes in LAYOUTS[::3]])
-def test_layouts(layout, lanes):
+def test_layouts_have_the_same_bits(layout, lanes):
     for ways in ({"threads": 2}, {"one_thread_per_lane": True}):
         model = make(changes={"layout": layout, "lanes": lanes}, **ways)
         model.check(small.prompt_of(model.config, 19), 20, temperature=0.8)
@@ -119,13 +121,13 @@ USUAL = ("lane head", "vocab head", "vocab head, few tokens", "tied, norm of the
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in USUAL else pytest.mark.exhaustive) for name in BLOCKS]
 )
-def test_configs(name):
+def test_configs_have_the_same_bits(name):
     model = make(changes=BLOCKS[name], threads=3)
     model.check(small.prompt_of(model.config, 19), 20, temperature=0.8)
 
 
 @pytest.mark.parametrize("instructions", build.instruction_sets())
-def test_instruction_sets_and_dtypes(instructions):
+def test_instruction_sets_and_dtypes_have_the_same_bits(instructions):
     if instructions not in custom_calls.instruction_sets():
         pytest.skip(f"this machine does not run {instructions}")
     cases = [("float32", "float32", {}), ("bfloat16", "float32", {}), ("bfloat16", "bfloat16", {}),
@@ -139,7 +141,7 @@ def test_instruction_sets_and_dtypes(instructions):
 @given(wrong=st.sets(st.integers(0, 39)), most=st.sampled_from([1, 3, 15]))
 @settings(max_examples=20)
 def test_right_drafts_are_marked(model, wrong, most):
-    """The last token of a pass is drawn by the model after its right drafts."""
+    """The model draws the last token of a pass after its right drafts, so that token is not marked."""
     prompt = small.prompt_of(model.config, 30)
     tokens = model.answer(prompt, 40)[0][0].tolist()
     drafts = [(token + (n in wrong)) % model.config.vocab_size for n, token in enumerate(tokens)]
@@ -154,7 +156,7 @@ def test_right_drafts_are_marked(model, wrong, most):
     assert found.drafted.tolist() == expected and not found.others.any()
 
 
-def test_the_end_of_an_answer_may_lie_inside_a_run(model):
+def test_answer_may_end_inside_a_run(model):
     prompt, options = small.prompt_of(model.config, 30), {"temperature": 1.0}
     tokens = model.answer(prompt, 40, **options)[0][0].tolist()
     for limit in range(1, 20):
@@ -165,8 +167,8 @@ def test_the_end_of_an_answer_may_lie_inside_a_run(model):
     assert ended[1].tolist() == [tokens.index(tokens[9]) + 1, ENDS.index("stop"), 30 + tokens.index(tokens[9]) + 1]
 
 
-def test_a_draft_that_was_wrong_leaves_no_trace_of_its_penalty(model):
-    """A wrong draft is seen by the rows after it alone."""
+def test_wrong_draft_leaves_no_penalty(model):
+    """A wrong draft counts as drawn only for the rows after it in its pass."""
     prompt, options = small.prompt_of(model.config, 8), {"penalty": 1.8, "temperature": 1.0}
     expected = model.answer(prompt, 40, **options)
     unseen = sorted(set(range(model.config.vocab_size)) - set(prompt) - set(expected[0][0].tolist()))
@@ -176,7 +178,7 @@ def test_a_draft_that_was_wrong_leaves_no_trace_of_its_penalty(model):
 
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
-def test_any_schedule_of_drafts(data, model):
+def test_any_schedule_of_drafts_has_the_same_bits(data, model):
     prompt = small.prompt_of(model.config, data.draw(st.integers(1, 70)))
     limit = data.draw(st.integers(1, 50))
     options = SETTINGS[data.draw(st.sampled_from(sorted(SETTINGS)))] | {"seed": (data.draw(st.integers(0, 99)), 1)}
@@ -190,7 +192,7 @@ def test_any_schedule_of_drafts(data, model):
 
 
 @pytest.mark.parametrize("token", [0, 39])
-def test_logits_that_are_no_numbers(token):
+def test_nan_logits_have_the_same_bits(token):
     config, weights = small.windowed_model()
     head = weights["lm_head"].copy()
     head[token] = np.resize([3e38, -3e38], head.shape[-1])
@@ -201,15 +203,15 @@ def test_logits_that_are_no_numbers(token):
 
 
 def test_positions_beyond_the_text_are_never_read(model):
-    """Where the keys and values of wrong drafts are; here they begin as no numbers."""
+    """These positions contain keys and values of wrong drafts. Here they contain NaN at first."""
     prompt = small.prompt_of(model.config, 30)
     expected = model.answer(prompt, 40, temperature=1.0)
     drafts = [(token + (n % 4 == 3)) % model.config.vocab_size for n, token in enumerate(expected[0][0].tolist())]
     assert small.same(model.answer(prompt, 40, temperature=1.0, most=15, drafts=drafts, cache=np.nan), expected)
 
 
-def test_a_copied_text_takes_few_passes(model):
-    """Forced tokens stand for a model that copies its prompt, or a text that is not part of it."""
+def test_copied_text_takes_few_passes(model):
+    """Forced tokens imitate a model that copies its prompt, or another text."""
     text = np.random.default_rng(0).integers(0, model.config.vocab_size, 60).tolist()
     for prompt, before in ((text, ()), (text[:1], text), (text[:1], [*text, -1])):
         outputs, *_ = model.answer(prompt, ROOM, most=15, before=before, forced=text)
@@ -223,21 +225,21 @@ def test_a_copied_text_takes_few_passes(model):
         counts = model.session.drafting
         assert small.same(plain, outputs) and (counts.passes, counts.drafted) == (ROOM - 1, 0) == (counts.rows[0], 0)
     free, *_ = model.answer(text, 20)
-    assert free[0].tolist() != text[:20]  # the texts were of one call
+    assert free[0].tolist() != text[:20]  # the texts applied to one call
 
 
-def test_a_call_may_draft_less_than_others(model):
+def test_call_may_limit_its_drafts(model):
     text = np.random.default_rng(0).integers(0, model.config.vocab_size, 60).tolist()
     expected = model.answer(text, ROOM, forced=text)
     for most in (0, 1, 4, 99):
         assert small.same(model.answer(text, ROOM, most=7, of_call=most, forced=text), expected)
         assert max(rows for rows, count in enumerate(model.session.drafting.rows) if count) == min(most, 7)
     model.answer(text, ROOM, most=7, forced=text)
-    assert model.session.drafting.rows[7] > 0, "the limit was of one call"
+    assert model.session.drafting.rows[7] > 0, "the limit applied to one call"
 
 
 @pytest.mark.parametrize("period", range(1, 18))
-def test_drafts_that_are_right_up_to_a_place(period, model):
+def test_runs_of_right_drafts_of_any_length_have_the_same_bits(period, model):
     prompt = small.prompt_of(model.config, 21)
     for options in (SETTINGS["top p"], SETTINGS["greedy with a penalty"]):
         expected = model.answer(prompt, 40, **options)
@@ -246,8 +248,8 @@ def test_drafts_that_are_right_up_to_a_place(period, model):
         assert small.same(model.answer(prompt, 40, most=15, drafts=drafts, **options), expected)
 
 
-def test_filters_at_their_edges(model):
-    """Where a threshold falls on the sum of some tokens' shares, or next to it."""
+def test_filters_at_their_edges_have_the_same_bits(model):
+    """Thresholds are equal to the sum of some tokens' shares, or next to it."""
     prompt = small.prompt_of(model.config, 21)
     logits = model.answer(prompt, 1)[0][4][0].astype(np.float64)
     shares = np.sort(np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum())[::-1]
@@ -260,8 +262,8 @@ def test_filters_at_their_edges(model):
 
 @pytest.mark.parametrize("wrong", [1.0, 1.9], ids=["too low", "too high"])
 def test_wrong_prices_are_corrected_by_the_passes(wrong, model, monkeypatch):
-    """Of whatever this machine does meanwhile: no token changes. No price is more than its rows, which this list leaves
-    room below.
+    """No token changes, whatever other processes do meanwhile. A price is at most its number of rows, and the prices of
+    this list are below that.
     """
     listed = [1 + (wrong - 1) * rows for rows in range(MOST_ROWS)]
     monkeypatch.setattr(custom_calls.Session, "prices", listed)
@@ -277,14 +279,14 @@ def test_wrong_prices_are_corrected_by_the_passes(wrong, model, monkeypatch):
     assert model.session.running_prices == EQUAL, "given prices stay"
 
 
-def test_prices_are_those_of_this_machine(model, monkeypatch, tmp_path):
+def test_measured_prices_rise_with_the_rows(model, monkeypatch, tmp_path):
     monkeypatch.setattr(build, "cache", lambda: tmp_path)
     prices = model.session.prices
     assert len(prices) == MOST_ROWS and prices[0] == 1 and sorted(prices) == prices
     model.session.speculate(15)
 
 
-def test_what_does_not_fit_is_refused(model):
+def test_invalid_arguments_are_refused(model):
     for most in (-1, MOST_ROWS):
         with pytest.raises(custom_calls.NativeError, match=f"drafts of a pass must be 0 to 15, got {most}"):
             model.session.speculate(most, EQUAL)

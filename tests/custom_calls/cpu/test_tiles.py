@@ -1,5 +1,5 @@
-"""Quantized matrices in a session: the logits of the dequantized weights, the same bits however they are computed, and
-what cannot be held.
+"""Quantized matrices in a session: the logits of the dequantized weights, and matrices that are refused. Any number of
+threads gives the same bits.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ def with_scale(record: Quantized) -> Quantized:
 
 
 def with_halves(record: Quantized) -> Quantized:
-    """Groups of 16 rows, whose scales are float16."""
+    """The record with random float16 scales for groups of 16 rows."""
     rows = -(-record.shape[-2] // 16)
     scales = np.random.default_rng(2).uniform(0.001, 0.01, (*record.shape[:-2], rows, 1)).astype(np.float16)
     return dataclasses.replace(record, scales=scales, group=(16, record.columns))
 
 
 def integers(weight: np.ndarray, kind: str, group: int, order: bool = False) -> Quantized:
-    """Any codes, scales and zero points; matrices with as many columns have the same order."""
+    """A record with random codes, scales and zero points. The order of columns depends only on their number."""
     rng, columns = np.random.default_rng(weight.view(np.uint32).flat[0]), weight.shape[-1]
     dtype, most = ("uint8", 16) if kind == "int4" else ("int8", 256)
     shapes = [(*weight.shape[:-1], n) for n in (columns, -(-columns // group))]
@@ -51,7 +51,7 @@ def integers(weight: np.ndarray, kind: str, group: int, order: bool = False) -> 
 
 
 def mixed(path: str, weight: np.ndarray) -> Quantized | np.ndarray:
-    """Several formats in each product with several matrices."""
+    """Matrices in several formats within products that have several matrices."""
     name = path.rpartition(".")[2]
     return {
         "wq": lambda: integers(weight, "int4", 24, order=True),
@@ -80,13 +80,13 @@ def packed(records: dict, **options):
 
 
 def logits_of(session) -> np.ndarray:
-    """Of the prompt's last token and three drawn ones."""
+    """Logits of four draws after the prompt."""
     run = small.jitted(session, room=4, top=0, logits=True)
     return np.asarray(run(small.make_inputs(IDS, 4), small.make_state(CONFIG, 64))[0].logits)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_logits_are_those_of_the_dequantized_weights(way):
+def test_logits_match_the_dequantized_weights(way):
     paths = small.open_session(CONFIG, "float32", threads=1).plan.matrices
     assert {"lm_head", "tok_embeddings"} - paths == {"tok_embeddings"}
     made = {path: WAYS[way](path, WEIGHTS[path]) for path in paths}
@@ -105,13 +105,13 @@ def test_logits_are_those_of_the_dequantized_weights(way):
     assert session.read_pass() > 0
     for other in ({"threads": 1, "instructions": "portable"}, {"threads": 3}, {"one_thread_per_lane": True}):
         again = logits_of(packed(records, **other))
-        if "instructions" in other:  # norms and attention round in their own order
+        if "instructions" in other:  # norms and attention round in another order
             assert np.abs(again[0] - found[0]).max() < 1e-5 * np.abs(found[0]).max()
         else:
             assert again.tobytes() == found.tobytes()
 
 
-def test_some_products_may_be_quantized():
+def test_single_product_may_be_quantized():
     products = small.open_session(CONFIG, "float32", threads=1).plan.products
     path = next(op.matrices[0].weight.path for op in products if len(op.matrices) == 1)
     record = round_to(WEIGHTS[path], "int8")
@@ -124,7 +124,7 @@ def test_some_products_may_be_quantized():
     assert whole.packed_bytes - session.packed_bytes == saved - session.quantized_weights["quantized_bytes"]
 
 
-def test_what_cannot_be_held_is_refused_in_one_line():
+def test_unsupported_records_are_refused():
     session = small.open_session(CONFIG, "float32", threads=1)
     path = next(path for path in sorted(session.plan.matrices) if session.plan.shape_of(path)[-1] == 64)
     with pytest.raises(NativeError, match=rf"weight {path} .* has groups of 4 .* 16 bits.*: {REMEDY}"):
@@ -141,7 +141,7 @@ def test_what_cannot_be_held_is_refused_in_one_line():
         session.pack(value, WEIGHTS[value])
 
 
-def test_the_embedding_is_never_quantized():
+def test_quantized_embedding_is_refused():
     session = small.open_session(CONFIG, "float32", threads=1)
     with pytest.raises(NativeError, match="not a matrix of a product: dequantize it"):
         session.pack("tok_embeddings", round_to(WEIGHTS["tok_embeddings"], "int8"))
@@ -152,7 +152,7 @@ def test_the_embedding_is_never_quantized():
     ("way", "columns"), [("int4", 64), ("int4", 48), ("int8", 40), ("int4 with an order, groups of 24", 64)]
 )
 def test_columns_in_blocks_have_the_same_weights(way, columns, joined):
-    """Lanes beside each other, too."""
+    """With and without lanes joined side by side."""
     record = WAYS[way]("", np.random.default_rng(3).standard_normal((3, 5, columns)).astype(np.float32))
     found, entries = in_blocks(record, joined)
     assert found.problem() is None and found.order is None and (joined or found.shape[:2] == (3, 5))
@@ -164,8 +164,8 @@ def test_columns_in_blocks_have_the_same_weights(way, columns, joined):
     assert (found.dequantize()[..., entries >= 0] == expected[..., entries[entries >= 0]]).all()
 
 
-def test_tiles_hold_codes_and_scales_where_the_kernel_reads_them():
-    """By the text of cpu/kernels/quantized.h."""
+def test_tiles_have_the_layout_of_the_kernel():
+    """cpu/kernels/quantized.h describes the layout."""
     record = round_to(np.random.default_rng(4).standard_normal((36, 544)).astype(np.float32), "int4")
     tiles = make_tiles([record], 1, False)
     assert tiles.format == (0, 3, 32, False, False, False)

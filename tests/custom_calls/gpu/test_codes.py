@@ -179,7 +179,7 @@ def check(outputs, config, weights, records) -> None:
     ],
     ids=str,
 )
-def test_logits_are_those_of_the_dequantized_weights(options):
+def test_logits_match_the_dequantized_weights(options):
     session = opened(RECORDS, **options)
     check(answer(session), CONFIG, WEIGHTS, RECORDS)
     formats = [tiling.format for tiling in session.layout.tilings]
@@ -219,7 +219,7 @@ def test_the_bits_of_one_device_on_two():
 
 
 def test_all_codes_of_a_row():
-    """Every code and the largest sums: the kernels of `test_logits_are_those_of_the_dequantized_weights`."""
+    """Every code and the largest sums: the kernels of `test_logits_match_the_dequantized_weights`."""
     records = dict(RECORDS)
     for path, record in RECORDS.items():
         changed = record.codes.copy()

@@ -1,5 +1,5 @@
-"""Compressed attention and several residual streams in a session: entries and their choice in float64, prompts in any
-company, and plans that do not fit.
+"""Compressed attention and several residual streams in a session: logits against float64, prompts split in any way, and
+invalid plans.
 """
 
 import jax
@@ -23,7 +23,7 @@ IDS = small.prompt_of(CONFIG, 131)
 
 
 def absorbed(session, sizes, compute="float32"):
-    """Logits of the prompt's last token and of drawn ones, after a prompt in calls of these sizes, and tokens."""
+    """Runs the prompt in calls of these sizes. Returns the logits of the last three draws, and their tokens."""
     call, state, start = small.jitted(session, room=140, logits=True), small.make_state(CONFIG, 160, compute), 0
     for n, size in enumerate(sizes):
         limit = 3 if n == len(sizes) - 1 else 1
@@ -34,7 +34,7 @@ def absorbed(session, sizes, compute="float32"):
 
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 def test_any_split_of_a_prompt_has_the_same_bits(compute):
-    """From any number of threads; with float32 the logits of float64."""
+    """With any number of threads. In float32, the logits also match float64."""
     weights = small.make_weights(CONFIG, compute)
     session = small.make_session(CONFIG, weights, compute=compute, threads=2)
     whole = absorbed(session, [131], compute)
@@ -49,7 +49,7 @@ def test_any_split_of_a_prompt_has_the_same_bits(compute):
 
 
 @pytest.mark.parametrize("instructions", build.instruction_sets())
-def test_instruction_sets(instructions):
+def test_instruction_sets_match_the_interpreter(instructions):
     if instructions not in custom_calls.instruction_sets():
         pytest.skip(f"this machine does not run {instructions}")
     session = small.make_session(CONFIG, WEIGHTS, threads=2, instructions=instructions)
@@ -58,8 +58,8 @@ def test_instruction_sets(instructions):
     assert np.abs(logits - expected).max() < 1e-4 * np.abs(expected).max()
 
 
-def test_entries_that_are_no_numbers_are_chosen_first():
-    """So that they are noticed: only entries have the first token, whose streams overflow."""
+def test_nan_entries_are_chosen_first():
+    """A NaN then reaches the result. Only entries contain the first token, whose streams overflow."""
     sizes = CompressedAttention(**COMPRESSED_SIZES | {"ratios": (4,)})
     config = CONFIG.replace(num_hidden_layers=1, compressed_attention=sizes)
     weights, ids = small.make_weights(config), [3, *range(4, 32)]
@@ -69,7 +69,7 @@ def test_entries_that_are_no_numbers_are_chosen_first():
     assert np.isnan(outputs.logits[0]).all()
 
 
-def test_a_state_of_another_position_is_refused():
+def test_state_of_another_position_is_refused():
     session, state = small.make_session(CONFIG, WEIGHTS, threads=2), small.make_state(CONFIG, 160)
     call = small.jitted(session, room=140, logits=True)
     _, state = call(small.make_inputs(IDS[:100], 1, room=140), state)
@@ -77,7 +77,7 @@ def test_a_state_of_another_position_is_refused():
         jax.block_until_ready(call(small.make_inputs([1], 1, start=60, room=140), state))
 
 
-# Ops of the first layer: the mixture, four products, what is kept, attention, two products; a mixture, a router.
+# Ops of the first layer: mixture, four products, CompressedKeep, attention, two products; then mixture, router.
 @pytest.mark.parametrize(("number", "fields", "message"), [
     (0, {"count": 2}, "a mixture is of another number of streams"),
     (0, {"offsets": Weight("offsets", (14,), False)}, "offsets has another size"),
@@ -90,7 +90,7 @@ def test_a_state_of_another_position_is_refused():
     (6, {"head_dim": 3}, "heads have other channels than what is kept"),
     (10, {"by_token": Weight("table", (40, 1), False, small=True)}, "a table of experts has another size"),
 ])  # fmt: skip
-def test_plans_that_do_not_fit_are_refused(number, fields, message):
+def test_invalid_plans_are_refused(number, fields, message):
     plan = small.with_op(make_plan(decoder_ops(CONFIG), CONFIG.schedule), 0, number, **fields)
     with pytest.raises(NativeError, match=f"damaged plan: {message}"):
         custom_calls.Session(plan, instructions="none")

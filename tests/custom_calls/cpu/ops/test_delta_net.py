@@ -1,6 +1,4 @@
-"""Gated DeltaNet in a session: the recurrence in float64, prompts in any company, states that are taken up again, and
-rows that were wrong.
-"""
+"""Gated DeltaNet in a session: logits against the recurrence in float64, prompts split in any way, and states."""
 
 import jax
 import numpy as np
@@ -24,7 +22,7 @@ def call():
 
 
 def absorbed(call, ids, sizes, drawn=3):
-    """Logits of the last token and drawn ones, after a prompt in calls of these sizes, and tokens."""
+    """Runs the prompt in calls of these sizes. Returns the logits of the drawn tokens, and the tokens."""
     state, start = small.make_state(CONFIG, 256), 0
     for n, size in enumerate(sizes):
         limit = drawn if n == len(sizes) - 1 else 1
@@ -33,8 +31,8 @@ def absorbed(call, ids, sizes, drawn=3):
     return np.asarray(outputs.logits[:drawn]), np.asarray(outputs.tokens[:drawn])
 
 
-def test_long_texts_have_the_logits_of_the_recurrence(call):
-    """Over several states of 16 positions."""
+def test_long_texts_match_the_recurrence(call):
+    """The state is written several times, once for each 16 positions."""
     ids = small.prompt_of(CONFIG, 101)
     logits, tokens = absorbed(call, ids, [101], 30)
     expected = small.interpreted_logits(CONFIG, WEIGHTS, [*ids, *tokens[:-1].tolist()])[100:]
@@ -50,14 +48,14 @@ def test_any_split_of_a_prompt_has_the_same_bits(call, ways):
         assert small.same(absorbed(other, ids, sizes), whole), sizes
 
 
-def test_a_state_of_another_position_is_refused(call):
+def test_state_of_another_position_is_refused(call):
     state = small.make_state(CONFIG, 256)
     _, state = call(small.make_inputs(small.prompt_of(CONFIG, 50), 1, room=130), state)
     with pytest.raises(jax.errors.JaxRuntimeError, match="recurrent state of layer 0 is not that before position 20"):
         jax.block_until_ready(call(small.make_inputs([1], 1, start=20, room=130), state))
 
 
-def test_an_empty_text_forgets_the_last_one(call):
+def test_new_text_ignores_the_old_state(call):
     state, ids = small.make_state(CONFIG, 256), small.prompt_of(CONFIG, 40)
     expected = absorbed(call, ids, [40])
     _, state = call(small.make_inputs(small.prompt_of(CONFIG, 70), 20, room=130), state)
@@ -65,13 +63,13 @@ def test_an_empty_text_forgets_the_last_one(call):
     assert small.same((np.asarray(outputs.logits[:3]), np.asarray(outputs.tokens[:3])), expected)
 
 
-def test_a_running_text_is_not_copied():
+def test_copying_from_a_running_text_is_refused():
     session = small.make_session(CONFIG, WEIGHTS, threads=1, slots=2)
     with pytest.raises(NativeError, match="cannot copy a recurrent state from one that runs"):
         session.slots[1].give_source(0, 1, 40)
 
 
 def test_passes_of_any_rows_are_timed():
-    """Each from the same position, which a longer one before it has left."""
+    """Each pass starts at the same position, although a longer pass before it has moved the state."""
     session = small.make_session(CONFIG, WEIGHTS, threads=2)
     assert all(0 < seconds < 60 for seconds in session._time_passes([16, 1, 12]))

@@ -1,5 +1,5 @@
-"""Mixtures of experts in a session: every format of weights, options that no config has, prompts in any company, and
-the same bits however they are computed.
+"""Mixtures of experts in a session: every format of weights, options that no config has, and prompts split in any way.
+Any number of threads gives the same bits.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ WAYS = ({"threads": 2}, {"threads": 3}, {"one_thread_per_lane": True})
 
 
 def logits_of(session: Session, ids: list[int], at_once: int = 80, drawn: int = 3) -> list[np.ndarray]:
-    """Logits of the last token and drawn ones, and the caches; the prompt in calls of that many tokens."""
+    """Runs the prompt in calls of `at_once` tokens. Returns the logits of the drawn tokens, and the caches."""
     run, state = small.jitted(session, room=80, top=0, logits=True), state_of(session.plan, 128)
     starts = range(0, len(ids), at_once)
     for first in starts:
@@ -56,7 +56,7 @@ FORMATS = {kind: lambda _, weight, kind=kind: round_to(weight, kind) for kind in
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_quantized_experts_have_the_logits_of_their_weights(name):
+def test_quantized_experts_match_the_dequantized_weights(name):
     weights, ids = small.make_weights(CONFIG), small.prompt_of(CONFIG, 9)
     paths = small.open_session(CONFIG, "float32", threads=1).plan.matrices
     assert not any("router" in path for path in paths)
@@ -95,7 +95,7 @@ def test_experts_in_twelve_bits_have_the_same_results():
 
 @pytest.mark.parametrize("kind", [None, "int4"])
 @pytest.mark.parametrize("stored", ["bfloat16", "float32"])
-def test_a_position_has_the_same_bits_in_any_company(stored, kind):
+def test_any_split_of_a_prompt_has_the_same_bits(stored, kind):
     weights, ids = small.make_weights(CONFIG, stored), small.prompt_of(CONFIG, 61)
     packed = {path: round_to(w, kind) if kind and w.ndim == 4 else w for path, w in weights.items()}
     session = session_of(packed, stored, threads=2)
@@ -120,8 +120,8 @@ def test_damaged_shared_experts_are_refused(changes, message):
         Session(small.with_op(plan, 0, 6, products=products[:1]), instructions="none")
 
 
-def test_biases_and_limits():
-    """Against the interpreter of plans, also where many logits of the router are equal."""
+def test_biases_and_limits_match_the_interpreter():
+    """In one layer, many logits of the router are equal."""
     plan = small.with_expert_biases(small.open_session(CONFIG, "float32", threads=1).plan)
     weights, ids = weights_of(plan), small.prompt_of(CONFIG, 50)
     weights["layers.1.feed_forward.router"][:] = 0
@@ -138,8 +138,8 @@ def test_biases_and_limits():
     assert all(small.same(result, results[0]) for result in results)
 
 
-def test_the_router_is_float32_where_products_are_not():
-    """Two experts whose logits differ by less than bfloat16 can hold: the second, larger one is used."""
+def test_router_is_float32_with_products_in_bfloat16():
+    """The logits of two experts differ by less than the precision of bfloat16, and the one with the larger is used."""
     config = CONFIG.replace(num_hidden_layers=1, num_lanes=1, num_experts=2, num_experts_per_tok=1)
     weights, layer = small.make_weights(config, "bfloat16"), "layers.0.feed_forward"
     weights["tok_embeddings"][3] = 1
@@ -167,7 +167,7 @@ def test_the_router_is_float32_where_products_are_not():
         ({"gated": False, "limit": 1.0}, "only a gated product has limits"),
     ],
 )
-def test_products_that_do_not_fit_their_router_are_refused(changes, message):
+def test_products_that_contradict_their_router_are_refused(changes, message):
     plan = small.open_session(CONFIG, "float32", threads=1).plan
     with pytest.raises(NativeError, match=f"damaged plan: {message}"):
         Session(small.with_op(plan, 0, 4, **changes), instructions="none")

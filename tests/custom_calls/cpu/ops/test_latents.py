@@ -1,5 +1,5 @@
-"""Latent attention in a session: every format of weights, any split of a prompt over several chunks of latents, and the
-same bits however they are computed.
+"""Latent attention in a session: every format of weights, and prompts of several chunks of latents split in any way.
+Any number of threads gives the same bits.
 """
 
 import jax
@@ -29,12 +29,12 @@ MANY = small.make_config(
     latent_attention=LatentAttention(kv_lora_rank=21, qk_nope_head_dim=5, qk_rope_head_dim=2, v_head_dim=3),
     layout="tp",
 )
-"""Heads for several vectors, and for more than one worker."""
+"""A model with heads for several vectors and for more than one worker."""
 WAYS = ({"threads": 2}, {"threads": 3}, {"one_thread_per_lane": True})
 
 
 def logits_of(session: Session, config, ids: list[int], at_once: int = 400, drawn: int = 2) -> list[np.ndarray]:
-    """Logits of the last token and drawn ones, and the latents; the prompt in calls of that many tokens."""
+    """Runs the prompt in calls of `at_once` tokens. Returns the logits of the drawn tokens, and the latents."""
     run = small.jitted(session, room=400, top=0, logits=True)
     state, starts = small.make_state(config, 400, session.plan.cache_dtype.name), range(0, len(ids), at_once)
     for first in starts:
@@ -57,7 +57,7 @@ def parts_of(config, weights: dict) -> dict:
 
 
 @pytest.mark.parametrize("kind", USUAL)
-def test_quantized_latents_have_the_logits_of_their_weights(kind):
+def test_quantized_latents_match_the_dequantized_weights(kind):
     weights, ids = small.make_weights(CONFIG), small.prompt_of(CONFIG, 9)
     plan = small.open_session(CONFIG, "float32", threads=1).plan
     assert sum(path.endswith((".wk", ".wv")) for path in plan.matrices) == 2 * CONFIG.num_hidden_layers
@@ -76,7 +76,7 @@ def test_quantized_latents_have_the_logits_of_their_weights(kind):
 
 
 def test_blocks_of_fp8_are_cut_by_head():
-    """Blocks of 128 rows, which heads of 56 rows cross, and one of a size that the kernel refuses."""
+    """Heads of 56 rows cross blocks of 128 rows. The groups of one cut matrix have a size that the kernel refuses."""
     weights, ids = small.make_weights(CONFIG), small.prompt_of(CONFIG, 9)
     path, codes = "layers.1.attention.wkv_b", np.random.default_rng(0).integers(0, 0x70, (2, 3 * 56, 48), np.uint8)
     scales = np.float32([[[0.01], [0.02]], [[0.03], [0.04]]])
@@ -112,7 +112,7 @@ def test_latents_in_twelve_bits_have_the_same_results():
 @pytest.mark.parametrize("compute", ["float32", "bfloat16"])
 @pytest.mark.parametrize("instructions", build.instruction_sets())
 def test_any_split_of_a_prompt_has_the_same_bits(instructions, compute):
-    """Over two chunks of latents, and with workers that share heads."""
+    """The prompt has two chunks of latents, and workers share heads."""
     if instructions not in custom_calls.instruction_sets():
         pytest.skip(f"this machine does not run {instructions}")
     weights, ids, options = small.make_weights(MANY, "bfloat16"), small.prompt_of(MANY, 300), {"compute": compute}
