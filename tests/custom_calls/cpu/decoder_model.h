@@ -15,18 +15,8 @@ constexpr int kLayers = 2, kHidden = 20, kHeads = 2, kKvHeads = 1, kHeadDim = 6,
 
 enum class Layout { delayed, ladder, desync, early };
 
-enum Weights {
-  kNorm,
-  kWq,
-  kWk,
-  kWv,
-  kWo,
-  kFfnNorm,
-  kW1,
-  kW3,
-  kW2,
-  kOfLayer
-};  // of each layer; weight 0 is the embedding
+// The weights of a layer in order. Weight 0 of the model is the embedding.
+enum Weights { kNorm, kWq, kWk, kWv, kWo, kFfnNorm, kW1, kW3, kW2, kOfLayer };
 
 // A model's plan as words in the format of custom_calls/words.py, written by hand.
 struct Model {

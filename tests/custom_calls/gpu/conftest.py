@@ -1,4 +1,4 @@
-"""The model whose calls are tested, and calls of the `session` that a test file has."""
+"""Fixtures: the model that is called, and the call of a test file's `session`."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Weights in 12 bits on GPUs: every bit comes back, and so does every bit of what the kernel computes from them."""
+"""Weights in 12 bits on GPUs: the packed lines contain every bit, and the kernel's results equal those of bfloat16."""
 
 import dataclasses
 
@@ -23,16 +23,16 @@ BF16 = jnp.bfloat16.dtype
 
 
 def unpacked(lines, listed, table, vectors: int, selector_bits: int) -> np.ndarray:
-    """The weights of a warp as formats.h reads them: uint16 [steps, vectors, threads, 8] of uint32 [steps, lines,
-    threads, 4] and its exceptions.
+    """The weights of a warp, uint16 [steps, vectors, threads, 8], read as formats.h does from its lines, uint32 [steps,
+    lines, threads, 4], and its exceptions.
     """
     steps, _, threads, _ = lines.shape
     units = vectors // 4
     found = np.empty((steps, vectors, threads, 8), np.uint16)
     for k in range(8):
-        if selector_bits == 4:  # a selector's nibbles; the signs of the first four weights in every second one
+        if selector_bits == 4:  # nibbles in order; the signs of the first four weights are in every second nibble
             index, sign = 4 * k, 4 * (2 * k + 1 if k < 4 else 2 * (k - 4)) + 3
-        else:  # the low nibbles of four bytes, then the high ones
+        else:  # the low nibbles of four bytes, then the high nibbles
             index = 8 * k if k < 4 else 8 * (k - 4) + 4
             sign = index + 3
         for vector in range(4 * units):
@@ -52,7 +52,7 @@ def unpacked(lines, listed, table, vectors: int, selector_bits: int) -> np.ndarr
 
 
 def encoded(matrix: np.ndarray, table: np.ndarray, tiling):
-    """Steps of lines and exceptions of each warp, as the session packs them."""
+    """The lines and the exceptions of each warp, as the session packs them."""
 
     @jax.jit
     def packed(matrix, table):
@@ -107,7 +107,7 @@ def test_packing_gives_every_bit_back(machine, rows, columns, kind):
             assert (found & 0x807F)[own == 0].max(initial=0) == 0, "padding is finite and positive"
 
 
-def test_more_exceptions_than_the_limit_leave_a_product_as_it_is():
+def test_product_with_many_exceptions_stays_bfloat16():
     _, plan, weights = make_model(num_hidden_layers=1)
     path = "layers.0.attention.wq"
     weights[path] = np.resize(np.exp2(np.arange(-60, 60, dtype=np.float32)), weights[path].shape).astype(BF16)
@@ -131,7 +131,7 @@ def make_model(**changes):
 
 
 def answer(config, plan, weights, choice=None, mesh=None, **options):
-    """What a call returns, and the caches after it."""
+    """The results of a call (outputs and state), and its session."""
     session = emulated.open_session(plan, weights, bf12=choice, mesh=mesh, **options)
     call = jitted(session, mesh, room=5, top=3, logits=True)
     ids, state = small.prompt_of(config, 6), small.make_state(config, 64, "bfloat16", mesh)
@@ -141,7 +141,7 @@ def answer(config, plan, weights, choice=None, mesh=None, **options):
 
 
 def same_in_both(config, plan, weights, **options) -> None:
-    """With few exceptions, and with many in each unit."""
+    """Checks that 12 bits give the bits of bfloat16, with few exceptions and with many in each unit."""
     plain, session = answer(config, plan, weights, **options)
     paths = [path for paths in product_weights(plan) for path in paths]
     for choice in (Bf12Choice.of(plan, weights.items()), Bf12Choice(dict.fromkeys(paths, WRONG))):
@@ -164,22 +164,22 @@ def same_in_both(config, plan, weights, **options) -> None:
     ],
     ids=str,
 )
-def test_the_bits_of_bfloat16(changes, options):
+def test_results_have_the_bits_of_bfloat16(changes, options):
     same_in_both(*make_model(**changes), **options)
 
 
 @emulated.only_emulated
 @pytest.mark.exhaustive
-def test_the_bits_of_bfloat16_on_two_devices():
+def test_results_on_two_devices_have_the_bits_of_bfloat16():
     axes = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((1, 2), ("data", "lane"), axis_types=axes, devices=jax.devices()[:2])
     machine = dataclasses.replace(emulated.SMALL, ctas=4)
     same_in_both(*make_model(lanes=4), mesh=mesh, machine=machine)
 
 
-def test_rows_of_any_bits():
-    """Random bits, NaN, infinities, zeros of both signs and subnormals in rows of the head: the kernels of
-    `test_the_bits_of_bfloat16`.
+def test_rows_of_any_bits_have_the_bits_of_bfloat16():
+    """Rows of the head have random bits, NaN, infinities, zeros of both signs and subnormals. The kernels are those of
+    other tests in this file.
     """
     config, plan, weights = make_model()
     head = weights["lm_head"].view(np.uint16).copy()

@@ -1,5 +1,5 @@
-"""Quantized weights on GPUs: every code and scale comes back from the packed lines, and the kernel's logits are those
-of the dequantized weights.
+"""Quantized weights on GPUs: the packed lines contain every code and scale, and the kernel's logits match the
+dequantized weights.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ pytestmark = [small.needs_library, emulated.needs_gpu]
 
 
 def scale_values(bits: np.ndarray, dtype: str) -> np.ndarray:
-    """Float64 of bytes [threads, bytes of a scale]."""
+    """The values of scales, float64 [threads], from their bytes [threads, bytes of a scale]."""
     if dtype == "e8m0":
         return np.exp2(bits.astype(float) - 127)
     if dtype == "e4m3":
@@ -33,8 +33,8 @@ def scale_values(bits: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def unpacked(stream: np.ndarray, tiling) -> np.ndarray:
-    """The weights of a warp as codes.h reads them but for the rows' factors, float64 [takes, vectors, threads, 8] of
-    uint32 [lines, threads, 4].
+    """The weights of a warp without the rows' factors, float64 [takes, vectors, threads, 8], read as codes.h does from
+    its lines, uint32 [lines, threads, 4].
     """
     format, (takes, vectors, threads, per) = tiling.format, tiling.dealt
     own, halves = format.own_scales(vectors, tiling.cluster), format.halves
@@ -42,9 +42,9 @@ def unpacked(stream: np.ndarray, tiling) -> np.ndarray:
     found = np.zeros((takes, vectors, threads, per))
     beside = np.zeros((threads, 0), np.uint8)
     size = own * format.scale_bytes if format.scale else 0
-    room = 16 * format.lines(vectors) - vectors * format.bits  # in a step's last line
+    room = 16 * format.lines(vectors) - vectors * format.bits  # free bytes in a step's last line
     for take in range(takes):
-        if size > max(room, beside.shape[1]):  # lines of scales for as many steps as they have room for
+        if size > max(room, beside.shape[1]):  # the next lines of scales, for as many steps as they have room for
             beside = np.concatenate([next(taken).view(np.uint8) for _ in range(-(-size // 16) + format.more)], -1)
         scales, beside = beside[:, :size], beside[:, size:]
         lines = np.stack([next(taken) for _ in range(format.lines(vectors))])
@@ -79,19 +79,19 @@ def unpacked(stream: np.ndarray, tiling) -> np.ndarray:
                     numbers[:, here] = (numbers[:, here] + 8) % 16  # stored in two's complement
                 less = zero[:, None] if format.code == "int4" else 0
                 found[take, vector, :, here] = (numbers[:, here] - less) * np.reshape(value, (-1, 1))
-    assert next(taken, None) is None, "no line is left"
+    assert next(taken, None) is None, "a line is left over"
     return found
 
 
 @pytest.mark.parametrize(
     ("machine", "way"),
-    [  # each way on one of the machines in turn; on the other one is slow
+    [  # ways alternate between the machines; those of the other machine are slow tests
         pytest.param(machine, way, id=f"{way}-{name}", marks=() if m == n % 2 else pytest.mark.slow)
         for m, (name, machine) in enumerate({"H200": H200, "MI300X": MI300X}.items())
         for n, way in enumerate(WAYS)
     ],
 )
-def test_packing_gives_every_weight_back(machine, way):
+def test_packed_lines_contain_every_weight(machine, way):
     for rows, columns, warps in ((33, 300, 2), (70, 1024, 8)):
         weights = np.random.default_rng(rows).standard_normal((rows, columns)).astype(np.float32)
         record = rounded(weights, way)
@@ -121,7 +121,7 @@ SIZES = {"hidden_size": 64, "head_dim": 8, "ff": 48, "num_hidden_layers": 2, "vo
 
 
 def model_of(**changes):
-    """A model each of whose products has a format of its own, as records and dequantized."""
+    """A config, its weights, and records of all product weights, with another format for each product."""
     config = small.make_config(**SIZES | {"lanes": 2} | changes)
     weights = small.make_weights(config)
     groups = product_weights(plan_of(config))
@@ -145,7 +145,7 @@ def choice_of(records, config=None) -> CodesChoice:
 
 
 def opened(records, config=CONFIG, weights=WEIGHTS, by_tensor=True, **options):
-    """by_tensor: 4 bits by tensor cores, also where the rule of the layout prefers vector code."""
+    """A session with these records. by_tensor: use tensor cores for 4 bits even if the layout prefers vector code."""
     choice = choice_of(records, config)
     with pytest.MonkeyPatch.context() as patch:
         if by_tensor:
@@ -154,7 +154,7 @@ def opened(records, config=CONFIG, weights=WEIGHTS, by_tensor=True, **options):
 
 
 def answer(session, config=CONFIG, mesh=None):
-    """Of the prompt's last token and three drawn ones."""
+    """The outputs of a call that draws four tokens."""
     call = jitted(session, mesh, room=4, top=2, logits=True)
     outputs, _ = call(small.make_inputs(IDS, 4, temperature=0.7), small.make_state(config, 64, mesh=mesh))
     assert session.failure is None
@@ -164,7 +164,7 @@ def answer(session, config=CONFIG, mesh=None):
 def check(outputs, config, weights, records) -> None:
     exact = {path: record.dequantize(np.float64) for path, record in records.items()}
     expected = small.interpreted_logits(config, weights | exact, [*IDS, *outputs.tokens[:3].tolist()])[-4:]
-    tolerance = 1e-4 if emulated.REAL else 1e-5  # as for other weights
+    tolerance = 1e-4 if emulated.REAL else 1e-5  # on a real GPU the tolerance of other weights
     assert np.abs(outputs.logits[:4] - expected).max() < tolerance * np.abs(expected).max()
 
 
@@ -202,14 +202,14 @@ def test_logits_match_the_dequantized_weights(options):
     ids=str,
 )
 @pytest.mark.exhaustive
-def test_other_models(changes):
+def test_other_models_match_the_dequantized_weights(changes):
     config, weights, records = model_of(**changes)
     check(answer(opened(records, config, weights), config), config, weights, records)
 
 
 @pytest.mark.slow
 @emulated.only_emulated
-def test_the_bits_of_one_device_on_two():
+def test_two_devices_give_the_bits_of_one():
     axes = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((1, 2), ("data", "lane"), axis_types=axes, devices=jax.devices()[:2])
     machine = dataclasses.replace(emulated.SMALL, ctas=4)
@@ -218,8 +218,8 @@ def test_the_bits_of_one_device_on_two():
     )
 
 
-def test_all_codes_of_a_row():
-    """Every code and the largest sums: the kernels of `test_logits_match_the_dequantized_weights`."""
+def test_every_code_matches_its_value():
+    """Rows contain every code, and the largest sums. The kernels are those of other tests in this file."""
     records = dict(RECORDS)
     for path, record in RECORDS.items():
         changed = record.codes.copy()
@@ -234,7 +234,7 @@ def test_all_codes_of_a_row():
     check(answer(opened(records)), CONFIG, WEIGHTS, records)
 
 
-def test_some_products_may_be_quantized():
+def test_single_product_may_be_quantized():
     path = product_weights(plan_of(CONFIG))[1][0]
     choice = choice_of({path: RECORDS[path]})
     assert list(choice.formats) == [path] and choice.names == {path: RECORDS[path].name}
@@ -257,7 +257,7 @@ def refusals():
 
 
 @pytest.mark.parametrize("words", refusals())
-def test_what_cannot_be_held_is_refused_in_one_line(words):
+def test_unsupported_records_are_refused(words):
     with pytest.raises(
         NativeError, match=rf"weight layers.0.feed_forward.w2 .* {words}, which the GPU kernel cannot hold:"
     ):
@@ -272,7 +272,7 @@ MIXED = [{"wq": "int8", "wk": "int4 zeros"}, {"wk": "fp8", "wv": "fp8 rows of 16
     "options", some({"SMALL": {}, "AMD": {"machine": AMD}, "graph": {"launch": "graph"}}, {"SMALL"})
 )
 def test_matrices_of_one_product_may_have_several_formats(options):
-    """Some are not quantized; with biases, a norm, and layers that differ."""
+    """Some matrices are not quantized. The model has biases, a norm, and different layers."""
     config, weights, _ = model_of(qkv_bias=True, hidden_size=40)
     ways = {f"layers.{n}.attention.{name}": way for n, of in enumerate(MIXED) for name, way in of.items()}
     records = {path: rounded(weights[path], way) for path, way in ways.items()}
@@ -283,7 +283,7 @@ def test_matrices_of_one_product_may_have_several_formats(options):
     check(answer(session, config), config, weights, records)
 
 
-def test_gate_and_up_have_one_format():
+def test_gate_and_up_in_different_formats_are_refused():
     paths = [f"layers.0.feed_forward.{name}" for name in ("w1", "w3")]
     for first, second in (paths, paths[::-1]):
         for rest in ({}, {second: round_to(WEIGHTS[second], "int8")}):

@@ -1,4 +1,4 @@
-"""The GPU kernel of the 2B through the real compilers, and properties of their machine code: no GPU is needed."""
+"""Compiles GPU kernels with the real compilers and checks properties of the machine code. Needs no GPU."""
 
 import dataclasses
 import re
@@ -30,7 +30,7 @@ from tests.support.gpu_cases import mixed_plan
 
 @cache
 def nvdisasm() -> str | None:
-    """Where it is installed, by itself or from its wheel."""
+    """Path of nvdisasm, from PATH or its wheel; None if it is not installed."""
     wheels = (path for folder in sys.path for path in Path(folder).glob("nvidia/*/bin/nvdisasm"))
     return shutil.which("nvdisasm") or next(map(str, wheels), None)
 
@@ -65,8 +65,8 @@ pytestmark = pytest.mark.slow
 def header(
     machine, lanes_here: int, dtype: str, rows: int = 1, requests: int = 1, drafts: bool = False, **changes
 ) -> str:
-    """rows: of a pass, requests of a call, and whether several of them have drafts. dtype: of the weights; for bfloat16
-    with all products in 12 bits or quantized bf12 or a name in CODES.
+    """The header model.h of the 2B. dtype: dtype of the weights, or bf12 or a name in CODES for bfloat16 with all
+    products in 12 bits or quantized. rows, requests, drafts: as in Layout. changes: changes of the config.
     """
     config, in_12_bits, format = LANEFORMER_2B.replace(**changes), dtype == "bf12", CODES.get(dtype)
     dtype = "bfloat16" if in_12_bits or format else dtype
@@ -80,11 +80,11 @@ def header(
     )
 
 
-ON_EIGHT = ("deepseek_v3", "deepseek_v3_4", "kimi_k2")  # devices; the others are on one
+ON_EIGHT = ("deepseek_v3", "deepseek_v3_4", "kimi_k2")  # models on eight devices; others are on one
 
 
 def of_experts(name: str, machine=H200, rows: int = 1) -> Layout:
-    """Of a published mixture of experts in its own precisions, on one device, or one of eight. rows: of a pass."""
+    """The layout of a published mixture of experts in its published formats, on one device, or one of eight."""
     model, format = PACKED[name], {"mxfp4": CODES["mxfp4"], "fp8": Codes("e4m3", "bfloat16", 128)}
     config = model.config.replace(num_lanes=8) if name in ON_EIGHT else model.config
     precision = Precision(param="bfloat16", compute="bfloat16")
@@ -99,7 +99,7 @@ def of_experts(name: str, machine=H200, rows: int = 1) -> Layout:
 
 
 def of_delta_net(machine=H200) -> Layout:
-    """Qwen3-Next's layers in bfloat16 on one device, with an MLP in the experts' place."""
+    """The layout of Qwen3-Next's layers in bfloat16 on one device, with an MLP instead of experts."""
     experts = ("num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")
     config = QWEN3_NEXT_20B.replace(**dict.fromkeys(experts), shared_expert_gate=False)
     precision = Precision(param="bfloat16", compute="bfloat16")
@@ -108,7 +108,7 @@ def of_delta_net(machine=H200) -> Layout:
 
 
 def of_compressed(machine=H200, rows: int = 1) -> Layout:
-    """Layers of DeepSeek-V4-Flash's sizes in bfloat16 on one device, with one stream and MLPs. rows: of a pass."""
+    """The layout of layers with DeepSeek-V4-Flash's sizes in bfloat16 on one device, with one stream and MLPs."""
     sizes = {"q_lora_rank": 1024, "qk_rope_head_dim": 64, "o_groups": 8, "o_lora_rank": 1024}
     config = ModelConfig(
         vocab_size=129_280,
@@ -134,7 +134,9 @@ def nvidia(lanes_here: int, dtype: str, source: str = gpu_build.PERSISTENT) -> d
 
 
 def figures(header: str, source: str, image: Path | None = None) -> dict[str, dict[str, int]]:
-    """Figures that ptxas reports of each kernel. image: a file to write it to."""
+    """Compiles a kernel and returns the figures that ptxas reports: stack, stores and loads of spills in bytes, and
+    registers, by kernel. image: file for the image.
+    """
     reports = []
 
     def compile_with(folder, out, architecture):
@@ -170,12 +172,12 @@ def figures(header: str, source: str, image: Path | None = None) -> dict[str, di
 
 @cache
 def amd(lanes_here: int, dtype: str, folder) -> tuple[dict[str, dict[str, int]], str]:
-    """Figures in the object file of each kernel, and the instructions of the one that decodes."""
+    """Compiles the 2B for AMD. Returns the figures in the object file by kernel, and the code of laneformer_decode."""
     return amd_code(header(MI300X, lanes_here, dtype), folder / f"{lanes_here}-{dtype}.hsaco")
 
 
 def amd_code(header: str, image: Path) -> tuple[dict[str, dict[str, int]], str]:
-    """As `amd`, of any model. image: a file to write it to."""
+    """`amd` for any model. image: file for the image."""
     image.write_bytes(gpu_build.image(header, "gfx942", gpu_build.compiler("gfx942")))
 
     def output(*command: str) -> str:
@@ -195,7 +197,7 @@ def folder(tmp_path_factory):
 
 @needs_nvcc
 @pytest.mark.parametrize(("lanes_here", "dtype"), CASES)
-def test_nvidia_registers(lanes_here, dtype):
+def test_nvidia_spills_no_registers(lanes_here, dtype):
     kernels = nvidia(lanes_here, dtype)
     decode, read = kernels["laneformer_decode"], kernels["laneformer_read"]
     for kernel in (decode, read):
@@ -204,15 +206,15 @@ def test_nvidia_registers(lanes_here, dtype):
 
 @needs_nvcc
 @pytest.mark.parametrize(("lanes_here", "dtype"), [(8, "float16"), (1, "float16"), (8, "bf12")])
-def test_nvidia_registers_of_steps(lanes_here, dtype):
+def test_nvidia_spills_no_registers_in_steps(lanes_here, dtype):
     step = nvidia(lanes_here, dtype, gpu_build.STEPS)["laneformer_step"]
     assert step["registers"] <= 255 and (step["stack"], step["stores"], step["loads"]) == (0, 0, 0)
 
 
 @needs_nvcc
 @pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
-def test_nvidia_instructions_of_weights_in_12_bits(folder):
-    """Each eight weights take six byte permutations, two of which are the table, and three quarters of the loads."""
+def test_nvidia_weights_in_12_bits_take_few_instructions(folder):
+    """Eight weights take six byte permutations, two of them for the table, and three quarters of the loads."""
     loops = {}
     for dtype in ("bfloat16", "bf12"):
         image = folder / f"{dtype}.cubin"
@@ -233,8 +235,8 @@ def test_nvidia_instructions_of_weights_in_12_bits(folder):
         pytest.param(3, 2, True, 800, marks=pytest.mark.exhaustive),
     ],
 )
-def test_nvidia_registers_of_requests(rows, requests, drafts, loads):
-    """Two requests in a call cost hardly more than two rows of one, and with drafts than three rows."""
+def test_nvidia_requests_spill_few_registers(rows, requests, drafts, loads):
+    """Two requests in a call spill hardly more than two rows of one request, and with drafts than three rows."""
     one = header(H200, 8, "float16", rows=rows, requests=requests, drafts=drafts)
     decode = figures(one, gpu_build.PERSISTENT)["laneformer_decode"]
     assert decode["registers"] <= 255 and decode["loads"] <= loads
@@ -264,7 +266,9 @@ class Code:
         return Counter(map(self.name, numbers))
 
     def shortest_path(self, first: int, last: int) -> list[int]:
-        """Through a loop: no copy issued, no wait, not at the ring's end."""
+        """Numbers of the instructions on the shortest path through a loop: no copy is issued, no wait, no end of the
+        ring.
+        """
         before, reached = {first: None}, deque([first])
         while reached and last not in before:
             number = reached.popleft()
@@ -284,8 +288,9 @@ class Code:
 
 
 def weight_loops(image: Path, multiply_adds: int = 96, loads: int = 18) -> list[Counter]:
-    """Instructions of each innermost loop over four steps of a product: multiply-adds, and at least so many loads of 16
-    bytes: each line's twice, since its place may be at the ring's end.
+    """Counts of the instructions of each innermost loop over four steps of a product: loops with this number of
+    multiply-adds and at least this number of loads of 16 bytes. Each line's load appears twice, because the line may be
+    at the ring's end.
     """
     code = Code(image)
     counts = [code.counts(range(a, b + 1)) for a, b in code.loops()]
@@ -295,9 +300,9 @@ def weight_loops(image: Path, multiply_adds: int = 96, loads: int = 18) -> list[
 @needs_nvcc
 @pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
 @pytest.mark.parametrize("rows", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_nvidia_code_of_several_rows(rows, folder):
-    """Loops over 96 weights of a thread: few instructions more for each row of the pass than its multiply-adds, and up
-    to two rows no spilled register. Passes of one row have the same loops whatever the kernel is compiled for.
+def test_nvidia_loops_of_several_rows_are_short(rows, folder):
+    """In loops over 96 weights of a thread, each further row adds few instructions beyond its multiply-adds. With up to
+    two rows no register is spilled there. Passes of one row have the same loops in every kernel.
     """
     image = folder / f"rows-{rows}.cubin"
     decode = figures(header(H200, 8, "float16", rows=rows), gpu_build.PERSISTENT, image)["laneformer_decode"]
@@ -323,9 +328,9 @@ def test_nvidia_code_of_several_rows(rows, folder):
         pytest.param("fp8", 14, {"PRMT": 0, "HADD2": 96, "F2FP": 48}, marks=pytest.mark.exhaustive),
     ],
 )
-def test_nvidia_code_of_quantized_weights(name, loads, wanted, folder):
-    """Of 96 weights: the instructions that make floats, and a multiply-add more for each scale. A few registers that
-    are kept over all passes may be spilled.
+def test_nvidia_loops_of_quantized_weights_are_short(name, loads, wanted, folder):
+    """Loops over 96 weights have the expected instructions that make floats, and one more multiply-add for each scale.
+    A few registers that are kept over all passes may be spilled.
     """
     image = folder / f"{name}.cubin"
     decode = figures(header(H200, 8, name), gpu_build.PERSISTENT, image)["laneformer_decode"]
@@ -343,7 +348,7 @@ def test_nvidia_code_of_quantized_weights(name, loads, wanted, folder):
 @pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
 @pytest.mark.parametrize("by_tensor", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    ("name", "sums", "matrices"),  # weights of a thread in a sum over blocks, and products of matrices for it
+    ("name", "sums", "matrices"),  # weights of a thread in a sum over blocks, and matrix products for that sum
     [
         ("mxfp4", 16, 2),
         pytest.param("int4", 16, 1, marks=pytest.mark.exhaustive),
@@ -351,8 +356,8 @@ def test_nvidia_code_of_quantized_weights(name, loads, wanted, folder):
         pytest.param("nvfp4", 8, 2, marks=pytest.mark.exhaustive),
     ],
 )
-def test_nvidia_instructions_of_4_bits(name, sums, matrices, by_tensor, folder, monkeypatch):
-    """As many per weight as the choice of a way assumes, in loops over at least 96 weights of a thread."""
+def test_nvidia_weights_of_4_bits_take_the_assumed_instructions(name, sums, matrices, by_tensor, folder, monkeypatch):
+    """In loops over at least 96 weights of a thread, at most the instructions per weight that the layout assumes."""
     image, format = folder / f"{name}-{by_tensor}.cubin", dataclasses.replace(CODES[name], by_tensor=by_tensor)
     assumed = format.instructions
     if not by_tensor:
@@ -363,7 +368,7 @@ def test_nvidia_instructions_of_4_bits(name, sums, matrices, by_tensor, folder, 
     for first, last in code.loops():
         inside = code.counts(range(first, last + 1))
         weights = inside["IMMA"] * sums // matrices if by_tensor else 96 * (inside["HADD2"] >= 96)
-        if 96 <= weights <= 192 and last - first < 2000:  # with others inside, it is longer
+        if 96 <= weights <= 192 and last - first < 2000:  # a loop with inner loops is longer
             assert inside["LDL"] == inside["STL"] == 0
             assert len(code.shortest_path(first, last)) <= assumed * weights
             checked += 1
@@ -382,10 +387,10 @@ def test_nvidia_instructions_of_4_bits(name, sums, matrices, by_tensor, folder, 
         ),
     ],
 )
-def test_nvidia_code_of_experts(name, rows, folder):
-    """What is kept over all passes may be spilled, as it is where an MLP is in the experts' place. In 4 bits the loops
-    over experts have none of it, and the instructions that the choice of a way assumes. Rows of a pass take turns, with
-    the loops of one row, and a few spilled registers in these.
+def test_nvidia_loops_of_experts_are_short(name, rows, folder):
+    """Values that are kept over all passes may be spilled, as with an MLP instead of experts. With 4 bits, the loops
+    over experts have no spilled register, and at most the instructions that the layout assumes. The rows of a pass are
+    computed one after the other by the loops of one row, with a few spilled registers.
     """
     layout, image = of_experts(name, rows=rows), folder / f"{name}-{rows}.cubin"
     assert (layout.ahead_slots, layout.slots) == {1: (3, 5), 2: (2, 4)}[rows]
@@ -406,7 +411,7 @@ OF_KERNELS = [name for name, model in PACKED.items() if without_kernel(decoder_o
 @needs_nvcc
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", OF_KERNELS)
-def test_nvidia_compiles_steps_of_experts(name):
+def test_nvidia_compiles_experts_with_one_launch_per_op(name):
     step = figures(model_header(of_experts(name)), gpu_build.STEPS)["laneformer_step"]
     assert step["registers"] <= 255 and step["stack"] <= 192
 
@@ -421,8 +426,8 @@ def test_amd_compiles_experts(name):
 
 @needs_nvcc
 @pytest.mark.parametrize("source", [gpu_build.PERSISTENT, pytest.param(gpu_build.STEPS, marks=pytest.mark.exhaustive)])
-def test_nvidia_registers_of_delta_net(source):
-    """Beside gated attention with heads of 256 channels; what is kept over all passes may be spilled."""
+def test_nvidia_delta_net_spills_few_registers(source):
+    """Other layers have gated attention with heads of 256 channels. Values kept over all passes may be spilled."""
     kernels = figures(model_header(of_delta_net()), source)
     decode = kernels["laneformer_decode" if source == gpu_build.PERSISTENT else "laneformer_step"]
     assert decode["registers"] <= 255 and decode["stack"] <= 256 and decode["loads"] <= 800
@@ -430,8 +435,8 @@ def test_nvidia_registers_of_delta_net(source):
 
 @needs_nvcc
 @pytest.mark.parametrize("source", [gpu_build.PERSISTENT, pytest.param(gpu_build.STEPS, marks=pytest.mark.exhaustive)])
-def test_nvidia_registers_of_residual_streams(source):
-    """What one stream has not, four do not spill either."""
+def test_nvidia_residual_streams_spill_no_registers(source):
+    """Four residual streams spill no registers, as one stream does not."""
     kernels = figures(header(H200, 8, "float16", layout="tp", residual_streams=ResidualStreams(count=4)), source)
     decode = kernels["laneformer_decode" if source == gpu_build.PERSISTENT else "laneformer_step"]
     assert decode["registers"] <= 255 and (decode["stack"], decode["stores"], decode["loads"]) == (0, 0, 0)
@@ -446,8 +451,8 @@ def test_amd_compiles_residual_streams():
 
 @needs_clang
 @pytest.mark.exhaustive
-def test_amd_registers_of_delta_net(folder):
-    """Many are spilled, as with attention alone: see docs/gpu.md."""
+def test_amd_delta_net_spills_as_expected(folder):
+    """Many registers are spilled, as with attention alone; see docs/gpu.md."""
     kernels, _ = amd_code(model_header(of_delta_net(MI300X)), folder / "delta_net.hsaco")
     decode = kernels["laneformer_decode"]
     assert decode["vgpr_count"] <= 256 and decode["vgpr_spill_count"] <= 200
@@ -458,9 +463,9 @@ def test_amd_registers_of_delta_net(folder):
     ("name", "changes"),
     [("latent_tiny", {}), ("delta_tiny", {}), ("v4_tiny", {"hash_layers": 1, "router_correction": True})],
 )
-def test_amd_registers_of_small_models(name, changes, folder):
-    """Of each family whose ops no other model has: latents, DeltaNet, and all of DeepSeek-V4: residual streams, routers
-    by roots and by a table, compressed attention with an index, products of groups.
+def test_amd_small_models_spill_few_registers(name, changes, folder):
+    """The models have ops that no other model has: latent attention, DeltaNet, and all ops of DeepSeek-V4 (residual
+    streams, routers of roots and with a table, compressed attention with an index, products of groups).
     """
     config = MODELS[name].replace(**changes)
     precision = Precision(param="bfloat16", compute="bfloat16")
@@ -472,10 +477,8 @@ def test_amd_registers_of_small_models(name, changes, folder):
 
 @needs_nvcc
 @pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
-def test_nvidia_code_of_compressed_attention(folder):
-    """What is kept over all passes may be spilled, but nothing that a loop over 96 or 128 weights of a thread reads, or
-    over keys.
-    """
+def test_nvidia_loops_of_compressed_attention_spill_nothing(folder):
+    """Values kept over all passes may be spilled, but nothing in loops over 96 or 128 weights, or over keys."""
     image = folder / "compressed.cubin"
     decode = figures(model_header(of_compressed()), gpu_build.PERSISTENT, image)["laneformer_decode"]
     assert decode["registers"] <= 255 and decode["stack"] <= 128 and decode["loads"] <= 300
@@ -487,14 +490,14 @@ def test_nvidia_code_of_compressed_attention(folder):
 
 @needs_nvcc
 @pytest.mark.exhaustive
-def test_nvidia_registers_of_steps_of_compressed_attention():
+def test_nvidia_steps_of_compressed_attention_spill_few_registers():
     step = figures(model_header(of_compressed()), gpu_build.STEPS)["laneformer_step"]
     assert step["registers"] <= 255 and step["stack"] <= 384 and step["loads"] <= 2400
 
 
 @needs_clang
 @pytest.mark.exhaustive
-def test_amd_registers_of_compressed_attention(folder):
+def test_amd_compressed_attention_spills_few_registers(folder):
     kernels, code = amd_code(model_header(of_compressed(MI300X)), folder / "compressed.hsaco")
     decode = kernels["laneformer_decode"]
     assert decode["vgpr_count"] <= 256 and decode["vgpr_spill_count"] <= 64
@@ -502,7 +505,7 @@ def test_amd_registers_of_compressed_attention(folder):
 
 
 @needs_nvcc
-def test_nvidia_registers_with_a_gate_and_another_activation():
+def test_nvidia_gate_and_gelu_spill_no_registers():
     model = header(H200, 8, "float16", attention_gate=True, hidden_act="gelu")
     decode = figures(model, gpu_build.PERSISTENT)["laneformer_decode"]
     assert decode["registers"] <= 255 and (decode["stack"], decode["stores"], decode["loads"]) == (0, 0, 0)
@@ -519,7 +522,7 @@ def test_nvidia_compiles_layers_of_several_kinds(source):
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.exhaustive if name not in ("fp8", "mxfp4") else ()) for name in CODES]
 )
-def test_amd_code_of_quantized_weights(name, folder):
+def test_amd_loops_of_quantized_weights_spill_nothing(name, folder):
     kernels, code = amd(8, name, folder)
     decode = kernels["laneformer_decode"]
     assert decode["vgpr_count"] <= 256 and decode["vgpr_spill_count"] <= 64
@@ -536,8 +539,8 @@ def test_amd_compiles_steps():
 
 @needs_clang
 @pytest.mark.parametrize(("lanes_here", "dtype"), CASES)
-def test_amd_registers(lanes_here, dtype, folder):
-    """Two waves share a SIMD of 512 registers. Spilled values are kept over the loop of all passes."""
+def test_amd_spills_few_registers(lanes_here, dtype, folder):
+    """Two waves share a SIMD with 512 registers. The spilled values are kept over the loop of all passes."""
     kernels, code = amd(lanes_here, dtype, folder)
     decode, read = kernels["laneformer_decode"], kernels["laneformer_read"]
     assert (
@@ -550,38 +553,38 @@ def test_amd_registers(lanes_here, dtype, folder):
 
 @needs_clang
 @pytest.mark.parametrize(("lanes_here", "dtype"), CASES)
-def test_amd_instructions(lanes_here, dtype, folder):
+def test_amd_loads_and_exchanges_with_the_right_instructions(lanes_here, dtype, folder):
     _, code = amd(lanes_here, dtype, folder)
     assert (code.count("v_perm_b32") > 200) == (dtype == "bf12")
     lines = code.splitlines()
     weights = [line for line in lines if re.search(r"\bglobal_load_dwordx4\b.*\bnt\b", line)]
     assert len(weights) >= (24 if dtype == "bf12" else 30), "weights are loaded 16 bytes at a time and bypass the cache"
     assert len(re.findall(r"\bflat_load_dwordx[24]\b", code)) <= (6 if dtype == "bf12" else 4), (
-        "all pointers but the call's settings are known to be global"
+        "all pointers except the call's settings are known to be global"
     )
     assert re.search(r"\bds_read", code) and re.search(r"\bds_write", code)
     words = [line for line in lines if re.search(r"\bglobal_(load|store)_dwordx2\b.*\bsc0 sc1\b", line)]
     assert (
         len([line for line in words if "store" in line]) >= 5 and len([line for line in words if "load" in line]) >= 5
-    ), "of system scope"
+    ), "exchanged words are accessed with system scope"
     assert not re.search(r"\bflat_(load|store)_dwordx2\b.*\bsc0 sc1\b", code)
 
 
 @needs_clang
-def test_amd_no_cache_is_written_back_between_weights(folder):
-    """buffer_wbl2 writes back a whole cache: allowed beside a packet or an error, not within a product. (With one lane
-    on a device the products are too short for loops.)
+def test_amd_writes_back_no_cache_between_weights(folder):
+    """buffer_wbl2 writes back a whole cache, which is allowed for a packet or an error, but not within a product. (With
+    one lane on a device, the products are too short for loops.)
     """
     _, code = amd(8, "float16", folder)
     assert "buffer_wbl2" in code
     loops = hot_loops(code)
-    assert loops, "loops that read weights"
+    assert loops, "no loop that reads weights was found"
     assert not any("buffer_wbl2" in line for loop in loops for line in loop)
     assert not any("scratch_" in line for loop in loops for line in loop)
 
 
 def hot_loops(code: str) -> list[list[str]]:
-    """Innermost loops that read weights: from the target of a branch back to the branch, with none within."""
+    """The lines of each innermost loop that reads weights, from the target of a backward branch to the branch."""
     addressed = [(int(m[1], 16), line) for line in code.splitlines() if (m := re.search(r"// ([0-9A-F]{12}):", line))]
     base = addressed[0][0]
     back = []

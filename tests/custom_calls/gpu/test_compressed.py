@@ -1,5 +1,5 @@
-"""Compressed attention in the GPU kernel, on emulated GPUs: entries, their choice and the heads' results in float64,
-texts in calls and passes of any size, and texts that another session, also of the CPU, has kept.
+"""Compressed attention in the GPU kernel, on emulated GPUs: logits against float64, texts in calls and passes of any
+size, and states of other sessions, also of the CPU.
 """
 
 import dataclasses
@@ -66,8 +66,8 @@ CASES = {  # the config, the machine, and the dtype of products and caches
 
 
 @pytest.mark.parametrize("name", some(CASES, {"two lanes"}, {"many heads", "groups of heads, several splits"}))
-def test_logits_are_those_of_the_interpreter(name):
-    """Beyond every window, where the index leaves out most entries; greedy tokens are those of the logits."""
+def test_logits_match_the_interpreter(name):
+    """The text is longer than every window, and the index leaves out most entries. Greedy tokens match too."""
     config, machine, dtype = CASES[name]
     plan = make_plan(decoder_ops(config), config.schedule, weight_dtype=dtype, cache_dtype=dtype)
     weights, ids = small.make_weights(config, dtype), small.prompt_of(config, 75)
@@ -77,15 +77,17 @@ def test_logits_are_those_of_the_interpreter(name):
     )
     assert session.failure is None
     expected = interpret(plan, weights, [*ids, *outputs.tokens[:19].tolist()])[74:]
-    tolerance = 1e-4 if dtype == "float32" else 2e-2  # vectors that differ where one is rounded up or down
+    tolerance = 1e-4 if dtype == "float32" else 2e-2  # vectors may be rounded in different directions
     assert np.abs(outputs.logits[:20] - expected).max() < tolerance * np.abs(expected).max() > 1e-4
     if dtype == "float32":
         assert outputs.tokens[:20].tolist() == np.argmax(expected, -1).tolist()
 
 
 @pytest.mark.slow
-def test_of_equal_scores_those_with_the_lowest_numbers_are_chosen():
-    """The index has no weight in one layer: all scores are 0. More entries than a CTA keeps the scores of."""
+def test_equal_scores_choose_the_lowest_numbers():
+    """In one layer the weights of the index are 0, so all scores are 0. There are more entries than a CTA keeps scores
+    for.
+    """
     config = small.make_config(**COMPRESSED["compressed attention of many heads"])
     plan = make_plan(decoder_ops(config), config.schedule)
     weights = small.make_weights(config)
@@ -100,8 +102,8 @@ def test_of_equal_scores_those_with_the_lowest_numbers_are_chosen():
 
 
 @pytest.mark.slow
-def test_as_many_layers_as_deepseek_v4_pro():
-    """61, which keep 306 arrays."""
+def test_61_layers_match_the_interpreter():
+    """DeepSeek-V4-Pro has 61 layers, which keep 306 arrays."""
     config = config_of({"ratios": ((4, 3) * 31)[:61]}, lanes=1, num_hidden_layers=61)
     plan = make_plan(decoder_ops(config), config.schedule)
     assert sum(map(len, plan.kept)) == 306
@@ -131,7 +133,7 @@ def test_any_split_of_a_prompt_has_the_same_bits(call, sizes):
     assert small.same(answer(call, ids, sizes)[0], answer(call, ids, [41])[0])
 
 
-def test_an_empty_text_forgets_the_last_one(call):
+def test_new_text_ignores_the_old_state(call):
     ids = small.prompt_of(CONFIG, 19)
     expected, _ = answer(call, ids, [19])
     _, state = answer(call, small.prompt_of(CONFIG, 40), [40], 9)
@@ -140,7 +142,7 @@ def test_an_empty_text_forgets_the_last_one(call):
     assert small.same(answer(call, ids, [19], state=state)[0], expected)
 
 
-def test_a_state_of_another_position_is_refused(session, call):
+def test_state_of_another_position_is_refused(session, call):
     _, state = answer(call, small.prompt_of(CONFIG, 50), [50], 1)
     for start in (20, 49 + 2 * ENTRIES):
         outputs, state = call(small.make_inputs([1], 1, start=start, room=ROOM), state)
@@ -149,7 +151,7 @@ def test_a_state_of_another_position_is_refused(session, call):
         session.begin()
 
 
-def test_a_launch_for_each_op_has_the_same_bits(call):
+def test_one_launch_per_op_has_the_same_bits(call):
     ids = small.prompt_of(CONFIG, 18)
     stepwise = jitted(emulated.make_session(CONFIG, WEIGHTS, launch="graph"), room=ROOM, logits=True)
     assert small.same(answer(stepwise, ids, [11, 7], 20), answer(call, ids, [11, 7], 20))
@@ -169,14 +171,14 @@ def test_timeout_ends_the_call_before_a_wrong_token(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", [14, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 31))])
-def test_drafts_change_no_bit_and_leave_no_trace(call, prompt):
-    """Across the ends of entries, under random delays."""
+def test_drafts_change_no_bit_of_answer_or_state(call, prompt):
+    """Passes cross the ends of entries, under random delays."""
     check_drafts(CONFIG, ROOM, call, emulated.make_session(CONFIG, WEIGHTS, rows=4, chaos_us=20), prompt)
 
 
 @pytest.mark.slow
 @emulated.only_emulated
-def test_a_text_of_the_cpu_continues(call):
+def test_text_of_the_cpu_can_be_continued(call):
     check_texts_of_the_cpu(CONFIG, WEIGHTS, ROOM, call)
 
 
@@ -188,7 +190,7 @@ def test_a_text_of_the_cpu_continues(call):
         (CompressedAttend, {"index": None}, "its ops are STREAM -> PROJECTED .*HIDDEN -> INDEX"),
     ],
 )
-def test_other_ops_are_refused(kind, changes, message):
+def test_unsupported_ops_are_refused(kind, changes, message):
     plan = make_plan(decoder_ops(CONFIG), CONFIG.schedule)
     ops = plan.ops.layers[0].ops
     number = next(

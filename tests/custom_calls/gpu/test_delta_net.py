@@ -1,5 +1,5 @@
-"""Gated DeltaNet in the GPU kernel, on emulated GPUs: the recurrence in float64, texts in calls and passes of any size,
-states that another session, also of the CPU, has kept, and calls that end early.
+"""Gated DeltaNet in the GPU kernel, on emulated GPUs: logits against the recurrence in float64, texts in calls and
+passes of any size, states of other sessions, also of the CPU, and calls that end early.
 """
 
 import dataclasses
@@ -45,8 +45,8 @@ CASES = {  # changes of the config, the machine, and the dtype of products and c
 
 
 @pytest.mark.parametrize("name", some(CASES, {"odd sizes", "four lanes, bfloat16"}))
-def test_logits_are_those_of_the_recurrence(name):
-    """Over several states of 16 positions, with the cache's rounding; greedy tokens are those of the logits."""
+def test_logits_match_the_recurrence(name):
+    """The text spans several states of 16 positions, with the cache's rounding. Greedy tokens match too."""
     changes, machine, dtype = CASES[name]
     config = small.make_config(**changes)
     plan = make_plan(decoder_ops(config), config.schedule, weight_dtype=dtype, cache_dtype=dtype)
@@ -91,7 +91,7 @@ def test_any_split_of_a_prompt_has_the_same_bits(call, sizes):
     assert small.same(answer(call, ids, sizes)[0], answer(call, ids, [41])[0])
 
 
-def test_an_empty_text_forgets_the_last_one(call):
+def test_new_text_ignores_the_old_state(call):
     ids = small.prompt_of(CONFIG, 19)
     expected, _ = answer(call, ids, [19])
     _, state = answer(call, small.prompt_of(CONFIG, 40), [40], 9)
@@ -99,7 +99,7 @@ def test_an_empty_text_forgets_the_last_one(call):
     assert small.same(answer(call, ids, [19], state=state)[0], expected)
 
 
-def test_a_state_of_another_position_is_refused(session, call):
+def test_state_of_another_position_is_refused(session, call):
     _, state = answer(call, small.prompt_of(CONFIG, 50), [50])
     for start in (20, 48 + 2 * ENTRIES):
         outputs, after = call(small.make_inputs([1], 1, start=start, room=ROOM), copied(state))
@@ -112,7 +112,7 @@ def test_a_state_of_another_position_is_refused(session, call):
     )
 
 
-def test_a_cancelled_text_continues(session, call):
+def test_cancelled_text_can_be_continued(session, call):
     ids = small.prompt_of(CONFIG, 13)
     (logits, tokens), _ = answer(call, ids, [13], 40)
     for wanted in (1, 4, 20):
@@ -130,7 +130,7 @@ def test_a_cancelled_text_continues(session, call):
     session.begin()
 
 
-def test_a_launch_for_each_op_has_the_same_bits(call):
+def test_one_launch_per_op_has_the_same_bits(call):
     ids = small.prompt_of(CONFIG, 18)
     stepwise = jitted(emulated.make_session(CONFIG, WEIGHTS, launch="graph"), room=ROOM, logits=True)
     assert small.same(answer(stepwise, ids, [11, 7], 20), answer(call, ids, [11, 7], 20))
@@ -155,14 +155,14 @@ def several():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("prompt", [14, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 31))])
-def test_drafts_change_no_bit_and_leave_no_trace(call, several, prompt):
-    """In passes across the ends of 16 positions."""
+def test_drafts_change_no_bit_of_answer_or_state(call, several, prompt):
+    """Passes cross multiples of 16 positions."""
     check_drafts(CONFIG, ROOM, call, several, prompt)
 
 
 @pytest.mark.slow
 @emulated.only_emulated
-def test_a_text_of_the_cpu_continues(call):
+def test_text_of_the_cpu_can_be_continued(call):
     check_texts_of_the_cpu(CONFIG, WEIGHTS, ROOM, call)
 
 
@@ -176,7 +176,7 @@ def test_models_without_attention_are_refused():
         Layout(plan, H200, 2)
 
 
-def test_heads_that_do_not_fit_are_refused():
+def test_wrong_number_of_channels_is_refused():
     plan = small.with_op(make_plan(decoder_ops(CONFIG), CONFIG.schedule), 0, 1, key_dim=4)
     with pytest.raises(ValueError, match="cannot run layer 0: 4 value and 2 key heads do not fit 168 channels"):
         Layout(plan, H200, 2)

@@ -1,5 +1,5 @@
-"""Mixtures of experts in the GPU kernel, on emulated GPUs: routers, pieces of every share of the CTAs and warps, every
-format of weights, and the same bits on several devices, in several launches and under delays.
+"""Mixtures of experts in the GPU kernel, on emulated GPUs: routers, pieces of any size, and every format of weights.
+Several devices, one launch per op and delays give the same bits.
 """
 
 import dataclasses
@@ -88,14 +88,14 @@ def plan_of(weight_dtype: str = "float32", biases: bool = True, **changes) -> Pl
 
 @emulated.only_emulated
 @pytest.mark.parametrize("name", some(CASES, FAST))
-def test_logits_are_those_of_the_interpreter(name):
+def test_logits_match_the_interpreter(name):
     changes, machine = CASES[name]
     plan = plan_of(**changes)
     check(plan, weights_of(plan), machine=machine)
 
 
 def test_equal_logits_choose_the_lowest_numbers():
-    """Signed zeros are equal; also in a launch for each op, with the same bits."""
+    """Signed zeros count as equal. One launch per op gives the same bits."""
     plan = plan_of()
     weights = weights_of(plan)
     weights["layers.1.feed_forward.router"][:] = 0
@@ -108,9 +108,9 @@ def test_equal_logits_choose_the_lowest_numbers():
 
 @emulated.only_emulated
 @pytest.mark.slow
-def test_scores_of_any_size_and_each_launch():
-    """Roots of the softplus far from 0 on either side; a launch for each op knows its token for the table. Layers with
-    a table and with a correction have the same code.
+def test_scores_of_any_size_match_the_interpreter():
+    """Arguments of the softplus are far from 0 on either side. With one launch per op, the token's row of the table is
+    found too. Layers with a table and with a correction share code.
     """
     plan = plan_of(**ROOTS, hash_layers=1)
     assert [len(kinds) for kinds in Layout(plan, H200, 2).of_modules] == [1, 1]
@@ -122,7 +122,7 @@ def test_scores_of_any_size_and_each_launch():
     assert same(one, other)
 
 
-def test_tables_with_experts_that_there_are_not_are_refused():
+def test_table_with_an_unknown_expert_is_refused():
     plan = plan_of(**ROOTS, hash_layers=1)
     session, path = emulated.open_session(plan, {}), "layers.0.feed_forward.by_token"
     table = weights_of(plan)[path]
@@ -133,7 +133,7 @@ def test_tables_with_experts_that_there_are_not_are_refused():
 
 @pytest.mark.exhaustive
 def test_equal_scores_choose_the_lowest_numbers():
-    """Of experts and of groups, whose sums are equal too; in layer 1 a correction chooses alone."""
+    """The scores of experts and the sums of groups are equal. In layer 1 only the correction decides."""
     plan = plan_of(**GROUPS)
     weights = weights_of(plan)
     weights["layers.0.feed_forward.router"][:] = 0
@@ -143,7 +143,7 @@ def test_equal_scores_choose_the_lowest_numbers():
     assert same(one, other)
 
 
-FORMATS = {  # of gate and up, of down
+FORMATS = {  # the format of gate and up, and the format of down
     "mxfp4": ("mxfp4", "mxfp4"),
     "fp8": ("fp8", "fp8"),
     "int8 and int4": ("int8", "int4"),
@@ -154,7 +154,7 @@ FORMATS = {  # of gate and up, of down
 @emulated.only_emulated
 @pytest.mark.parametrize("name", some(FORMATS, {"mxfp4"}))
 @pytest.mark.parametrize("machine", some({"SMALL": emulated.SMALL, "AMD": AMD}, {"SMALL"}))
-def test_quantized_experts(name, machine):
+def test_quantized_experts_match_the_interpreter(name, machine):
     plan = plan_of("bfloat16", hidden_size=160, moe_intermediate_size=2 * 96)
     gate_up, down = FORMATS[name]
     of = {"w1": gate_up, "w3": gate_up, "w2": down}
@@ -185,7 +185,7 @@ def test_timeout_ends_the_call_before_a_wrong_token(monkeypatch):
     fail_often(emulated.make_session(config, small.make_weights(config), timeout_ms=50), config, monkeypatch)
 
 
-def test_reads_the_bytes_of_the_used_experts():
+def test_packed_bytes_count_only_used_experts():
     plan = plan_of()
     session = emulated.open_session(plan, weights_of(plan))
     layout, used = session.layout, 3
@@ -202,7 +202,7 @@ def test_reads_the_bytes_of_the_used_experts():
         (4, {"chosen": Chosen(2, False)}, "products after a router do not use its experts"),
     ],
 )
-def test_what_the_kernel_has_not_is_refused(number, changes, message):
+def test_unsupported_experts_are_refused(number, changes, message):
     plan = small.with_op(plan_of(), 1, number, **changes)
     with pytest.raises(ValueError, match=f"cannot run layer 1: {message}.*; use backend xla"):
         Layout(plan, H200, 2)
@@ -214,17 +214,19 @@ def test_too_many_groups_are_refused():
         Layout(plan, H200, 2)
 
 
-def test_scales_of_the_tensor_are_refused():
+def test_scale_of_a_whole_tensor_is_refused():
     plan = plan_of()
     path = "layers.0.feed_forward.w2"
     records = {path: rounded(weights_of(plan)[path], "nvfp4")}
-    with pytest.raises(NativeError, match=rf"weight {path} .* has a scale of the tensor, .* add --weights bfloat16"):
+    with pytest.raises(NativeError, match=rf"weight {path} .* a scale for the whole tensor, .* add --weights bfloat16"):
         CodesChoice.of(plan, records.items())
 
 
 @pytest.mark.parametrize("machine", [H200, MI300X])
 def test_pieces_are_dealt_evenly(machine):
-    """Of the experts that published models use, by CTAs for hidden channels and by warps for sums."""
+    """With the experts of published models, padding is less than 30 %, by CTAs for hidden channels and by warps for
+    sums.
+    """
     for used, columns in ((4, 2880), (8, 768), (2, 1024)):
         config = small.make_config(
             lanes=1, hidden_size=512, num_experts=32, num_experts_per_tok=used, moe_intermediate_size=columns

@@ -1,4 +1,4 @@
-"""The layout of a model on a GPU: kinds of modules, the order of the weight stream, packing, refused ops."""
+"""The layout of a model on a GPU: kinds of modules, the order of the weight stream, packing, and unsupported ops."""
 
 import dataclasses
 import itertools
@@ -26,14 +26,14 @@ def plan_of(**changes):
     return make_plan(decoder_ops(config), config.schedule)
 
 
-def test_layers_that_differ_in_windows_alone_are_of_one_kind():
+def test_layers_with_different_windows_are_of_one_kind():
     layout = Layout(plan_of(sliding_window=5, sliding_window_n_layers=2), H200, 2)
     assert [kind.layers for kind in layout.kinds] == [(0, 1, 2)] * 2
     header = model_header(layout)
     assert "kAttend0Window[] = {5, 5, 0}" in header and header.count("kind_of(int) { return 0; }") == 2
 
 
-def test_mixed_modules_are_of_two_kinds_each_with_its_tilings():
+def test_mixed_modules_are_of_two_kinds():
     layout = Layout(mixed_plan(), H200, 3)
     assert [kind.layers for kind in layout.kinds] == [(0, 2), (1, 3)] * 2
     header = model_header(layout)
@@ -49,8 +49,8 @@ def test_mixed_modules_are_of_two_kinds_each_with_its_tilings():
     assert layout.head_offset >= sum(places[-1]) and layout.head_offset % layout.line_words == 0
 
 
-def test_feed_forward_networks_share_code_beside_attention_of_several_kinds():
-    """As in DeepSeek-V4: entries with an index, others, and none."""
+def test_feed_forward_networks_share_code_beside_several_kinds_of_attention():
+    """DeepSeek-V4 has attention with entries and an index, with other entries, and without entries."""
     layout = Layout(plan_of(**COMPRESSED["compressed attention, several streams"]), H200, 2)
     assert [[kind.layers for kind in kinds] for kinds in layout.of_modules] == [[(0,), (1,), (2,)], [(0, 1, 2)]]
     starts = [line for layer in range(3) for line in (layout.module_start(layer, 0), layout.module_start(layer, 1))]
@@ -67,7 +67,7 @@ def test_steps_are_the_ops_in_order():
 
 @pytest.mark.parametrize("vocab", [40, 4001, 100_000])
 def test_rows_of_a_pass_change_no_packing(vocab):
-    """So that they change no order of sums: the head's too, whose sums take turns where one row leaves little room."""
+    """With the same packing, sums have the same order. This includes the head, whose rows may be computed in turns."""
     plan = plan_of(vocab_size=vocab, head_dim=16, heads=32)
     one, four = (Layout(plan, H200, 2, rows=rows) for rows in (1, 4))
     assert (one.kinds, one.head) == (four.kinds, four.head) and one.packed_shape == four.packed_shape
@@ -75,7 +75,7 @@ def test_rows_of_a_pass_change_no_packing(vocab):
     assert four.head.steps // four.head.together % four.head_parts == 0
 
 
-def test_rows_that_do_not_fit_are_refused():
+def test_invalid_numbers_of_rows_are_refused():
     plan = plan_of()
     for rows in (0, MOST_ROWS + 1):
         with pytest.raises(ValueError, match=f"1 to {MOST_ROWS} rows, got {rows}"):
@@ -100,7 +100,7 @@ def test_packing_places_each_element_once_and_pads_with_zeros(machine, rows, col
     np.testing.assert_array_equal(np.sort(packed[packed != 0]), matrix.reshape(-1))
     for cta in range(16):
         own = matrix[cta * tiling.rows : (cta + 1) * tiling.rows]
-        assert set(packed[cta][packed[cta] != 0]) == set(own.reshape(-1)), "a CTA has its own rows"
+        assert set(packed[cta][packed[cta] != 0]) == set(own.reshape(-1)), "a CTA has only its own rows"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_packing_places_each_element_once_and_pads_with_zeros(machine, rows, col
         (4, {"gated": True}, "product DOWN writes OUTPUT gated"),
     ],
 )
-def test_unknown_ops_are_refused(number, fields, message):
+def test_unsupported_ops_are_refused(number, fields, message):
     with pytest.raises(ValueError, match=f"the GPU kernel cannot run layer 1: {message}; use backend xla"):
         Layout(small.with_op(plan_of(), 1, number, **fields), H200, 2)
 

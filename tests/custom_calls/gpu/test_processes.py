@@ -1,4 +1,4 @@
-"""One process per GPU, on emulated ones: the bits of one process with both, cancellations and failures that reach
+"""One process per GPU, on emulated GPUs: the bits of one process with both GPUs, cancellations and failures that reach
 all processes, and processes that cannot decode together.
 """
 
@@ -26,7 +26,7 @@ pytestmark = [small.needs_library, emulated.needs_gpu, emulated.only_emulated]
 
 @pytest.fixture(scope="module")
 def expected():
-    """The answers of one process with both devices, by launch; all is compiled after that."""
+    """The answers of one process with both devices, by launch. All kernels are compiled after this."""
     config, weights = decode_process.tiny()
     mesh, answers = laneformer.make_mesh(4, lane=decode_process.PROCESSES), {}
     for launch in decode_process.LAUNCHES:
@@ -37,7 +37,9 @@ def expected():
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory, expected):
-    """The files of the processes of decode_process.py, and the seconds in which the last one ended by itself."""
+    """The folder with the files of decode_process.py's processes, the results of the first process, and the seconds
+    until it ended after the other process was killed.
+    """
     folder = tmp_path_factory.mktemp("job")
     save_hf(decode_process.with_lanes_own(), folder / "model")
     paths = str(ROOT)
@@ -67,7 +69,7 @@ def test_three_calls_give_the_bits_of_one_process(launch, job, expected):
         saved = np.load(job[0] / f"{launch}{index}.npz")
         assert len(saved.files) == len(wanted)
         for i, name in enumerate(saved.files):
-            rows = slice(None) if i % count == 5 else slice(6)  # the others are not defined
+            rows = slice(None) if i % count == 5 else slice(6)  # later rows are undefined
             assert saved[name][rows].tobytes() == wanted[i][rows].tobytes(), (index, i)
 
 
@@ -85,11 +87,11 @@ def test_engines_generate_together(job):
     assert tokens == [
         list(xla.generate(prompt, max_new_tokens=6)) for prompt in (small.prompt_of(xla.config, 100), [1])
     ]
-    assert reason == "cancelled", "by the other process"
+    assert reason == "cancelled", "the other process cancels it"
 
 
 @pytest.mark.slow
-def test_one_process_leads(job):
+def test_following_process_answers_the_leading_requests(job):
     xla = infer.Engine(decode_process.with_lanes_own(), "xla")
     expected = [list(xla.generate(prompt, max_new_tokens=6)) for prompt in ([1], small.prompt_of(xla.config, 100))]
     assert job[1]["led"] == [expected[0], "cancelled", expected[1]]
@@ -108,14 +110,14 @@ def test_commands_join_the_job_and_the_first_process_prints(job):
     assert sorted(path.name for path in folder.glob("record*") if path.suffix == ".json") == ["record0.json"]
     spans = json.loads((folder / "trace0.json").read_text())["traceEvents"]
     assert {span["tid"] for span in spans if span["ph"] == "X"} == set(range(decode_process.MACHINE.ctas)), (
-        "CTAs of its device only"
+        "a process writes only the CTAs of its device"
     )
     assert not (folder / "trace1.json").exists()
 
 
 @pytest.mark.slow
 def test_closing_together_frees_the_memory(job):
-    assert job[1]["freed"] == 7  # boards, shared memory, that of the other device, and four of the host
+    assert job[1]["freed"] == 7  # boards, shared memory, the other device's shared memory, four arrays of the host
 
 
 @pytest.mark.slow
@@ -137,7 +139,7 @@ def test_killed_process_is_an_error_in_the_others(job):
     ],
 )
 def test_unequal_processes_are_refused(changed, message, monkeypatch):
-    """The second process passes what the first one does, but for one field."""
+    """The second process passes the same values as the first, except in one field."""
     monkeypatch.setattr(Group, "several", True)
     monkeypatch.setattr(Group, "_publish", lambda self, what: None)
     monkeypatch.setattr(Group, "barrier", lambda self: True)
@@ -149,8 +151,8 @@ def test_unequal_processes_are_refused(changed, message, monkeypatch):
     assert emulated.allocations() == before
 
 
-def test_a_job_needs_a_mesh_over_its_processes(monkeypatch):
+def test_job_without_a_mesh_is_refused(monkeypatch):
     source = ModelSource(decode_process.with_lanes_own())
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(CudaBackend, "platform", None)  # whichever is here
+    monkeypatch.setattr(CudaBackend, "platform", None)  # any platform
     assert "the job has several processes" in CudaBackend.unavailable(source)

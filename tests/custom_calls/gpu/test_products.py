@@ -1,4 +1,4 @@
-"""Products of the GPU kernel by themselves, on an emulated GPU: weights of 4 bits by tensor cores and by vector code,
+"""Single products of the GPU kernel on an emulated GPU: weights of 4 bits with tensor cores and with vector code,
 against float64 within the bounds of docs/quantized.md.
 """
 
@@ -19,7 +19,7 @@ from tests.support.gpu_cases import packed, rounded
 pytestmark = [small.needs_library, emulated.needs_gpu, emulated.only_emulated]
 
 CTAS, SLOTS = 2, 8
-CASES = [  # way, by tensor cores, rows, columns: units of 2 and of 4 columns, partial tiles, several segments
+CASES = [  # way, whether with tensor cores, rows, columns: units of 2 and 4 columns, partial tiles, several segments
     ("int4", True, 33, 300),
     ("int4 row", True, 8, 512),
     ("int4 group 128 float16", True, 20, 512),
@@ -36,7 +36,7 @@ CASES = [  # way, by tensor cores, rows, columns: units of 2 and of 4 columns, p
 
 
 class Products:
-    """A kernel of all cases, their weights, and a run of it."""
+    """A kernel that computes all cases, and their weights. Call it with the vectors."""
 
     def __init__(self, folder):
         self.records, tilings, vectors, sums = [], [], 0, 0
@@ -44,7 +44,7 @@ class Products:
         for number, (way, by_tensor, rows, columns) in enumerate(CASES):
             weights = np.random.default_rng(number).standard_normal((rows, columns)).astype(np.float32)
             record = rounded(weights, way)
-            if way == "mxfp4":  # every code, and the largest sums
+            if way == "mxfp4":  # rows with the largest sums, and with every code
                 record.codes[0], record.codes[1] = 0x77, np.resize(np.arange(256), record.codes.shape[1])
             format = dataclasses.replace(format_of(["w"], {"w": record}), by_tensor=by_tensor)
             tiling = tile(rows, columns, CTAS, emulated.SMALL, format)
@@ -86,7 +86,7 @@ class Products:
         self.run_kernel = ctypes.CDLL(image.read_bytes().rstrip(b"\0").decode()).laneformer_products
 
     def __call__(self, vectors: list[np.ndarray], seed: int = 1) -> list[np.ndarray]:
-        """The sums of each case's rows."""
+        """The sums of each case's rows. vectors: one for each case. seed: of the order of threads."""
         joined = np.concatenate([np.pad(x, (0, x.size % 2)) for x in vectors]).astype(np.float32)
         arrays = (np.zeros(4 + a.size, a.dtype) for a in (self.stream, joined, self.coding, self.listed))
         aligned = []
@@ -148,14 +148,14 @@ def test_sums_are_within_the_bounds(name, products):
         weights, exact = record.dequantize(), x.astype(np.float64)
         size = np.abs(weights)
         bound = 2.0**-21 * size @ np.abs(exact) + 2.0**-122 * size.sum(-1)
-        if case[1]:  # by blocks of 32 columns
+        if case[1]:  # tensor cores round in blocks of 32 columns
             largest = np.maximum.reduceat(np.abs(exact), np.arange(0, x.size, 32))
             bound += 2.0**-22 * size @ largest[np.arange(x.size) // 32]
         assert (np.abs(found - weights @ exact) <= bound).all(), case
 
 
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan, 2.0**127], ids=str)
-def test_a_block_beyond_numbers_has_no_sums(value, products):
+def test_blocks_that_are_not_finite_give_nan(value, products):
     vectors = [drawn(columns) for *_, columns in CASES]
     for x in vectors:
         x[x.size // 2] = value
@@ -164,7 +164,7 @@ def test_a_block_beyond_numbers_has_no_sums(value, products):
             assert np.isnan(found).all(), case
 
 
-def test_the_order_of_threads_does_not_matter(products):
+def test_order_of_threads_changes_no_bit(products):
     vectors = [with_outliers(columns) for *_, columns in CASES]
     first, second = products(vectors, 1), products(vectors, 2)
     assert all(small.same(a, b) for a, b in zip(first, second, strict=True))

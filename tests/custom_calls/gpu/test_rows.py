@@ -1,5 +1,5 @@
-"""Passes of several rows on emulated GPUs (or real ones, see tests/support/emulated.py): any drafts, right or wrong,
-and prompts several tokens at a time leave every bit of an answer as it is with one row at a time.
+"""Passes of several rows on emulated GPUs (or real ones, see tests/support/emulated.py): right or wrong drafts, and
+prompts read several tokens at a time, give the bits of passes of one row.
 """
 
 import dataclasses
@@ -42,21 +42,21 @@ SETTINGS = {
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name == "all tokens" else ()) for name in SETTINGS]
 )
-def test_samplings(name, model):
+def test_samplings_have_the_same_bits(name, model):
     tokens = model.check([*range(9), *range(9)], 20, **SETTINGS[name])
     assert len(tokens) == 20
 
 
 @pytest.mark.slow
-def test_prompts_go_several_tokens_at_a_time(model):
+def test_prompts_read_several_tokens_at_a_time_have_the_same_bits(model):
     for length in range(1, 11):
         prompt = [(7 * i + length) % 40 for i in range(length)]
         model.check(prompt, 5, temperature=1.0)
-    model.check([3, 1, 4], 6, cache=float("nan"))  # what lies beyond the text is never read
+    model.check([3, 1, 4], 6, cache=float("nan"))  # the cache beyond the text is never read
 
 
 @pytest.mark.slow
-def test_the_end_of_an_answer_may_lie_inside_a_run(model):
+def test_answer_may_end_inside_a_run(model):
     prompt, options = [5, 8, 13], {"temperature": 1.0}
     tokens = model.answer(prompt, 20, rows=0, **options)[0][0].tolist()
     for limit in range(1, 9):
@@ -72,15 +72,15 @@ def test_drafts_are_counted(model):
     session, prompt = model.sessions[1], [5, 8, 13]
     tokens = model.answer(prompt, 17, rows=1)[0][0].tolist()
     assert session.drafting.rows == (16, 0, 0, 0) and session.drafting.drafted == 0
-    model.answer(prompt, 17, rows=1, most=3, drafts=tokens)  # the first pass has the prompt's last token
+    model.answer(prompt, 17, rows=1, most=3, drafts=tokens)  # the first pass also reads the prompt's last token
     assert session.drafting.rows[1:] == (0, 0, 3) and session.drafting.accepted == (3, 3, 3)
     wrong = [(token + 1) % 40 for token in tokens]
     model.answer(prompt, 17, rows=1, most=2, drafts=wrong)
     assert session.drafting.rows == (1, 1, 14, 0) and session.drafting.accepted == (0, 0, 0)
 
 
-def test_texts_are_copied(model):
-    """From the prompt and the answer, from what is before the prompt, and from another text."""
+def test_drafts_are_copied_from_texts(model):
+    """Drafts are copied from the prompt and the answer, from the text before the prompt, and from another text."""
     text, session = [*range(3, 23)], model.sessions[1]
     plain = model.answer(text, 20, rows=1, forced=text)
     found = model.answer(text, 20, rows=1, forced=text, most=3)
@@ -97,7 +97,7 @@ def test_texts_are_copied(model):
     assert small.same(model.answer([7, 9], 20, rows=1, temperature=1.0, most=3, before=predicted), answer)
 
 
-def test_a_running_call_is_cancelled(model):
+def test_running_call_can_be_cancelled(model):
     session = model.sessions[1]
     tokens = model.answer([3], 40, rows=1)[0][0].tolist()
     session.speculate(3, EQUAL[:4])
@@ -114,7 +114,7 @@ def test_a_running_call_is_cancelled(model):
     session.begin()
 
 
-def test_what_does_not_fit_is_refused(model):
+def test_invalid_arguments_are_refused(model):
     one, several = model.sessions
     with pytest.raises(NativeError, match="compiled without drafts"):
         one.give_texts(before=[1])
@@ -130,7 +130,7 @@ def test_what_does_not_fit_is_refused(model):
 
 
 @pytest.mark.slow
-def test_layers_of_several_kinds():
+def test_layers_of_several_kinds_have_the_same_bits():
     plan = mixed_plan(weight_dtype="float16", cache_dtype="bfloat16")
     Model(plan, weights_of(plan, "float16"), rows=3, chaos_us=20).check([3, 1, 4, 1, 5, 9, 2], 12, temperature=0.8)
 
@@ -154,7 +154,7 @@ MIXTURES = {  # changes of the config, and options of the sessions
 
 @emulated.only_emulated
 @pytest.mark.parametrize("name", some(MIXTURES, {"as gpt-oss"}))
-def test_experts_of_each_row(name):
+def test_experts_of_each_row_have_the_same_bits(name):
     changes, options = MIXTURES[name]
     sizes = {"hidden_size": 64, "head_dim": 8, "num_experts": 8, "num_experts_per_tok": 2, "layout": "tp"}
     config = small.make_config(**sizes | {"moe_intermediate_size": 2 * 40, "num_hidden_layers": 2} | changes)
@@ -167,7 +167,7 @@ def test_experts_of_each_row(name):
 @emulated.only_emulated
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8", "int8"])
-def test_quantized_experts(kind):
+def test_quantized_experts_have_the_same_bits(kind):
     config = small.make_config(
         hidden_size=96, head_dim=8, layout="tp", num_experts=8, num_experts_per_tok=4, moe_intermediate_size=2 * 64
     )
@@ -182,28 +182,28 @@ def test_quantized_experts(kind):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", CONFIGS | MODELS)
-def test_configs(name):
+def test_configs_have_the_same_bits(name):
     config = small.make_config(**(CONFIGS | MODELS)[name])
     make(config, rows=2).check(small.prompt_of(config, 9), 12, temperature=0.8)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("layout", "lanes"), LAYOUTS)
-def test_layouts(layout, lanes):
+def test_layouts_have_the_same_bits(layout, lanes):
     config = small.make_config(layout=layout, lanes=lanes)
     make(config).check(small.prompt_of(config, 9), 12, temperature=0.8)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", NORMED_SUMS)
-def test_norms_of_sums(layout):
+def test_norms_of_sums_have_the_same_bits(layout):
     plan = plan_of_normed_sums(layout)
     Model(plan, weights_of(plan), chaos_us=20).check([3, 1, 4, 1, 5, 9, 2], 12, temperature=0.8)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
-def test_several_devices(head):
+def test_several_devices_have_the_same_bits(head):
     config = small.make_config(lanes=4, layout="dtp(1)", lm_head_type=head)
     mesh = make_mesh(4, lane=2)
     make(config, mesh=mesh, chaos_us=20).check(small.prompt_of(config, 9), 12, temperature=0.8)
@@ -212,14 +212,14 @@ def test_several_devices(head):
 @emulated.only_emulated
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("dtype", "compute"), [("bfloat16", "bfloat16"), ("float16", "float32")])
-def test_amd(dtype, compute):
+def test_amd_has_the_same_bits(dtype, compute):
     config = small.make_config(layout="dtp(1)", hidden_size=40)
     make(config, dtype, compute, machine=AMD).check(small.prompt_of(config, 9), 12, temperature=0.8)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "mxfp4"])
-def test_quantized_weights(kind):
+def test_quantized_weights_have_the_same_bits(kind):
     config = small.make_config(layout="dtp(1)", hidden_size=96, ff=64, vocab_size=64, num_hidden_layers=2)
     plan, weights = of_config(config, "bfloat16")
     weights = {path: round_to(w, kind, search=False) if path in plan.matrices else w for path, w in weights.items()}

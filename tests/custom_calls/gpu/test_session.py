@@ -1,9 +1,9 @@
 """The GPU kernel under jax.jit, on emulated GPUs (or real ones, see emulated.py): the logits of every layout, head and
-size, its sampling, its exchange under delays, its errors.
+size, sampling, the exchange under delays, and errors.
 
-What the emulator shows: the order of waits and what they wait for, that no copy is read before it is complete or
-overtakes a read, every number. What it cannot show: the memory model of a GPU, and speed. Most of the time goes into
-compiling kernels: tests of calls share one session, and each fast case shows several things.
+The emulator checks the order of waits and their targets, that no copy is read before it is complete or overtakes a
+read, and every number. It does not model a GPU's memory order or speed. Compiling kernels takes most of the time, so
+tests of calls share one session, and each fast case tests several things.
 """
 
 import dataclasses
@@ -47,8 +47,8 @@ from tests.support.plan_interpreter import interpret
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 
-FAST_LAYOUTS = {("kraken", 5), ("desync(2)", 3), ("caat(0.3)", 2)}  # the first lands after the last module
-# mixed_plan has other options.
+FAST_LAYOUTS = {("kraken", 5), ("desync(2)", 3), ("caat(0.3)", 2)}  # sums of the first land after the last module
+# mixed_plan tests other options.
 FAST_CONFIGS = {"lane head", "vocab head", "large heads", "one channel more than vectors", "one expert"}
 
 
@@ -75,32 +75,32 @@ def check(expected_logits, config, weights, *, prompt=19, limit=3, tolerance=1e-
 
 
 @pytest.mark.parametrize(("layout", "lanes"), some(LAYOUTS, FAST_LAYOUTS))
-def test_layouts(layout, lanes):
+def test_layouts_match_the_interpreter(layout, lanes):
     config = small.make_config(layout=layout, lanes=lanes)
     check(small.interpreted_logits, config, small.make_weights(config))
 
 
 @pytest.mark.parametrize("name", some(CONFIGS | MODELS | EXPERTS, FAST_CONFIGS))
-def test_configs(name):
+def test_configs_match_the_interpreter(name):
     config = small.make_config(**(CONFIGS | MODELS | EXPERTS)[name])
     check(small.interpreted_logits, config, small.make_weights(config))
 
 
 @pytest.mark.parametrize("launch", ["persistent", "graph"])
-def test_layers_of_several_kinds(launch):
-    """With biases, head norms and a norm of the sum, too."""
+def test_layers_of_several_kinds_match_the_interpreter(launch):
+    """The layers have biases, head norms, and a norm over the sum of the lanes before the head."""
     session = check_plan(mixed_plan(), launch=launch)
     assert [kind.layers for kind in session.layout.kinds] == [(0, 2), (1, 3)] * 2
 
 
 @pytest.mark.parametrize("layout", some(NORMED_SUMS, ()))
 @pytest.mark.parametrize("launch", ["persistent", "graph"])
-def test_norms_of_sums_in_any_schedule(layout, launch):
+def test_norms_of_sums_match_the_interpreter(layout, launch):
     check_plan(plan_of_normed_sums(layout), launch=launch, chaos_us=20)
 
 
 def check_plan(plan, **options):
-    """Its logits are those of the interpreter; returns the session."""
+    """Compares the logits of a plan with the interpreter. Returns the session."""
     weights, ids = weights_of(plan), [3, 1, 4, 1, 5, 9, 2]
     session = emulated.open_session(plan, weights, **options)
     call = jitted(session, room=4, logits=True)
@@ -114,15 +114,15 @@ def check_plan(plan, **options):
 @pytest.mark.parametrize(
     ("weight_dtype", "cache_dtype", "head_dim"), [("bfloat16", "float16", 16), ("float16", "bfloat16", 6)]
 )
-def test_two_bytes(weight_dtype, cache_dtype, head_dim):
-    """Weights lose nothing. Keys and values are rounded to the cache's dtype, ties to even, before their own position
-    reads them: at the first one nothing else is read. Heads of whole vectors, and others.
+def test_two_bytes_match_the_interpreter(weight_dtype, cache_dtype, head_dim):
+    """Weights are exact. Keys and values are rounded to the cache's dtype, ties to even, before their own position
+    reads them; the first position reads nothing else. Heads have whole or partial vectors.
     """
     config = small.make_config(
         hidden_size=48, ff=24, head_dim=head_dim, heads=4, kv_heads=2, lanes=3, layout="dtp(1)", qkv_bias=True
     )
     weights = small.make_weights(config, weight_dtype)
-    weights["layers.0.attention.wv"][:] = 0  # values are the biases: between two neighbours, even below or above
+    weights["layers.0.attention.wv"][:] = 0  # values are the biases, ties whose even neighbour is below or above
     biases = np.ones_like(weights["layers.0.attention.wv_bias"], np.float32)
     biases += np.resize([0.5, 1.5], biases.shape) * float(jnp.finfo(cache_dtype).eps)
     weights["layers.0.attention.wv_bias"] = biases
@@ -141,7 +141,7 @@ def test_two_bytes(weight_dtype, cache_dtype, head_dim):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_caches_of_two_bytes(dtype):
+def test_caches_of_two_bytes_match_the_model(dtype):
     config = small.make_config(layout="dtp(1)", hidden_size=32, head_dim=16, ff=12, heads=4, kv_heads=2)
     tolerance = {"bfloat16": 3e-2, "float16": 4e-3}[dtype]
     check(small.model_logits, config, small.make_weights(config, dtype), compute=dtype, tolerance=tolerance)
@@ -149,8 +149,8 @@ def test_caches_of_two_bytes(dtype):
 
 @emulated.only_emulated
 @pytest.mark.exhaustive
-def test_2b_on_the_machine_it_is_laid_out_for():
-    """Three of its layers and a small vocabulary, on 128 CTAs of 256 threads: minutes, 6 GB."""
+def test_2b_on_an_h200_matches_the_model():
+    """Three layers of the 2B and a small vocabulary, on 128 CTAs of 256 threads. Takes minutes and 6 GB."""
     config = LANEFORMER_2B.replace(num_hidden_layers=3, vocab_size=4096, max_position_embeddings=512)
     check(
         small.model_logits,
@@ -167,14 +167,14 @@ def test_2b_on_the_machine_it_is_laid_out_for():
 @pytest.mark.parametrize(
     "changes", [{}, pytest.param({"lm_head_type": "lane", "lanes": 3}, marks=pytest.mark.exhaustive)]
 )
-def test_amd(changes):
-    """Warps of 64 threads, weights through registers."""
+def test_amd_matches_the_interpreter(changes):
+    """Warps have 64 threads, and weights are loaded into registers without a ring."""
     config = small.make_config(layout="dtp(1)", hidden_size=40, **changes)
     check(small.interpreted_logits, config, small.make_weights(config), machine=AMD)
 
 
 @emulated.only_emulated
-def test_long_vectors_in_several_segments():
+def test_vectors_of_several_segments_match_the_interpreter():
     machine = Machine(warp_size=32, ctas=2, warps=1, shared_bytes=232_448, bulk_copies=True)
     config = small.make_config(layout="tp", hidden_size=1200, ff=700, num_hidden_layers=1)
     check(small.interpreted_logits, config, small.make_weights(config), machine=machine, prompt=3, limit=2)
@@ -182,8 +182,10 @@ def test_long_vectors_in_several_segments():
 
 @pytest.mark.slow
 @emulated.only_emulated
-def test_a_head_of_many_rows_takes_turns():
-    """Where its sums would take the room of the ring; the sampler's second copy of the logits is where layers merge."""
+def test_head_in_turns_matches_the_interpreter():
+    """The head's rows are computed in turns because their sums would take the ring's memory. The sampler's second copy
+    of the logits uses the memory in which layers merge attention.
+    """
     machine = dataclasses.replace(emulated.SMALL, shared_bytes=70_000)
     config = small.make_config(vocab_size=4001, heads=32, kv_heads=1, head_dim=16, num_hidden_layers=2)
     weights, ids, values = (
@@ -206,7 +208,7 @@ NORMED_SUMS = {"layout": "tp", "norm_before": False, "norm_after": "sum"}
 
 
 def spread(devices: int) -> dict:
-    """Options of a session whose CTAs are on some devices."""
+    """Options of a session whose CTAs are spread over `devices` devices, with random delays."""
     axes = (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((1, devices), ("data", "lane"), axis_types=axes, devices=jax.devices()[:devices])
     return {"mesh": mesh, "machine": dataclasses.replace(emulated.SMALL, ctas=8 // devices), "chaos_us": 20}
@@ -233,7 +235,7 @@ def test_several_devices_give_the_bits_of_one(devices, changes):
 
 
 @emulated.only_emulated
-def test_norms_of_sums_on_two_devices():
+def test_norms_of_sums_on_two_devices_match_the_interpreter():
     """Both warps of a CTA have rows of the output."""
     config = small.make_config(lanes=4, num_hidden_layers=4, hidden_size=80, **NORMED_SUMS)
     check(small.interpreted_logits, config, small.make_weights(config), **spread(2))
@@ -244,8 +246,8 @@ def session(model):
     return emulated.make_session(*model, timeout_ms=2000)
 
 
-def test_every_position_of_a_long_answer(model, call):
-    """Also where keys are attended to in several splits, and beyond the window."""
+def test_long_answer_matches_the_interpreter(model, call):
+    """It is long enough for attention in several splits of keys, and for positions beyond the window."""
     config, weights = model
     outputs, _ = call(small.make_inputs([3], 150, room=ROOM), small.make_state(config, 160))
     expected = small.interpreted_logits(config, weights, [3, *outputs.tokens[:149].tolist()])
@@ -253,14 +255,14 @@ def test_every_position_of_a_long_answer(model, call):
     assert not outputs.tokens[150:].any() and not outputs.logprobs[150:].any()
 
 
-def test_scores_beyond_what_an_exponential_holds(model):
-    """In one layer, of both signs."""
+def test_scores_beyond_the_range_of_exp_match_the_interpreter(model):
+    """One layer has very large scores of both signs."""
     config, weights = model
     wq = "layers.1.attention.wq"
     check(small.interpreted_logits, config, weights | {wq: 200 * weights[wq]}, tolerance=1e-3)
 
 
-def test_prompt_continues_a_cache(model, call):
+def test_prompt_in_two_calls_has_the_same_tokens(model, call):
     config, _ = model
     ids = small.prompt_of(config, 30)
     whole, _ = call(small.make_inputs(ids, 6, room=ROOM), small.make_state(config, 160))
@@ -269,7 +271,7 @@ def test_prompt_continues_a_cache(model, call):
     assert rest.tokens.tolist() == whole.tokens.tolist() and rest.status.tolist() == whole.status.tolist()
 
 
-def test_log_probabilities_and_the_most_likely_tokens(model, call):
+def test_log_probabilities_and_most_likely_tokens_follow_from_the_logits(model, call):
     config, _ = model
     outputs, _ = call(small.make_inputs([3], 40, room=ROOM, temperature=2.0), small.make_state(config, 160))
     logprobs = np.asarray(jax.nn.log_softmax(np.asarray(outputs.logits[:40], np.float64)))
@@ -286,8 +288,8 @@ def test_equal_logits_rank_by_token(model):
     assert outputs.tokens.tolist() == [0, 0] and outputs.top_tokens.tolist() == [[0, 1, 2]] * 2
 
 
-def test_one_logit_that_overflows_is_noticed(model):
-    """By all CTAs: one of them has it."""
+def test_one_overflowing_logit_gives_nan_log_probabilities(model):
+    """One CTA computes that logit; all CTAs must detect it."""
     config, weights = model
     head = weights["lm_head"].copy()
     head[7] = np.resize([3e38, -3e38], head.shape[-1])
@@ -298,8 +300,8 @@ def test_one_logit_that_overflows_is_noticed(model):
 
 
 def test_largest_noise_decides_between_tokens(model, call):
-    """Token 2 of seed 94712 at position 3 has the largest word: its noise is 16.6355, and 15.942 for u = w 2^-23. The
-    temperature is where another token would win against the smaller one.
+    """Token 2 with seed 94712 at position 3 has the largest random word. Its noise is 16.6355, but would be 15.942 with
+    u = w 2^-23. At this temperature, another token would win against the smaller noise.
     """
     config, _ = model
     key, ids = np.array([94712, 0], np.uint32), [3, 4, 5]
@@ -314,7 +316,7 @@ def test_largest_noise_decides_between_tokens(model, call):
 
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_tokens_follow_the_definition(sampling, model, call):
-    """infer/sampling.py draws the same from the kernel's logits."""
+    """infer/sampling.py draws the same tokens from the kernel's logits."""
     config, _ = model
     values, ids = sampling.parameters(), [3, 4, 5]
     inputs = small.make_inputs(
@@ -344,15 +346,15 @@ def test_tokens_follow_the_definition(sampling, model, call):
     np.testing.assert_array_equal(after.seen, seen)
 
 
-def test_a_min_p_beyond_1_keeps_the_best_token(model, call):
-    """As the logarithm of one just below 1 might be above 0 on a GPU."""
+def test_min_p_above_1_keeps_the_best_token(model, call):
+    """On a GPU, the logarithm of a min_p just below 1 may also be above 0."""
     config, _ = model
     inputs = small.make_inputs([3, 4, 5], 8, room=ROOM, temperature=1.0, min_p=1.5)
     outputs, _ = call(inputs, small.make_state(config, 160))
     assert outputs.tokens[:8].tolist() == np.argmax(outputs.logits[:8], -1).tolist() and outputs.tokens[:8].any()
 
 
-def test_stop_tokens(model, call):
+def test_stop_token_is_the_last_token(model, call):
     config, _ = model
     plain, _ = call(small.make_inputs([3], 20, room=ROOM), small.make_state(config, 160))
     tokens = plain.tokens[:20].tolist()
@@ -394,7 +396,7 @@ def test_device_refuses_impossible_calls(name, model, session, call):
     before = call(small.make_inputs([3], 4), small.make_state(config, 160))[0]
     outputs, _ = call(REFUSED[name], small.make_state(config, 160))
     assert outputs.status.tolist()[:2] == [0, len(ENDS)] and "do not fit the cache" in session.failure
-    with pytest.raises(jax.errors.JaxRuntimeError, match="has failed"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="call begin first"):
         jax.block_until_ready(call(small.make_inputs([3], 4), small.make_state(config, 160)))
     session.begin()
     assert session.failure is None
@@ -441,13 +443,13 @@ def test_ten_thousand_tokens_under_delays():
 
 
 @pytest.mark.slow
-def test_many_calls_with_cancellations_leave_nothing_behind(model, session, call):
+def test_calls_after_many_cancellations_are_right(model, session, call):
     config, _ = model
     inputs = small.make_inputs([3], 3)
     expected = call(inputs, small.make_state(config, 160))[0]
     long = small.make_inputs([3], 150, room=ROOM)
     whole = call(long, small.make_state(config, 160))[0].tokens
-    for i in range(70):  # cancelled after 0 to 6 tokens, and before the first
+    for i in range(70):  # some calls are cancelled after 0 to 6 tokens, some before their start
         session.begin()
         if i % 10 == 1:
             thread = threading.Thread(target=lambda wanted=i % 7: [session.wait(wanted, 10_000), session.cancel()])
@@ -465,7 +467,7 @@ def test_many_calls_with_cancellations_leave_nothing_behind(model, session, call
     assert same(call(inputs, small.make_state(config, 160))[0], expected)
 
 
-def test_spans(model, session, call):
+def test_spans_cover_every_op(model, session, call):
     config, _ = model
     session.trace(1000)
     call(small.make_inputs([3, 4], 3), small.make_state(config, 160))
@@ -504,7 +506,7 @@ def plan_of(name: str) -> Plan:
 
 @pytest.mark.parametrize("make", [mixed_plan, partial(plan_of, "lane head"), partial(plan_of, "vocab head")])
 def test_weights_of_other_shapes_are_refused(make):
-    """Of plans whose kernels other tests have compiled."""
+    """Other tests compile the kernels of these plans too."""
     plan = make()
     weights = weights_of(plan)
     session = emulated.open_session(plan, weights)
@@ -515,7 +517,7 @@ def test_weights_of_other_shapes_are_refused(make):
                     session.pack(path, wrong)
 
 
-def test_a_cache_with_more_positions_than_the_context(model, session, call):
+def test_cache_longer_than_the_context_is_refused(model, session, call):
     config, _ = model
     with pytest.raises(jax.errors.JaxRuntimeError, match="more positions than the model's context"):
         call(small.make_inputs([3], 4), small.make_state(config, config.max_position_embeddings + 1))
@@ -558,7 +560,7 @@ def test_closing_frees_the_memory(model):
         ("EMULATOR_PEERS", "0", "cannot write to each other's memory"),
     ],
 )
-def test_unfit_machines_are_refused(variable, value, message, model, monkeypatch):
+def test_unsuitable_machines_are_refused(variable, value, message, model, monkeypatch):
     monkeypatch.setenv(variable, value)
     mesh = jax.make_mesh(
         (1, 3), ("data", "lane"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:3]

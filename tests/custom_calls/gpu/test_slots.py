@@ -1,5 +1,5 @@
-"""Several requests in one session on emulated GPUs (or real ones, see tests/support/emulated.py): each has the bits
-that it has alone, whatever comes and goes beside it.
+"""Several requests in one session on emulated GPUs (or real ones, see tests/support/emulated.py): each request has the
+bits that it has alone, whichever requests join and leave beside it.
 """
 
 import dataclasses
@@ -37,38 +37,40 @@ ROOM, CAPACITY, STOPS = 48, 64, 2
 
 @dataclasses.dataclass
 class Request:
-    """What a client asks for, and what it has got so far."""
+    """A client's request, and its results so far."""
 
     prompt: list[int]
     limit: int
     options: dict
-    """As for small.make_inputs."""
+    """Options of small.make_inputs."""
     cancel: bool = False
-    """Whether it is cancelled at some time while it runs."""
+    """Whether it is cancelled at a random time while it runs."""
     drafts: str = "none"
     """A name in DRAFTS."""
     answer: list[int] = dataclasses.field(default_factory=list)
-    """What it gets alone, to draft from."""
+    """The tokens of the request alone, from which drafts are made."""
     drawn: int = 0
+    """Number of tokens drawn so far."""
     filled: int = 0
     """Positions whose keys and values are in the cache."""
     parts: list = dataclasses.field(default_factory=list)
-    """What each call has left."""
+    """The results of each call."""
     end: int = YIELDED
+    """Index into ENDS, or YIELDED."""
 
     @property
     def text(self) -> list[int]:
         return self.prompt + [token for tokens, *_ in self.parts for token in tokens.tolist()]
 
     def inputs(self) -> Inputs:
-        """Of the next call."""
+        """The inputs of the next call."""
         rest = self.text[self.filled :]
         options = {"start": self.filled, "slot": self.drawn, "room": ROOM} | self.options
         inputs = small.make_inputs(rest, self.limit - self.drawn, **options)
         return inputs._replace(stops=np.resize(inputs.stops, STOPS))
 
 
-DRAFTS = {  # texts for the drafts of a request that has drawn some tokens
+DRAFTS = {  # texts for the drafts of a request, as arguments of give_texts
     "none": lambda one: {"most": 0},
     "text": lambda one: {},
     "another text": lambda one: {"before": [*one.answer, -1, *one.text[: one.filled]]},
@@ -79,7 +81,7 @@ DRAFTS = {  # texts for the drafts of a request that has drawn some tokens
 
 
 class Slots:
-    """A model with a session of one slot and one of several, of which answers are compared."""
+    """A model with a session of one slot and a session of several slots, whose answers are compared."""
 
     def __init__(self, plan, weights, rows=4, slots=3, mesh=None, drafts=False, **options):
         self.plan, self.mesh, self.drafts = plan, mesh, drafts
@@ -94,14 +96,14 @@ class Slots:
         self.slots: list[Request | None] = [None] * slots
 
     def _put(self, state: State) -> State:
-        """On the devices of the mesh, if there is one."""
+        """Puts the state on the devices of the mesh, if there is a mesh."""
         if self.mesh is None:
             return state
         lanes = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec("lane"))
         return State(state.seen, *([jax.device_put(x, lanes) for x in arrays] for arrays in state[1:]))
 
     def expected(self, request: Request) -> list:
-        """Tokens, log-probabilities, top tokens and theirs, logits, `seen` and caches of the request alone."""
+        """The results of the request alone: its outputs without the status, the end, and the cached entries."""
         state = self._put(state_of(self.plan, CAPACITY))
         inputs = small.make_inputs(request.prompt, request.limit, room=ROOM, **request.options)
         outputs, state = self.call_alone(inputs, state._replace(seen=np.zeros(self.plan.ops.vocab_size, np.uint8)))
@@ -110,18 +112,22 @@ class Slots:
         return [[np.asarray(part)[:count] for part in outputs[:-1]], end, self._kept(state, 0, position - 1)]
 
     def _kept(self, state: State, slot: int, filled: int):
-        """Keys, values, latents and vectors of the positions; other states are seen by what is drawn with them."""
+        """Keys, values, latents and vectors of a slot's first `filled` positions. The tokens that follow test the other
+        states.
+        """
         arrays = (*state.keys, *state.values, *state.latents, *state.positions)
         return [np.asarray(array)[:, slot, :filled] for array in arrays]
 
     def run(self, passes: int = 0) -> list[Request]:
-        """A call of all requests in slots, which yields after that many passes; those that have ended leave."""
+        """Runs a call with all requests in slots, which yields after `passes` passes (0: no limit). Returns the requests
+        that have ended, and removes them from their slots.
+        """
         empty = small.make_inputs([], 0, room=ROOM)._replace(stops=np.full(STOPS, -1, np.int32))
         inputs = [empty if request is None else request.inputs() for request in self.slots]
         seen = np.zeros((len(self.slots), self.plan.ops.vocab_size), np.uint8)
         for slot, request in enumerate(self.slots):
             if request is not None:
-                seen[slot, request.text[len(request.prompt) :]] = 1  # as alone: the prompt's are not
+                seen[slot, request.text[len(request.prompt) :]] = 1  # without the prompt, as for the request alone
         self.session.yield_after(passes)
         together = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
         for slot, request in together:
@@ -153,14 +159,14 @@ class Slots:
         return ended
 
     def put(self, request: Request, slot: int) -> None:
-        """Gives the slot a request."""
+        """Puts a request into a slot."""
         if self.drafts:
             request.answer = self.expected(request)[0][0].tolist()
         self.slots[slot] = request
         self.session.slots[slot].begin()
 
     def check(self, request: Request) -> None:
-        """A request that has ended has the bits that it has alone, as far as it got."""
+        """Checks that a request that has ended has the bits that it has alone; a cancelled one up to its end."""
         parts, end, kept = self.expected(request)
         found = [np.concatenate(part) for part in zip(*request.parts, strict=True)]
         if request.end == ENDS.index("cancelled"):
@@ -171,7 +177,7 @@ class Slots:
         assert small.same(found, parts) and small.same(request.kept, kept)
 
     def serve(self, requests: list[Request], rng: np.random.Generator) -> None:
-        """Random joins, yields and cancellations."""
+        """Runs all requests with random joins, yields and cancellations, and checks them."""
         waiting, ended = deque(requests), []
         while waiting or any(self.slots):
             for slot, request in enumerate(self.slots):
@@ -197,7 +203,7 @@ SETTINGS = (
 
 
 def random_requests(rng: np.random.Generator, vocab: int, count: int = 6) -> list[Request]:
-    """With prompts of 1 to 20 tokens, answers of 1 to 25, and settings, stops and drafts of their own."""
+    """Requests with prompts of 1 to 20 tokens, answers of 1 to 25 tokens, and random settings, stops and drafts."""
     return [
         Request(
             rng.integers(0, vocab, rng.integers(1, 21)).tolist(),
@@ -224,7 +230,7 @@ SEEDS = [*range(3), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ran
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_schedules(seed, model):
+def test_random_schedules_have_the_bits_of_each_request_alone(seed, model):
     serve(model, seed)
 
 
@@ -234,23 +240,23 @@ def drafting():
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_random_schedules_with_drafts(seed, drafting):
+def test_random_schedules_with_drafts_have_the_bits_of_each_request_alone(seed, drafting):
     serve(drafting, seed)
 
 
-def test_drafts_share_what_rows_requests_leave(drafting):
-    """In equal parts where all are as likely; a request that is alone has all of them."""
+def test_drafts_share_the_rows_that_requests_leave(drafting):
+    """Equally likely drafts get equal numbers of rows. A request that is alone gets all rows."""
     requests = [Request([n], 9 + 11 * n, {"seed": (n, 0), "temperature": 1.0}, drafts="right") for n in range(2)]
     for slot, request in enumerate(requests):
         drafting.put(request, slot)
     first = drafting.session.slots[0]
     assert drafting.run() == requests[:1] and drafting.session.passes == 5
-    assert requests[1].drawn == 4 * 2 + 3  # the last token of the other one leaves it a row more
+    assert requests[1].drawn == 4 * 2 + 3  # the last token of the other request leaves one more row
     assert first.drafting.rows == (1, 3, 0, 0) and first.drafting.accepted == (3, 0, 0)
     while any(drafting.slots):
         drafting.run()
     drafting.put(alone := Request([5], 17, {}, drafts="right"), 2)
-    assert drafting.run() == [alone] and drafting.session.passes == 5  # of four tokens, and of one
+    assert drafting.run() == [alone] and drafting.session.passes == 5  # passes of four tokens, and the last of one
     assert drafting.session.slots[2].drafting.accepted == (3, 3, 3)
     drafting.put(wrong := Request([5], 5, {}, drafts="right"), 0)
     wrong.answer = [(token + 1) % drafting.plan.ops.vocab_size for token in wrong.answer]
@@ -261,7 +267,7 @@ def test_drafts_share_what_rows_requests_leave(drafting):
 
 
 def test_copied_drafts_are_counted(drafting):
-    """Those from another text by themselves, in all calls of a request."""
+    """Drafts from another text are counted separately, over all calls of a request."""
     drafting.put(request := Request([3, 1], 25, {"temperature": 1.0}, drafts="another text"), 1)
     while any(drafting.slots):
         drafting.run(4)
@@ -270,8 +276,8 @@ def test_copied_drafts_are_counted(drafting):
     drafting.check(request)
 
 
-def test_a_call_ends_with_the_first_of_its_requests(model):
-    """By its limit, its stop token, or a cancellation; also while others still read their prompts."""
+def test_call_ends_with_its_first_request(model):
+    """A request ends by its limit, a stop token or a cancellation, also while others still read their prompts."""
     long, short = Request([1, 2], 40, {"temperature": 1.0}), Request([3] * 20, 40, {"seed": (5, 6)})
     tokens = model.expected(Request([4], 9, {}))[0][0].tolist()
     for request, drawn, end in (
@@ -293,8 +299,8 @@ def test_a_call_ends_with_the_first_of_its_requests(model):
     model.check(short)
 
 
-def test_the_host_ends_a_running_call(model):
-    """And goes on with the same requests; their streams have the tokens of both calls."""
+def test_requests_continue_after_the_host_ends_a_call(model):
+    """Their streams contain the tokens of both calls."""
     requests = [Request([n], 40, {"temperature": 1.0, "seed": (n, 0)}) for n in range(2)]
     model.slots[:2] = requests
     for slot in model.session.slots[:2]:
@@ -318,7 +324,7 @@ def test_the_host_ends_a_running_call(model):
         assert (np.diff(drawn.times) > 0).all()
 
 
-def test_what_does_not_fit_is_refused(model):
+def test_invalid_requests_and_options_are_refused(model):
     for bad in (Request([1, 40], 4, {}), Request([-1], 4, {}), Request([1], 0, {}), Request([1], 64, {})):
         model.slots[:2] = Request([1], 4, {}), bad
         with pytest.raises(NativeError, match="do not fit the cache"):
@@ -335,7 +341,7 @@ def test_what_does_not_fit_is_refused(model):
 
 
 @pytest.mark.slow
-def test_layers_of_several_kinds():
+def test_layers_of_several_kinds_have_the_bits_of_each_request_alone():
     plan = mixed_plan(weight_dtype="float16", cache_dtype="bfloat16")
     serve(Slots(plan, weights_of(plan, "float16"), rows=2, slots=2, chaos_us=20), 1)
     serve(Slots(plan, weights_of(plan, "float16"), rows=3, slots=2, drafts=True, chaos_us=20), 1)
@@ -343,7 +349,7 @@ def test_layers_of_several_kinds():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("head", ["vocab_parallel", "replicate", "lane"])
-def test_several_devices(head):
+def test_several_devices_have_the_bits_of_each_request_alone(head):
     config = small.make_config(lanes=4, layout="dtp(1)", lm_head_type=head)
     serve(Slots(*of_config(config), mesh=make_mesh(4, lane=2), drafts=head == "lane", chaos_us=20), 2, 4)
 
@@ -353,7 +359,7 @@ CASES = CONFIGS | MODELS | EXPERTS | SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA
 
 @pytest.mark.parametrize("drafts", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", some(CASES, (), ("experts", "smallest", "compressed attention of many heads")))
-def test_configs(name, drafts):
+def test_configs_have_the_bits_of_each_request_alone(name, drafts):
     config = small.make_config(**CASES[name])
     model = Slots(*of_config(config), rows=3, slots=2, drafts=drafts)
     for seed in range(3):
@@ -362,21 +368,21 @@ def test_configs(name, drafts):
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("layout", "lanes"), LAYOUTS)
-def test_layouts(layout, lanes):
+def test_layouts_have_the_bits_of_each_request_alone(layout, lanes):
     serve(Slots(*of_config(small.make_config(layout=layout, lanes=lanes))), 3)
 
 
 @emulated.only_emulated
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(("dtype", "compute"), [("bfloat16", "bfloat16"), ("float16", "float32")])
-def test_amd(dtype, compute):
+def test_amd_has_the_bits_of_each_request_alone(dtype, compute):
     config = small.make_config(layout="dtp(1)", hidden_size=40)
     serve(Slots(*of_config(config, dtype, compute), machine=AMD), 4)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["int8", "fp8", "int4", "mxfp4"])
-def test_quantized_weights(kind):
+def test_quantized_weights_have_the_bits_of_each_request_alone(kind):
     config = small.make_config(layout="dtp(1)", hidden_size=96, ff=64, vocab_size=64, num_hidden_layers=2)
     plan, weights = of_config(config, "bfloat16")
     weights = {path: round_to(w, kind, search=False) if path in plan.matrices else w for path, w in weights.items()}

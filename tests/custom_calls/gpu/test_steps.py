@@ -1,7 +1,7 @@
-"""A launch for each op of each pass, from a graph: the bits of the persistent kernel, on emulated GPUs (or real ones,
-see emulated.py).
+"""One launch per op of each pass, from a graph: the bits of the persistent kernel, on emulated GPUs (or real ones, see
+emulated.py).
 
-The emulator runs the CTAs of an op one after the other wherever none of them may wait for another (emulator.cc).
+The emulator runs the CTAs of an op one after the other unless they may wait for each other (emulator.cc).
 """
 
 import threading
@@ -21,7 +21,7 @@ DRAWN = {"temperature": 0.9, "top_k": 20, "penalty": 1.3}
 
 
 def both(config, weights, prompt=5, limit=6, *, compute="float32", mesh=None, **options):
-    """Sampled answers under both launches are the same."""
+    """Checks that sampled answers are equal with both launches."""
     ids, outputs = small.prompt_of(config, prompt), []
     for launch in ("persistent", "graph"):
         session = emulated.make_session(config, weights, compute=compute, mesh=mesh, launch=launch, **options)
@@ -37,34 +37,34 @@ def both(config, weights, prompt=5, limit=6, *, compute="float32", mesh=None, **
 
 
 @pytest.mark.parametrize(("layout", "lanes"), some(LAYOUTS, ()))
-def test_layouts(layout, lanes):
+def test_layouts_have_the_same_bits(layout, lanes):
     config = small.make_config(layout=layout, lanes=lanes)
     both(config, small.make_weights(config))
 
 
 @pytest.mark.parametrize("name", some(CONFIGS | MODELS | EXPERTS, ()))
-def test_configs(name):
+def test_configs_have_the_same_bits(name):
     config = small.make_config(**(CONFIGS | MODELS | EXPERTS)[name])
     both(config, small.make_weights(config))
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_two_bytes(dtype):
+def test_two_bytes_have_the_same_bits(dtype):
     config = small.make_config(layout="dtp(1)", hidden_size=32, head_dim=16, ff=12, heads=4, kv_heads=2)
     both(config, small.make_weights(config, dtype), compute=dtype)
 
 
 @emulated.only_emulated
 @pytest.mark.exhaustive
-def test_amd():
+def test_amd_has_the_same_bits():
     config = small.make_config(layout="dtp(1)", hidden_size=40)
     both(config, small.make_weights(config), machine=AMD)
 
 
 @emulated.only_emulated
 @pytest.mark.exhaustive
-def test_two_devices():
+def test_two_devices_have_the_same_bits():
     config = small.make_config(lanes=4, layout="dtp(2)", num_hidden_layers=4)
     mesh = jax.make_mesh(
         (1, 2), ("data", "lane"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:2]
@@ -87,15 +87,12 @@ def persistent(model):
     [
         pytest.param(1, 1, {}, id="one token"),
         pytest.param(
-            7,
-            12,
-            {"temperature": 1.0, "top_p": 0.8, "min_p": 0.02, "penalty": 1.3},
-            id="a prompt, filters and a penalty",
+            7, 12, {"temperature": 1.0, "top_p": 0.8, "min_p": 0.02, "penalty": 1.3}, id="prompt, filters and penalty"
         ),
         pytest.param(1, 110, {}, id="keys in several splits and beyond the window", marks=pytest.mark.exhaustive),
     ],
 )
-def test_calls_in_turn(prompt, limit, sampling, model, call, persistent):
+def test_repeated_calls_have_the_same_bits(prompt, limit, sampling, model, call, persistent):
     config, _ = model
     inputs = small.make_inputs(small.prompt_of(config, prompt), limit, room=ROOM, **sampling)
     expected, state = persistent(inputs, small.make_state(config, 160))
@@ -112,7 +109,7 @@ def test_nothing_is_launched_after_a_stop_token(model, session, call, persistent
     outputs, _ = call(small.make_inputs([3], 20, room=ROOM, stops=(tokens[stop],)), small.make_state(config, 160))
     assert outputs.status.tolist() == [stop + 1, ENDS.index("stop"), stop + 2]
     assert outputs.tokens[: stop + 1].tolist() == tokens[: stop + 1] and not outputs.tokens[stop + 1 :].any()
-    if not emulated.REAL:  # the emulated launches end where they begin
+    if not emulated.REAL:  # emulated launches end before they return
         assert emulated.launches() - before == 1 + (stop + 1) * session.launches_per_token
     assert session.launches_per_token == 2 + 5 * config.num_hidden_layers + 1
 
@@ -150,7 +147,7 @@ def test_timeout_ends_the_call_before_a_wrong_token(model, monkeypatch):
     fail_often(emulated.make_session(config, weights, launch="graph", timeout_ms=50), config, monkeypatch)
 
 
-def test_spans(model, session, call):
+def test_spans_cover_every_op(model, session, call):
     config, _ = model
     session.trace(1000)
     call(small.make_inputs([3, 4], 3), small.make_state(config, 160))
@@ -178,13 +175,13 @@ def test_closing_frees_the_memory(model):
         ({"launch": "graph", "peer_ctas": 2}, "needs launch 'persistent', got 'graph'"),
     ],
 )
-def test_wrong_options_are_refused(options, message, model):
+def test_invalid_options_are_refused(options, message, model):
     with pytest.raises(NativeError, match=message):
         emulated.make_session(*model, **options)
 
 
-def test_overlapping_launches_give_the_same(model, persistent):
-    """The emulator runs them in turn: this shows that the driver accepts them."""
+def test_overlapping_launches_have_the_same_bits(model, persistent):
+    """The emulator runs the launches one after the other, so this only tests that the driver accepts them."""
     config, weights = model
     session = emulated.make_session(config, weights, launch="overlapping graph")
     inputs = small.make_inputs(np.array([3, 4]), 5, room=ROOM)

@@ -1,5 +1,5 @@
-"""Several residual streams in the GPU kernel, on emulated GPUs: logits of the interpreter of plans, and the same bits
-on several devices, in several launches, under delays and in passes of several rows.
+"""Several residual streams in the GPU kernel, on emulated GPUs: logits match the plan interpreter. Several devices, one
+launch per op, delays and passes of several rows give the same bits.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def plan_of(weight_dtype: str = "float32", **changes) -> Plan:
 
 @emulated.only_emulated
 @pytest.mark.parametrize("name", some(CASES, {"three"}, {"roots and a table", "warps of 64"}))
-def test_logits_are_those_of_the_interpreter(name):
+def test_logits_match_the_interpreter(name):
     changes, machine = CASES[name]
     plan = plan_of(**changes)
     check(plan, weights_of(plan), machine=machine)
@@ -61,7 +61,7 @@ LAUNCHED = {
 
 
 @pytest.mark.parametrize("name", some(LAUNCHED, {"three"}, {"roots and a table"}))
-def test_a_launch_for_each_op_has_the_same_bits(name):
+def test_one_launch_per_op_has_the_same_bits(name):
     plan = plan_of(**LAUNCHED[name])
     weights, ids = weights_of(plan), small.prompt_of(small.make_config(), 21)
     one, other = (check(plan, weights, launch=launch, ids=ids) for launch in ("persistent", "graph"))
@@ -99,8 +99,8 @@ def test_passes_of_several_rows_have_the_bits_of_one(name):
 
 @emulated.only_emulated
 @pytest.mark.exhaustive
-def test_mixtures_far_from_even():
-    """Logits of the mixture so large that one stream has nearly all, and quantities near nothing."""
+def test_extreme_mixtures_match_the_interpreter():
+    """Logits of the mixture are so large that one stream has nearly all of the share, and others nearly none."""
     plan = plan_of(residual_streams=ResidualStreams(count=4, iterations=20))
     weights = weights_of(plan)
     for path in weights:
@@ -113,7 +113,7 @@ def test_mixtures_far_from_even():
 
 @emulated.only_emulated
 @pytest.mark.exhaustive
-def test_random_weights_for_measurements():
+def test_random_weights_give_finite_logits():
     session = emulated.open_session(plan_of(**ROOTS), {})
     session.fill()
     logits = logits_of(session, [3, 1]).logits
@@ -126,8 +126,8 @@ def test_too_many_streams_are_refused():
         Layout(plan, H200, 2)
 
 
-def test_mixtures_are_read_once_for_a_token():
-    """Their lines are among those of the stream: all rows of the mixture, for each CTA its channels of each stream."""
+def test_mixtures_are_part_of_the_weight_stream():
+    """A CTA reads all rows of a mixture, and the columns of its own channels of each stream."""
     plan = plan_of(hidden_size=512, residual_streams=ResidualStreams(count=4), lanes=1)
     layout = Layout(plan, H200, 1)
     kinds = layout.kinds
