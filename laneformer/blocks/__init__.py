@@ -1,4 +1,4 @@
-"""The kinds of blocks that a layer is made of: `BLOCKS[type(options)]` is the class that computes those options."""
+"""The kinds of blocks in a layer. `BLOCKS[type(options)]` is the class that computes a block with these options."""
 
 from laneformer.blocks.attention import Attention
 from laneformer.blocks.block import Block

@@ -16,7 +16,7 @@ from laneformer.precision import Precision
 
 
 class Attention(Block):
-    """o[l] = wo[l] (attend(q[l], k[l], v[l]) * sigmoid(g[l])), without g where it is not gated."""
+    """o[l] = wo[l] (attend(q[l], k[l], v[l]) * sigmoid(g[l])); without a gate, the factor sigmoid(g[l]) is absent."""
 
     def __init__(self, weights: dict[str, jax.Array], options: AttentionOptions, precision: Precision):
         for name, weight in weights.items():
@@ -24,8 +24,9 @@ class Attention(Block):
         self.options, self.precision = options, precision
 
     def project(self, names: str, h_lbsd: jax.Array) -> list[jax.Array]:
-        """Of q, k, v and the gate g those that are named: [l, b, s, heads, k], with bias (Qwen2) and, for q and k, norm
-        (Qwen3, OLMo-2) where the options have them.
+        """The named ones of the queries q, keys k, values v and gate g (names: letters, as in qkv), each
+        [l, b, s, heads, k]. If the options have them, biases (Qwen2) and the norms of q and k (Qwen3, OLMo-2) are
+        applied.
         """
         products = self.products([f"w{name}" for name in names], h_lbsd)
         return [self._heads(name, y) for name, y in zip(names, products, strict=True)]
@@ -41,9 +42,10 @@ class Attention(Block):
         return rms_norm(y, gain, self.options.norm_eps, plus_one=plus_one).reshape(heads)
 
     def __call__(self, h_lbsd, rotary, memory: Memory | None = None, segments_bs=None):
-        """h [l, b, s, d] -> o [l, b, s, d] and the keys and values to keep; segments: see `Laneformer.__call__`.
+        """h [l, b, s, d] -> o [l, b, s, d], and the keys and values to keep.
 
-        memory: the cache, keys and values [l, b, t, n, k], which are filled before position `start`.
+        memory: the cache, with keys and values [l, b, t, n, k] that are filled before position `start`. segments: see
+        `Laneformer.__call__`.
         """
         dtype, window = self.precision.compute, self.options.window
         q, k, v = self.project("qkv", h_lbsd)
@@ -131,19 +133,19 @@ class Attention(Block):
 
     @staticmethod
     def state(options: AttentionOptions) -> tuple[KeptArray, ...]:
-        """Keys, after the rotation, and values of every position."""
+        """The keys (after the rotation) and the values of every position."""
         entry = {"num_lanes": options.num_lanes, "shape": (options.kv_heads, options.head_dim)}
         return tuple(KeptArray(name=name, window=options.window, **entry) for name in ("keys", "values"))
 
     @staticmethod
     def context_flops(options: AttentionOptions, length: int) -> float:
-        """q k^T and the weighted sum of v: H query heads of size e each take 2 e per key for either, 4 H e together."""
+        """q k^T and the weighted sum of v: each takes 2 H e FLOPs per key with H query heads of e channels."""
         return 4 * options.num_lanes * options.heads * options.head_dim * keys_seen(length, options.window)
 
 
 def keys_seen(length: int, window: int | None = None) -> float:
-    """Keys that a query of a causal sequence sees on average, its own included: the mean of min(i, window) over
-    i = 1..length.
+    """Mean number of keys that a query of a causal sequence attends to, including its own: the mean of min(i, window)
+    over i = 1..length.
     """
     w = length if window is None else min(window, length)
     return (w * (w + 1) / 2 + (length - w) * w) / length

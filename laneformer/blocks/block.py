@@ -1,4 +1,4 @@
-"""What every kind of block states about itself: its weights, what it keeps between tokens, and its ops."""
+"""The interface of all blocks: each kind of block states its weights, what it keeps between tokens, and its ops."""
 
 import itertools
 import math
@@ -20,7 +20,7 @@ from laneformer.quantized import Quantized
 from laneformer.routing import Routing
 
 PARTS = ("attention", "MLP", "norms", "head")
-"""What reports of bytes distinguish, in their order."""
+"""The parts of a model in reports of bytes, in the order of the reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,25 +30,26 @@ class Weight:
     file_name: str
     """Name in a checkpoint of the Laneformer family."""
     shape: tuple[int, ...]
-    """Lane-first where every lane has its own share."""
+    """Shape. The first axis is the lane if every lane has its own share."""
     spec: P
-    """Mesh axis (lane, data) of each dimension."""
+    """Mesh axis of each dimension: lane, data or None."""
     initial: Literal["normal", "output", "embedding", "ones", "zeros", "convolution", "decay", "step", "experts"]
-    """Fresh values: normal for a matrix that reads the stream, output for one that writes to it; the last four are
-    those of laneformer/blocks/delta_net.py and experts.py.
+    """Rule for fresh values: normal for a matrix that reads the stream, output for one that writes to it. The last four
+    rules are defined in laneformer/blocks/delta_net.py and experts.py.
     """
     group: Literal["matrix", "embedding", "vector"]
-    """Kind of update: matrix of a layer; embedding table or head; vector (norm or bias), which does not decay."""
+    """Optimizer group: matrix of a layer; embedding table or head; vector (norm or bias), without weight decay."""
     part: str
-    """One of PARTS."""
+    """Part in reports of bytes, one of PARTS."""
     share: float = 1.0
-    """Share of it that one token multiplies: experts used / experts, 0 for a table of rows to look up."""
+    """Share of the values that one token multiplies: experts used / experts, or 0 for a table whose rows are looked up.
+    """
     looked_up: int = 0
-    """Values that one token looks up in it, beside `share`."""
+    """Values that one token looks up, in addition to those that it multiplies."""
     below: int | None = None
-    """Fresh values of experts: numbers below this."""
+    """For initial = experts: upper bound (exclusive) of the drawn expert numbers."""
     dtype: str | None = None
-    """Its dtype whatever that of the others is; None: theirs."""
+    """Fixed dtype, independent of the other weights; None for the dtype of the other weights."""
 
     @property
     def size(self) -> int:
@@ -64,8 +65,9 @@ class Weight:
 def weight_of_op(
     table: dict[str, Weight], path: str, of_experts: bool = False, plus: float = 0.0, small: bool = False
 ) -> ops.Weight:
-    """A block's weight as its ops name it: the share of one lane, where each lane has its own. of_experts: each expert
-    has one. plus, small: as in ops.Weight.
+    """The weight at `path` as an op refers to it: with the shape of one lane's share, if every lane has its own.
+
+    of_experts: the next axis numbers the experts. plus, small: see ops.Weight.
     """
     weight = table[path]
     lane_sharded = weight.spec[0] == "lane"
@@ -74,7 +76,9 @@ def weight_of_op(
 
 
 def attention_weight(path: str, shape: tuple[int, ...], spec: P, initial: str, group: str, **others) -> Weight:
-    """One of an attention block at that path, whose file has the same name; norms start as ones."""
+    """A weight of an attention block at `path`. Its name in a checkpoint follows its path. Norms are the weights that
+    start as ones.
+    """
     part = "norms" if initial == "ones" else "attention"
     file_name = f"model.{path}.weight"
     return Weight(file_name=file_name, shape=shape, spec=spec, initial=initial, group=group, part=part, **others)
@@ -82,8 +86,8 @@ def attention_weight(path: str, shape: tuple[int, ...], spec: P, initial: str, g
 
 @dataclass(frozen=True, kw_only=True)
 class KeptArray:
-    """An array that a block keeps between tokens: an entry per position, or one that every token changes,
-    [l, b, t, *shape]. Where all lanes keep the same, each has a copy.
+    """An array [l, b, t, *shape] that a block keeps between tokens: one entry per position, or one entry that every
+    token updates. If all lanes keep the same values, each lane has a copy.
     """
 
     name: str
@@ -91,42 +95,44 @@ class KeptArray:
     shape: tuple[int, ...]
     """Shape of one position's entry in one lane."""
     window: int | None = None
-    """Positions that a token reads, its own included; None for all."""
+    """Newest positions that a token reads, including its own; None for all."""
     every: int = 1
-    """Positions that share an entry."""
+    """Positions per entry."""
     most: int | None = None
-    """Entries that a token reads at most; None for all."""
+    """Largest number of entries that a token reads; None for all."""
     fixed: bool = False
-    """One entry, t = 1, which every token reads and writes again: a recurrent state, zero before the first token."""
+    """Whether the array has a single entry (t = 1) that every token reads and rewrites: a recurrent state, zero before
+    the first token.
+    """
     dtype: str | None = None
-    """Its dtype; by default that of the cache."""
+    """Fixed dtype; None for the dtype of the cache."""
 
     def values_per_token(self, context: int) -> int:
-        """Values that one token writes and, with `context` earlier positions, reads."""
+        """Values that one token writes, plus those that it reads after `context` earlier positions."""
         entries = 1 if self.fixed else min(context, self.window - 1) if self.window else context // self.every
         entries = entries if self.most is None else min(entries, self.most)
         return round(self.num_lanes * math.prod(self.shape) * (1 / self.every + entries))
 
     def bytes_per_token(self, context: int, bytes_per_value: float) -> float:
-        """Bytes of `values_per_token`. bytes_per_value: of the cache's dtype."""
+        """Bytes of `values_per_token`. bytes_per_value: bytes of one value in the cache's dtype."""
         return self.values_per_token(context) * (FORMATS[self.dtype].bytes if self.dtype else bytes_per_value)
 
 
 class Memory(NamedTuple):
-    """What a layer kept, as a block reads it before new tokens."""
+    """The state of a layer that a block reads before it computes new tokens."""
 
     arrays: dict[str, jax.Array]
-    """By the names of its `KeptArray`s."""
+    """Kept arrays, by the name of their `KeptArray`."""
     start: jax.Array
     """Position of the first new token, int32 scalar."""
     count: jax.Array | None = None
-    """How many of the new tokens are text, int32 scalar: a fixed array is that after them. The rest is padding, whose
-    entries later tokens overwrite. None for all.
+    """Number of new tokens that are text, int32 scalar; None for all. The others are padding: they do not change fixed
+    arrays, and later tokens overwrite their entries.
     """
 
 
 class QuantizedParam(nnx.Module):
-    """A weight that is a record; `weight[...]` gives it, as that of an nnx.Param is its array."""
+    """A quantized weight. `weight[...]` is its `Quantized` record, as `param[...]` of an nnx.Param is its array."""
 
     def __init__(self, record: Quantized):
         for name, array in record.arrays.items():
@@ -140,25 +146,29 @@ class QuantizedParam(nnx.Module):
 
 
 def hold(weight: jax.Array | Quantized) -> nnx.Param | QuantizedParam:
-    """A weight as an attribute of a module."""
+    """Wraps a weight so that a module can have it as an attribute."""
     return QuantizedParam(weight) if isinstance(weight, Quantized) else nnx.Param(weight)
 
 
 class Block(nnx.Module):
-    """A kind of block: made of its weights by name, its options, and a Precision.
+    """Base class of all blocks. A block is constructed from its weights by name, its options and a Precision.
 
-    Attributes: `options`, `precision`, and each weight under its name. The static methods state its facts for given
-    options, without an instance; a kind must define the abstract ones.
+    Attributes: `options`, `precision`, and each weight under its name. The static methods describe a block with given
+    options, without an instance. A subclass must define the abstract ones.
     """
 
     def routed(self, h_lbsd: jax.Array, ids_bs: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
-        """Its output [l, b, s, d], and what its router decided; by default it has none. ids: the tokens, int."""
+        """The block's output [l, b, s, d], and its router's decisions (None without a router). ids: tokens, int [b, s].
+
+        A block with a router overrides this method.
+        """
         return self(h_lbsd), None
 
     def products(self, names: Sequence[str], h_lbsd: jax.Array) -> list[jax.Array]:
-        """h times each of the named matrices [l, rows, d]: [l, b, s, rows], as the backward pass keeps it, widened.
+        """h times each of the named matrices [l, rows, d]: a list of [l, b, s, rows] in the accumulate dtype.
 
-        Where that is narrow, one product has the rows of all: h is read once, and one gradient of h is written.
+        The backward pass keeps them in the activation dtype. If that is narrow and no matrix is quantized, one product
+        computes the rows of all matrices: h is read once, and one gradient of h is written.
         """
         weights = [getattr(self, name)[...] for name in names]
 
@@ -186,10 +196,10 @@ class Block(nnx.Module):
     def ops(options: Any, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
         """The ops of a decode step of a block at `path`, with the weights of `table`; see laneformer/ops.py.
 
-        norm: of the stream that the block reads, if any. rotary: the model's positions.
+        norm: norm of the stream that the block reads, if any. rotary: rotation of the model's positions.
         """
 
     @staticmethod
     def context_flops(options: Any, length: int) -> float:
-        """FLOPs per token, in a forward pass over a sequence of `length` tokens, beyond the products with weights."""
+        """FLOPs per token other than products with weights, in a forward pass over a sequence of `length` tokens."""
         return 0.0

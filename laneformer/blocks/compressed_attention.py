@@ -1,11 +1,12 @@
-"""Attention to the newest positions and to compressed entries (DeepSeek-V4), of every lane over its own heads. Shape
-letters as in laneformer/model.py, and: k channels of a head, r those of the rank of queries, e entries, p newest
-positions, i query heads of the indexer, c its channels, g groups of heads, o rows of a group's projection.
+"""Attention of every lane's own heads to the newest positions and to compressed entries (DeepSeek-V4).
 
-One vector per position, norm(wkv h) with its last channels rotated, is key and value of all heads. Queries see the
-newest `window` positions and the entries whose positions are all there (laneformer/blocks/compressor.py), beside a sink
-for each head. As a value is rotated like its key, each head's result is rotated back. All lanes have the same positions
-and entries, each in a copy.
+Shape letters as in laneformer/model.py, and: k channels of a head, r channels of the query rank, e entries, p newest
+positions, i query heads of the indexer, c channels of the indexer, g groups of heads, o rows of a group's projection.
+
+One vector per position, norm(wkv h) with its last channels rotated, is key and value of all heads. A query attends to
+the newest `window` positions, to all complete entries (laneformer/blocks/compressor.py) and to one sink per head. As
+values are rotated like keys, each head's result is rotated back. All lanes have the same positions and entries, each
+lane in its own copy.
 """
 
 import dataclasses
@@ -28,12 +29,12 @@ from laneformer.ops import Blocks, Matrix, Norm, Op, Product, ProductName, Rotar
 from laneformer.precision import Precision, widen
 from laneformer.quantized import Quantized
 
-QUERIES = 64  # that are computed together, at most
-SCORES = 2**24  # of all heads that are in memory together
+QUERIES = 64  # largest number of queries that are computed together
+SCORES = 2**24  # largest number of scores in memory, over all heads
 
 
 class CompressedAttention(Block):
-    """o[l] = wo_b[l] of the groups' wo_a[l] times their heads' results."""
+    """o[l] = wo_b[l] y[l], where y[l] joins each group's wo_a[l] times the results of its heads."""
 
     def __init__(self, weights: dict[str, jax.Array], options: CompressedAttentionOptions, precision: Precision):
         parts = {name: {} for name in ("compressor", "indexer", "index_compressor")}
@@ -52,11 +53,11 @@ class CompressedAttention(Block):
             self.index_compressor = Compressor(own, options, options.index_head_dim, precision)
 
     def __call__(self, h_lbsd, rotary, memory: Memory | None = None, segments_bs=None):
-        """h [l, b, s, d] -> o [l, b, s, d] and what `state` lists. Raises InputError for segments: entries are made of
-        positions whatever their document.
+        """h [l, b, s, d] -> o [l, b, s, d], and the arrays that `state` lists. Raises InputError for segments, because
+        an entry may combine positions of several documents.
         """
         if segments_bs is not None:
-            raise InputError("compressed attention has no segments: give each sequence one document")
+            raise InputError("compressed attention does not support segments; put one document in each sequence")
         options, dtype, tokens = self.options, self.precision.compute, h_lbsd.shape[2]
         start = jnp.int32(0) if memory is None else memory.start
         turns = rotations(options, start + jnp.arange(tokens))
@@ -96,7 +97,9 @@ class CompressedAttention(Block):
         return self.precision.widened(checkpoint_name(y, "product"))
 
     def _attend(self, q_lbshk, newest_lbtk, entries_lbek, index, start) -> jax.Array:
-        """The heads' results, float32 [l, b, s, h, k]; a few queries at a time, so that their scores fit in memory."""
+        """The heads' results, float32 [l, b, s, h, k], computed for a few queries at a time so that the scores fit in
+        memory.
+        """
         options, (lanes, batch, tokens) = self.options, q_lbshk.shape[:3]
         count = 0 if entries_lbek is None else entries_lbek.shape[2]
         heads = max(options.heads, options.index_heads if index else 0)
@@ -132,7 +135,11 @@ class CompressedAttention(Block):
         return a.reshape(lanes, batch, -1, *a.shape[4:])[:, :, :tokens]
 
     def _of_keys(self, q_lbshk: jax.Array, keys: list[jax.Array], seen: list[jax.Array]) -> jax.Array:
-        """keys: arrays [l, b, t, k], which are not joined, so that none is copied; seen: of each bool [l, b, s, t]."""
+        """The heads' results for given keys, float32 [l, b, s, h, k].
+
+        keys: arrays [l, b, t, k], not joined, to avoid copies. seen: for each array, whether each query attends to each
+        key, bool [l, b, s, t].
+        """
         scores = jnp.concatenate([_product("lbshk,lbtk->lbhst", q_lbshk, own) for own in keys], -1)
         scores = jnp.where(jnp.concatenate(seen, -1)[:, :, None], scores * self.options.head_dim**-0.5, -jnp.inf)
         sinks = self.sinks[...].astype(jnp.float32)[:, None, :, None, None]
@@ -171,7 +178,7 @@ class CompressedAttention(Block):
 
     @staticmethod
     def state(options: CompressedAttentionOptions) -> tuple[KeptArray, ...]:
-        """The vector of every position, and of compressors what they state."""
+        """The vector of every position, and the arrays of the compressors."""
         size, lanes = (options.head_dim,), options.num_lanes
         found = (KeptArray(name="positions", num_lanes=lanes, shape=size, window=options.window),)
         if options.ratio:
@@ -235,7 +242,7 @@ class CompressedAttention(Block):
 
     @staticmethod
     def context_flops(options: CompressedAttentionOptions, length: int) -> float:
-        """Scores and weighted sums over the window and the entries, and the scores of the indexer."""
+        """Scores and weighted sums over the window and the entries, and the indexer's scores."""
         seen = keys_seen(length, options.window)
         entries = keys_seen(length) / options.ratio if options.ratio else 0.0
         index = 2 * options.index_heads * options.index_head_dim * entries if options.overlaps else 0.0
@@ -244,7 +251,9 @@ class CompressedAttention(Block):
 
 
 class Indexer(nnx.Module):
-    """Makes of each token what chooses entries: queries [l, b, s, i, c], rotated, and their weights [l, b, s, i]."""
+    """Computes what chooses the entries of each token: rotated queries [l, b, s, i, c] and the weights of their heads
+    [l, b, s, i].
+    """
 
     def __init__(self, weights: dict[str, jax.Array], options: CompressedAttentionOptions, precision: Precision):
         for name, weight in weights.items():
@@ -260,13 +269,15 @@ class Indexer(nnx.Module):
 
 
 def closed_before(at_s: jax.Array, count: int, ratio: int) -> jax.Array:
-    """Which of `count` entries are made of positions up to each query's own, bool [s, e]."""
+    """Whether each of `count` entries covers only positions up to the query's own, bool [s, e]. at: positions of the
+    queries, int [s].
+    """
     return ratio * (jnp.arange(count) + 1) <= at_s[:, None] + 1
 
 
 def chosen_entries(q_lbsic, weights_lbsi, keys_lbec, closed_lbse, count: int) -> jax.Array:
-    """The `count` closed entries with the largest sums over the heads of weight * relu(q . k), bool [l, b, s, e]; of
-    equal ones those with the lowest numbers.
+    """Whether an entry is among the `count` closed ones with the largest sums over the heads of weight * relu(q . k),
+    bool [l, b, s, e]. Of equal sums, the entry with the lower number is chosen.
     """
     scores = jax.nn.relu(_product("lbsic,lbec->lbsie", q_lbsic, keys_lbec))
     scores = jnp.einsum("lbsie,lbsi->lbse", scores, weights_lbsi, precision=jax.lax.Precision.HIGHEST)
@@ -277,6 +288,6 @@ def chosen_entries(q_lbsic, weights_lbsi, keys_lbec, closed_lbse, count: int) ->
 
 
 def _product(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """In float32; float32 operands are never rounded to TF32."""
+    """The einsum in float32; float32 operands are never rounded to TF32."""
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(formula, x, y, precision=exact, preferred_element_type=jnp.float32)

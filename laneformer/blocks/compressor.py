@@ -1,10 +1,14 @@
-"""Entries that are made of several positions each, as compressed attention reads them (DeepSeek-V4). Shape letters as
-in laneformer/model.py, and: c channels of an entry, w windows of `ratio` positions, i the positions in one, u tokens.
+"""The entries of compressed attention, each computed from several positions (DeepSeek-V4).
 
-Every token has a vector and a gate, both matrices times h. Entry w is the sum of the vectors of its window's positions,
-weighted channel by channel with the softmax over them of gate + a bias for each position in the window; then a norm,
-and a rotation at the window's first position. Where windows overlap, a token has two vectors and gates: the first is in
-the next window's entry, the second in its own window's entry, so that an entry is made of two windows.
+Shape letters as in laneformer/model.py, and: c channels of an entry, w windows of `ratio` positions, i positions in a
+window, u tokens.
+
+Every token has a vector and a gate, each a matrix times h. Entry w is a weighted sum of the vectors in its window. The
+weights are, for each channel, the softmax over the window of gate + bias, with one bias per position in the window. The
+sum is normed, then rotated at the window's first position.
+
+Where windows overlap, a token has two vectors and two gates. The first ones count in the next window's entry, the
+second ones in the token's own window's entry. An entry thus covers two windows.
 """
 
 import jax
@@ -23,7 +27,7 @@ from laneformer.precision import Precision
 
 
 class Compressor(nnx.Module):
-    """`entries, kept = compressor(h, memory)`: all entries so far, [l, b, w, c], and what to keep."""
+    """`entries, kept = compressor(h, memory, name)`: all entries so far, [l, b, w, c], and the arrays to keep."""
 
     def __init__(self, weights: dict, options: CompressedAttentionOptions, channels: int, precision: Precision):
         for name, weight in weights.items():
@@ -35,8 +39,8 @@ class Compressor(nnx.Module):
         return size_of(self.options, self.channels)
 
     def __call__(self, h_lbsd: jax.Array, memory: Memory | None, name: str) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """name: that of the kept entries. Without a memory entries are those of windows that the tokens fill or begin;
-        an entry means nothing before all positions of its window are there.
+        """name: name of the kept entries. Without a memory, the entries are those of the windows that the tokens fill
+        or begin. The entry of an incomplete window is meaningless.
         """
         size, tokens = self.size, h_lbsd.shape[2]
         new_lbuc = jnp.concatenate([self._product(h_lbsd, matrix) for matrix in ("wkv", "wgate")], -1)
@@ -60,12 +64,13 @@ class Compressor(nnx.Module):
         return checkpoint_name(y, "product").astype(jnp.float32)
 
     def _made(self, u_lbuc: jax.Array, start: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
-        """The entries of the windows that `tokens` tokens from position `start` on can fill, float32 [l, b, w, c], and
-        the number of the first. u: the tokens, after `earlier` ones before them.
+        """The entries of all windows that `tokens` tokens from position `start` on may complete, float32 [l, b, w, c],
+        and the number of the first window. u: vectors and gates of the tokens, after those of the `earlier` tokens
+        before them.
         """
         size, ratio = self.size, self.size.ratio
         windows, first = -(-tokens // ratio), start // ratio
-        # One window more where they overlap; u begins `earlier` positions before start.
+        # Overlapping windows need one more window; u begins `earlier` positions before start.
         u_lbuc = jnp.pad(u_lbuc, ((0, 0), (0, 0), (0, ratio), (0, 0)))
         rows = (windows + size.overlaps) * ratio
         u_lbuc = jax.lax.dynamic_slice_in_dim(u_lbuc, ratio - 1 - start % ratio, rows, 2)
@@ -83,7 +88,7 @@ class Compressor(nnx.Module):
 
     @staticmethod
     def table(options: CompressedAttentionOptions, path: str, channels: int) -> dict[str, Weight]:
-        """Path -> Weight, as `Block.table`."""
+        """Path -> Weight, like `Block.table`. channels: channels of an entry."""
         size, d = size_of(options, channels), options.hidden_size
         rows = {
             "wkv": ((size.width, d), P(None, "data"), "normal", "matrix"),
@@ -98,7 +103,9 @@ class Compressor(nnx.Module):
 
     @staticmethod
     def state(options: CompressedAttentionOptions, name: str, channels: int, most: int | None) -> tuple[KeptArray, ...]:
-        """The entries, of which a token reads `most`, and the vectors and gates of the newest tokens."""
+        """The entries, and the vectors and gates of the newest tokens. most: largest number of entries that a token
+        reads; None for all.
+        """
         size, lanes = size_of(options, channels), options.num_lanes
         tail = (size.earlier, 2 * size.width)
         return (
@@ -108,7 +115,7 @@ class Compressor(nnx.Module):
 
     @staticmethod
     def op(options: CompressedAttentionOptions, path: str, channels: int, first: int) -> ops.Compressor:
-        """What a decode step does with what is projected from channel `first` on."""
+        """The compressor in a decode step. first: first of its channels in PROJECTED."""
         table, size = Compressor.table(options, path, channels), size_of(options, channels)
         biases = weight_of_op(table, f"{path}.positions", small=True)
         norm = ops.Norm(weight_of_op(table, f"{path}.norm"), options.norm_eps)
@@ -120,12 +127,12 @@ def size_of(options: CompressedAttentionOptions, channels: int) -> EntrySize:
 
 
 def rotary_op(options: CompressedAttentionOptions) -> ops.Rotary:
-    """The layer's angles as ops name them."""
+    """The layer's rotation as an op refers to it."""
     frequencies, factor = stretched_frequencies(options.qk_rope_head_dim, options.rope_theta, options.rope_scaling)
     return ops.Rotary(tuple(frequencies.tolist()), factor)
 
 
 def rotations(options: CompressedAttentionOptions, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin of the layer's angles at these positions."""
+    """cos and sin of the layer's rotation at these positions [s], float32 [s, qk_rope_head_dim / 2]."""
     found = stretched_frequencies(options.qk_rope_head_dim, options.rope_theta, options.rope_scaling)
     return tables_of(*found, positions)

@@ -1,9 +1,11 @@
-"""Gated DeltaNet (Yang et al., arXiv 2412.06464) of every lane over its own heads. Shape letters as in
-laneformer/model.py, and: n key heads, r value heads of a key head, k and v channels of their heads, c tokens of a
-chunk.
+"""Gated DeltaNet (Yang et al., arXiv 2412.06464) of every lane over its own heads.
 
-Each value head keeps a matrix S [k, v], float32. A token first decays it, then moves what S returns for its key towards
-its value: S <- e^g S; S <- S + k (x) beta (v - S^T k); the result is S^T q. `recur` computes many tokens at once.
+Shape letters as in laneformer/model.py, and: n key heads, r value heads per key head, k and v channels of their heads,
+c tokens of a chunk.
+
+Each value head keeps a matrix S [k, v], float32. A token first decays S, then moves the value that S returns for its
+key towards its own value: S <- e^g S; S <- S + k (x) beta (v - S^T k). The result is S^T q. `recur` computes many
+tokens at once.
 """
 
 import math
@@ -23,11 +25,13 @@ from laneformer.ops import Matrix, Norm, Op, Product, ProductName, Rotary, Value
 from laneformer.precision import Precision
 
 CHUNK = 64  # tokens that are computed together, a power of two
-UNIT_EPS = 1e-6  # added to the square of the length of q and of k
+UNIT_EPS = 1e-6  # added to the squared lengths of q and k
 
 
 class DeltaNet(Block):
-    """o[l] = wo[l] (norm(recur(q, k, v, g, beta)) * silu(z)); q, k, v: short convolutions of win[l] h, through silu."""
+    """o[l] = wo[l] (norm(recur(q, k, v, g, beta)) * silu(z)), where q, k and v are silu of short convolutions of
+    win[l] h.
+    """
 
     def __init__(self, weights: dict[str, jax.Array], options: DeltaNetOptions, precision: Precision):
         for name, weight in weights.items():
@@ -35,13 +39,13 @@ class DeltaNet(Block):
         self.options, self.precision = options, precision
 
     def project(self, name: str, h_lbsd: jax.Array) -> jax.Array:
-        """The rows of `win` or `wba` by key head, [l, b, s, n, rows]."""
+        """The matrix `win` or `wba` times h, by key head: [l, b, s, n, rows]."""
         weight = getattr(self, name)[...]
         y = checkpoint_name(self.precision.block_einsum("lbsd,lod->lbso", h_lbsd, weight), "product")
         return self.precision.widened(y).reshape(*y.shape[:-1], self.options.sizes.key_heads, -1)
 
     def __call__(self, h_lbsd, rotary, memory: Memory | None = None, segments_bs=None):
-        """h [l, b, s, d] -> o [l, b, s, d] and what `state` lists; segments: see `Laneformer.__call__`."""
+        """h [l, b, s, d] -> o [l, b, s, d], and the arrays that `state` lists. segments: see `Laneformer.__call__`."""
         sizes, compute = self.options.sizes, self.precision.compute
         tokens, ratio = h_lbsd.shape[2], sizes.value_heads // sizes.key_heads
         ends = np.cumsum([sizes.key_dim, sizes.key_dim, ratio * sizes.value_dim])
@@ -116,7 +120,7 @@ class DeltaNet(Block):
 
     @staticmethod
     def state(options: DeltaNetOptions) -> tuple[KeptArray, ...]:
-        """What the convolution saw last, before it, and S of every value head."""
+        """The newest inputs of the convolution, and S of every value head."""
         sizes = options.sizes
         inputs = (sizes.conv_kernel - 1, 2 * options.keys + options.values)
         matrix = (sizes.key_heads, sizes.value_heads // sizes.key_heads, sizes.key_dim, sizes.value_dim)
@@ -128,8 +132,8 @@ class DeltaNet(Block):
 
     @staticmethod
     def context_flops(options: DeltaNetOptions, length: int) -> float:
-        """Of the recurrence token by token: S decays, is read with k, changed, and read with q, 7 k v per value head;
-        and of the convolution.
+        """FLOPs of the convolution and of the recurrence token by token: S decays, is read with k, updated, and read
+        with q, which takes 7 k v per value head.
         """
         sizes = options.sizes
         per_head, channels = 7 * sizes.key_dim * sizes.value_dim, 2 * options.keys + options.values
@@ -137,14 +141,16 @@ class DeltaNet(Block):
 
 
 def unit(x: jax.Array) -> jax.Array:
-    """Vectors of length 1 over the last axis, float32."""
+    """x scaled to length 1 over the last axis, float32."""
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.sum(x * x, -1, keepdims=True) + UNIT_EPS)
 
 
 def convolve(u_lbtc: jax.Array, weight_lci: jax.Array, segments_bs: jax.Array | None) -> jax.Array:
-    """Each channel's weighted sum over the last i tokens, float32 [l, b, s, c]. u: t = s + i - 1 tokens; weight: the
-    oldest token first; segments: tokens of other documents do not count.
+    """Each channel's weighted sum over the last i tokens, float32 [l, b, s, c].
+
+    u: t = s + i - 1 tokens. weight: [l, c, i], the oldest token first. segments: document of each token, int [b, s];
+    tokens of other documents do not count.
     """
     kernel = weight_lci.shape[-1]
     tokens = u_lbtc.shape[2] - kernel + 1
@@ -162,19 +168,21 @@ def convolve(u_lbtc: jax.Array, weight_lci: jax.Array, segments_bs: jax.Array | 
 
 def recur(q, k, v, g, beta, state=None, segments_bs=None) -> tuple[jax.Array, jax.Array]:
     """The gated delta rule over s tokens, from `state` (by default zero): results [l, b, s, n, r, v], and the state
-    after them [l, b, n, r, k, v]; all float32. q, k [l, b, s, n, k]; v like the results; g, beta [l, b, s, n, r].
+    after the tokens [l, b, n, r, k, v]. All arrays are float32.
 
-    Chunk by chunk (section 3.3 of the paper). With G = g summed from the chunk's start, what token t adds to S is
-    k_t (x) u_t, u_t = beta_t (v_t - e^G_t S^T k_t - sum_{j < t} e^(G_t - G_j) (k_t . k_j) u_j), a triangular system
-    for all u of a chunk; its inverse does not depend on S. No exponent is positive. segments: a token sees S as its
-    own document has changed it.
+    q, k: [l, b, s, n, k]. v: [l, b, s, n, r, v]. g, beta: [l, b, s, n, r]. segments: document of each token, int
+    [b, s]; a token reads only what its own document has added to S.
+
+    The tokens are computed chunk by chunk (section 3.3 of the paper). With G = g summed from the chunk's start, token t
+    adds k_t (x) u_t to S, where u_t = beta_t (v_t - e^G_t S^T k_t - sum_{j < t} e^(G_t - G_j) (k_t . k_j) u_j). This is
+    a triangular system for all u of a chunk, whose inverse does not depend on S. No exponent is positive.
     """
     tokens, size = q.shape[2], min(CHUNK, 1 << (q.shape[2] - 1).bit_length())
     q, k, v, g, beta = (_chunks(x.astype(jnp.float32), size) for x in (q, k, v, g, beta))  # [chunks, l, b, c, ...]
     total = jnp.cumsum(g, 3)
     at = jnp.arange(size)
     seen = at[:, None] >= at
-    since_start = jnp.exp(total)  # how much of S is left
+    since_start = jnp.exp(total)  # decay of S since the chunk's start
     to_end = jnp.exp(total[:, :, :, -1:] - total)
     if segments_bs is not None:
         segments = _chunks(segments_bs[None], size, "edge")[:, 0]  # [chunks, b, c]
@@ -215,7 +223,7 @@ _product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
 
 def _chunks(x: jax.Array, size: int, mode: str = "constant") -> jax.Array:
-    """[l, b, s, ...] as [chunks, l, b, size, ...]. Padding is zero: it neither decays nor writes."""
+    """[l, b, s, ...] -> [chunks, l, b, size, ...]. Padding is zero by default: it neither decays nor writes."""
     padding = [(0, 0)] * x.ndim
     padding[2] = (0, -x.shape[2] % size)
     x = jnp.pad(x, padding, mode=mode)
@@ -223,9 +231,10 @@ def _chunks(x: jax.Array, size: int, mode: str = "constant") -> jax.Array:
 
 
 def unit_inverse(lower: jax.Array) -> jax.Array:
-    """The inverse of 1 + lower, which is zero on and above the diagonal, [..., c, c] with c a power of two.
+    """The inverse of 1 + lower, [..., c, c], where lower is zero on and above the diagonal and c is a power of two.
 
-    By halves: the inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']]; batched products, which a mesh can cut.
+    Computed by halves: the inverse of [[A, 0], [C, B]] is [[A', 0], [-B' C A', B']]. These are batched products, which
+    a mesh can split.
     """
     half = lower.shape[-1] // 2
     if not half:
@@ -241,7 +250,7 @@ def _inverse_softplus(x: jax.Array) -> jax.Array:
 
 
 def _draw_step(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """softplus of it is between 0.001 and 0.1, uniform in its logarithm."""
+    """Fresh steps whose softplus is between 0.001 and 0.1, with a uniform logarithm."""
     return _inverse_softplus(jnp.exp(jax.random.uniform(key, shape, minval=math.log(1e-3), maxval=math.log(0.1))))
 
 

@@ -1,9 +1,10 @@
-"""A mixture of experts: a router chooses a few small MLPs for each token (Shazeer et al., arXiv 1701.06538). Shape
-letters as in laneformer/model.py, and: e experts, j those that a token uses, p pairs of a token and an expert, c tokens
-of a block, all of which use one expert, n blocks.
+"""A mixture of experts: a router chooses a few small MLPs for each token (Shazeer et al., arXiv 1701.06538).
 
-Every lane has its columns of every expert, so that all lanes read as much. The router is float32, for a choice that
-rounding changes is another model.
+Shape letters as in laneformer/model.py, and: e experts, j experts that a token uses, p uses (pairs of a token and one
+of its experts), n blocks of uses of one expert, c uses in a block.
+
+Every lane has an equal share of the columns of every expert, so that all lanes read the same amount. The router
+computes in float32, because rounding that changes the chosen experts changes the model.
 """
 
 from collections.abc import Callable
@@ -44,13 +45,15 @@ MATRICES = ("w1", "w3", "w2")
 SHARED = "shared"
 BIASES = tuple(f"{name}_bias" for name in MATRICES)
 SCORES = {"sigmoid": jax.nn.sigmoid, "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x))}
-PARTS, LEAST = 8, 256  # blocks for the mean load of an expert, which pad each by less, and tokens of such a block
+# An expert's mean load is cut into at most PARTS blocks, to reduce padding, of at least LEAST tokens each.
+PARTS, LEAST = 8, 256
 
 
 class Experts(Block):
-    """o[l] = sum over the chosen experts of share * w2[l] (activation(w1[l] h) * w3[l] h), with biases on the router
-    and on each matrix where the options have them, and clamped where they have a limit (gpt-oss). A shared expert is an
-    MLP whose output is added, times sigmoid(shared_gate h) where it is gated.
+    """o[l] = sum over the chosen experts of share * w2[l] (activation(w1[l] h) * w3[l] h).
+
+    Options add biases to the router and to each matrix, and clamp gate and up (gpt-oss). A shared expert is an MLP
+    whose output is added, times sigmoid(shared_gate h) if it is gated.
     """
 
     def __init__(self, weights: dict[str, jax.Array], options: ExpertsOptions, precision: Precision):
@@ -88,9 +91,10 @@ class Experts(Block):
         return o_ltd.reshape(h_lbsd.shape)
 
     def route(self, h_lbsd: jax.Array, ids_bs: jax.Array | None = None) -> tuple[jax.Array, Routing]:
-        """For each token of each lane the shares of its experts in the sum, float32 [l, b, s, j], with their numbers
-        and the logits; of equal logits the lower number is chosen. A lane routes from its own stream. ids: the tokens,
-        for a table of experts by token.
+        """The shares of each token's experts in the sum, float32 [l, b, s, j], and the router's decisions.
+
+        Each lane routes from its own stream. Of equal logits, the expert with the lower number is chosen. ids: tokens,
+        int [b, s], which a table of experts by token requires.
         """
         logits_lbse = _float32_product("lbsd,ed->lbse", h_lbsd, self.router[...])
         if self.options.router_bias:
@@ -104,7 +108,7 @@ class Experts(Block):
         return shares_lbsj, Routing(logits_lbse, chosen_lbsj)
 
     def _by_scores(self, logits_lbse: jax.Array, ids_bs: jax.Array | None) -> tuple[jax.Array, Routing]:
-        """The same where scores are made of each logit alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
+        """`route` where a score depends on one logit alone (DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
         options = self.options
         scores_lbse = SCORES[options.scores](logits_lbse)
         choice_lbse = jax.lax.stop_gradient(scores_lbse)
@@ -129,18 +133,20 @@ class Experts(Block):
 
     @property
     def _names(self) -> tuple[str, ...]:
-        """Of the experts' weights."""
+        """Names of the experts' weights."""
         return MATRICES + BIASES if self.options.biases else MATRICES
 
     def _lane(self, h_td, shares_tj, chosen_tj, weights: dict) -> jax.Array:
-        """The output of one lane [t, d] with its weights by name. Tokens are sorted by expert, into blocks that uses
-        without a token fill up; a matrix is read once for a block.
+        """The output of one lane [t, d], given its weights by name.
+
+        Uses are sorted by expert into blocks of equal size, padded with uses of no token. A block reads each matrix of
+        its expert once.
         """
         tokens, used = chosen_tj.shape
         pairs, experts = tokens * used, self.options.experts
         size = max(1, pairs // experts)
         size = -(-size // min(PARTS, max(1, size // LEAST)))
-        blocks = pairs if size == 1 else pairs // size + experts  # at most
+        blocks = pairs if size == 1 else pairs // size + experts  # upper bound
         expert_p = chosen_tj.reshape(-1)
         order_p = jnp.argsort(expert_p)
         counts_e = jnp.bincount(expert_p, length=experts)
@@ -218,7 +224,7 @@ class Experts(Block):
         functions = {QUICK_GELU_FACTOR: Activation.QUICK_GELU, 1.0: Activation.SILU}
         if clamped and options.alpha not in functions:
             raise ConfigError(
-                f"swiglu_alpha = {options.alpha}: kernels have {QUICK_GELU_FACTOR} and 1 alone; use backend xla"
+                f"swiglu_alpha = {options.alpha}: kernels support only {QUICK_GELU_FACTOR} and 1; use backend xla"
             )
 
         def matrix(name: str, of_experts: bool) -> Matrix:
@@ -261,7 +267,7 @@ class Experts(Block):
 
 
 def draw_by_token(key: jax.Array, shape: tuple[int, ...], experts: int) -> jax.Array:
-    """Fresh experts of each token, [tokens, used]: neighbours from any first one on."""
+    """Fresh experts of each token, int [tokens, used]: consecutive numbers, modulo `experts`, after a random first."""
     first = jax.random.randint(key, (shape[0], 1), 0, experts)
     return (first + jnp.arange(shape[1])) % experts
 
@@ -275,8 +281,8 @@ def _leaves(weight: jax.Array | Quantized) -> jax.Array | dict[str, jax.Array]:
 
 
 def _by_rows(of_lanes: Callable, h_lbsd, shares_lbsj, chosen_lbsj, weights) -> jax.Array:
-    """of_lanes(...), where the batch is split over the mesh axis "data": each device sorts its own tokens, and gathers
-    the weights once.
+    """of_lanes(...), split over the mesh axis "data" if that divides the batch: each device sorts its own tokens and
+    gathers the weights once.
     """
     data = jax.sharding.get_abstract_mesh().shape.get(DATA, 1)
     if data == 1 or h_lbsd.shape[1] % data:
@@ -289,7 +295,9 @@ ROWS = P(None, DATA)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _on_devices(of_lanes: Callable, h_lbsd, shares_lbsj, chosen_lbsj, weights) -> jax.Array:
-    """Its derivative computes of_lanes again: JAX (0.10) has none of a shard_map within another one."""
+    """`of_lanes` on each device of the data axis. The custom derivative computes of_lanes again, because JAX (0.10)
+    cannot differentiate a shard_map inside another.
+    """
     specs = {"in_specs": (ROWS, ROWS, ROWS, P()), "out_specs": ROWS}
     return jax.shard_map(of_lanes, axis_names={DATA}, **specs)(h_lbsd, shares_lbsj, chosen_lbsj, weights)
 
@@ -314,15 +322,17 @@ _on_devices.defvjp(_devices_forward, _devices_backward)
 
 
 class Rule(NamedTuple):
-    """How a block of tokens goes through the expert that they use."""
+    """How an expert computes the block of tokens that use it."""
 
     precision: Precision
     options: ExpertsOptions
     facts: tuple[tuple | None, ...]
-    """Of each of MATRICES: kind, group and columns of a record, whose arrays stand for the weight; None: it is one."""
+    """For each of MATRICES: kind, group and columns of a quantized weight, which is passed as its arrays by name; None
+    for a plain array.
+    """
 
     def own(self, weights: dict, e: jax.Array) -> dict:
-        """The weights of expert e, of those of all."""
+        """The weights of expert e, from the weights of all experts."""
         found = jax.tree.map(lambda w: w[e], weights)
         for name, facts in zip(MATRICES, self.facts, strict=True):
             if facts is not None:
@@ -335,7 +345,7 @@ class Rule(NamedTuple):
         return y_c + own[f"{name}_bias"] if self.options.biases else y_c
 
     def hidden(self, gate: jax.Array, up: jax.Array) -> jax.Array:
-        """What w2 multiplies, of two arrays of one shape."""
+        """The hidden activations that w2 multiplies, from gate and up rows of equal shape."""
         limit = self.options.limit
         if limit is None:
             return FUNCTIONS[self.options.activation](gate) * up
@@ -345,17 +355,18 @@ class Rule(NamedTuple):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def expert_sum(rule: Rule, h_td, shares_p, weights: dict, use_nc, expert_n) -> jax.Array:
-    """The sum over its experts of each token [t, d], in the accumulate dtype. Block by block, so that one matrix at a
-    time is widened, and the vectors of all uses are never in memory together.
+    """Each token's sum over its experts, [t, d] in the accumulate dtype. It is computed block by block, so that only
+    one matrix at a time is widened, and the vectors of all uses are never in memory together.
 
-    shares_p: of each use, token * used + rank. use_nc: the uses of each block, ascending, and from then on their
-    number, which none has. weights: of all experts by name, [e, ...].
+    shares_p: share of each use; the number of a use is token * used + rank. use_nc: numbers of the uses in each block,
+    ascending; padding has the number of all uses, which is out of range. expert_n: expert of each block. weights: of
+    all experts by name, [e, ...].
     """
     return _forward(rule, h_td, shares_p, weights, use_nc, expert_n)[0]
 
 
 def _rows(x: jax.Array, index_c: jax.Array) -> jax.Array:
-    """x[index], zeros where there is no such row."""
+    """x[index], with zeros where the index is out of range."""
     return x.at[index_c].get(mode="fill", fill_value=0, indices_are_sorted=True)
 
 
@@ -380,8 +391,9 @@ def _forward(rule, h_td, shares_p, weights, use_nc, expert_n):
 
 
 def _backward(rule, kept, g_td):
-    """Gradients are added to those of the experts in place: the transpose of the loop would make one of all experts for
-    each block. With o = share * w2 a the gradient of a share is a * (w2^T g), so o is not needed.
+    """Adds each block's gradients in place; the transpose of the loop would make a gradient of all experts per block.
+
+    With o = share * w2 a, the gradient of a share is a . (w2^T g), so o is not needed.
     """
     h_td, shares_p, weights, use_nc, expert_n, products = kept
     einsum, used = rule.precision.einsum, rule.options.used

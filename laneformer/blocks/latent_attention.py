@@ -1,8 +1,10 @@
-"""Multi-head latent attention of every lane over its own heads (DeepSeek-V2, arXiv 2405.04434, section 2.1). Shape
-letters as in laneformer/model.py, and: c channels of the vector that keys and values are made of, e those of a head's
-queries and keys that are not rotated, r those that are, g those of a head's values, i any.
+"""Multi-head latent attention of every lane over its own heads (DeepSeek-V2, arXiv 2405.04434, section 2.1).
 
-All lanes read the same matrices that lead to the vectors, and each makes both vectors of its own stream.
+Shape letters as in laneformer/model.py, and: c channels of the latent vector of keys and values, e channels of a head's
+queries and keys that are not rotated, r channels that are rotated, g channels of a head's values, i any channels.
+
+All lanes share the matrices that compute the latent vectors (one of keys and values, one of queries). Each lane
+computes these vectors from its own stream.
 """
 
 import dataclasses
@@ -24,15 +26,17 @@ from laneformer.quantized import Quantized
 
 
 class LatentAttention(Block):
-    """With x = norm(wkv_a h) [c] and z = rotate(the other rows of wkv_a, times h) [r], both the same for all heads:
-    keys of a head are [wk x, z], its values wv x, where wkv_b is wk and wv of each head. Queries are wq_b norm(wq_a h),
-    or wq h, their last r channels rotated.
+    """Keys and values of all heads are computed from one latent vector per position.
 
-    Two forms of one function: keys and values are made where all positions are there, as in training. With a cache,
-    which has [x, z] alone, wk multiplies the queries instead of x, and wv the attended x: keys and values of earlier
-    positions are never made. A prompt uses that form too: it takes 2 c + r instead of e + r + g multiply-adds for each
-    query and key (1,088 and 320 in DeepSeek-V3), and the other form keys and values of all its positions and heads in
-    memory, made again for each part of a prompt.
+    All heads share x = norm(first c rows of wkv_a h) [c] and z = rotate(last r rows of wkv_a h) [r]. A head's keys are
+    [wk x, z] and its values wv x; wkv_b contains wk and wv of each head. Queries are wq_b norm(wq_a h), or wq h without
+    a query rank; their last r channels are rotated.
+
+    The function has two equivalent forms. Without a cache, as in training, it computes the keys and values of all
+    positions. With a cache, which contains only [x, z], wk multiplies the queries instead of x, and wv multiplies the
+    attended x; the keys and values of earlier positions are never computed. Prompts use this form too. It takes
+    2 c + r instead of e + r + g multiply-adds per query and key (1,088 and 320 in DeepSeek-V3). The other form would
+    hold the keys and values of all positions and heads in memory and recompute them for each part of a prompt.
     """
 
     def __init__(self, weights: dict[str, jax.Array], options: LatentAttentionOptions, precision: Precision):
@@ -41,10 +45,10 @@ class LatentAttention(Block):
         self.options, self.precision = options, precision
 
     def __call__(self, h_lbsd, rotary, memory: Memory | None = None, segments_bs=None):
-        """h [l, b, s, d] -> o [l, b, s, d] and what to keep; segments: see `Laneformer.__call__`.
+        """h [l, b, s, d] -> o [l, b, s, d], and the latents to keep.
 
-        memory: the cache, latents [l, b, t, c + r] filled before position `start`, which is that of the
-        first query.
+        memory: the cache, with latents [l, b, t, c + r] that are filled before `start`, the position of the first
+        query. segments: see `Laneformer.__call__`.
         """
         dtype, options = self.precision.compute, self.options
         q_lbshe, q_lbshr = jnp.split(self._queries(h_lbsd), [options.qk_nope_head_dim], -1)
@@ -74,7 +78,7 @@ class LatentAttention(Block):
         return self.precision.widened(checkpoint_name(y, "product"))
 
     def _queries(self, h_lbsd: jax.Array) -> jax.Array:
-        """[l, b, s, h, e + r], not rotated."""
+        """The queries before the rotation, [l, b, s, h, e + r]."""
         if self.options.q_lora_rank is None:
             q = self._product("lbsd,lid->lbsi", h_lbsd, "wq")
         else:
@@ -84,14 +88,14 @@ class LatentAttention(Block):
         return q.reshape(*q.shape[:3], self.options.heads, -1)
 
     def _latents(self, h_lbsd: jax.Array, rotary) -> tuple[jax.Array, jax.Array]:
-        """x [l, b, s, c] after its norm, z [l, b, s, r] after the rotation."""
+        """The normed latents x [l, b, s, c] and the rotated keys z [l, b, s, r]."""
         y = self._product("lbsd,id->lbsi", h_lbsd, "wkv_a")
         x_lbsc, z_lbsr = jnp.split(y, [self.options.kv_lora_rank], -1)
         x_lbsc = rms_norm(x_lbsc, self.kv_norm[...], self.options.latent_norm_eps)
         return x_lbsc, rotate(z_lbsr[..., None, :], rotary)[..., 0, :]
 
     def _by_head(self, h_lbsd: jax.Array) -> list[jax.Array]:
-        """wk [l, h, e, c] and wv [l, h, g, c]. h: what they are used for, see `widen`."""
+        """The matrices wk [l, h, e, c] and wv [l, h, g, c]. h: array on which the widening depends, see `widen`."""
         w = self.wkv_b[...]
         w = widen(w, h_lbsd) if isinstance(w, Quantized) else w
         return jnp.split(w.reshape(len(w), self.options.heads, -1, w.shape[-1]), [self.options.qk_nope_head_dim], 2)
@@ -135,7 +139,7 @@ class LatentAttention(Block):
             cut = {"cut_from": f"{path}.wkv_b", "first_row": first, "transposed": transposed}
             return Matrix(dataclasses.replace(weight_of_op(table, f"{path}.wkv_b"), **own, **cut))
 
-        rotary = Rotary(rotary.frequencies[: options.qk_rope_head_dim // 2], rotary.factor)  # the others are still
+        rotary = Rotary(rotary.frequencies[: options.qk_rope_head_dim // 2], rotary.factor)  # other pairs do not rotate
         heads, rank = options.heads, options.kv_lora_rank
         still, values = options.qk_nope_head_dim, options.v_head_dim
         stream = {"reads": Value.STREAM, "norm": norm}
@@ -172,12 +176,12 @@ class LatentAttention(Block):
 
     @staticmethod
     def state(options: LatentAttentionOptions) -> tuple[KeptArray, ...]:
-        """Of every position the vector that keys and values are made of, after its norm, and the rotated key."""
+        """The normed latent vector and the rotated key of every position."""
         size = options.kv_lora_rank + options.qk_rope_head_dim
         return (KeptArray(name="latents", num_lanes=options.num_lanes, shape=(size,)),)
 
     @staticmethod
     def context_flops(options: LatentAttentionOptions, length: int) -> float:
-        """q k^T and the weighted sum of v, without a cache: each head takes 2 (e + r) and 2 g per key."""
+        """q k^T and the weighted sum of v, without a cache: each head takes 2 (e + r) and 2 g FLOPs per key."""
         each = options.qk_nope_head_dim + options.qk_rope_head_dim + options.v_head_dim
         return 2 * options.num_lanes * options.heads * each * keys_seen(length)

@@ -1,4 +1,4 @@
-"""A layer: two blocks, each with the norms around it. The only file that knows how a norm and a block are joined."""
+"""A layer: two blocks, each with the norms around it. No other file combines norms with blocks."""
 
 import dataclasses
 
@@ -16,17 +16,17 @@ from laneformer.precision import Precision
 from laneformer.routing import Routing
 
 BEFORE = {"attention": "attention_norm", "feed_forward": "ffn_norm"}
-"""For each block of a layer the name of the norm through which it reads the stream, as in the weights' paths."""
+"""Block of a layer -> name of the norm through which it reads the stream, as in the weights' paths."""
 AFTER = {"attention": "attention_post_norm", "feed_forward": "ffn_post_norm"}
-"""For each block the name of the norm of its output."""
+"""Block of a layer -> name of the norm of its output."""
 STREAMS = {"attention": "attention_streams", "feed_forward": "ffn_streams"}
-"""For each block the name of the mixture by which it reads and writes several residual streams."""
+"""Block of a layer -> name of its mixture of several residual streams."""
 
 
 class Layer(nnx.Module):
-    """The blocks of a layer with their norms, as attributes named as in the weights' paths.
+    """The blocks and norms of a layer, as attributes that are named as in the weights' paths.
 
-    The static methods state the facts of a layer at `path` in the module tree, without an instance.
+    The static methods describe a layer at `path` in the module tree, without an instance.
     """
 
     def __init__(self, weights: dict[str, jax.Array], options: LayerOptions, norms: Norms, precision: Precision):
@@ -40,18 +40,22 @@ class Layer(nnx.Module):
         self.after_sum = after_sum(norms)
 
     def gather(self, x: jax.Array, name: str) -> tuple[jax.Array, Mixture | None]:
-        """What a block reads, [l, b, s, d], of several residual streams [l, b, s, m, d], and how its output joins them;
-        one stream [l, b, s, d] as it is.
+        """The input of a block, [l, b, s, d], read from several residual streams [l, b, s, m, d], and the Mixture by
+        which the block's output joins them. With one stream: x [l, b, s, d] and None.
         """
         return getattr(self, STREAMS[name]).read(x) if self.has_streams else (x, None)
 
     def attend(self, x_lbsd: jax.Array, *args):
-        """The attention's output [l, b, s, d], and what it returns beside that; args: see Attention."""
+        """The attention's output [l, b, s, d] and the arrays to keep. args: the other arguments of the attention block,
+        see `Attention.__call__`.
+        """
         o_lbsd, kept = self.attention(self._read(x_lbsd, "attention"), *args)
         return self._write(o_lbsd, "attention"), kept
 
     def feed(self, x_lbsd: jax.Array, ids_bs: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
-        """The feed-forward block's output [l, b, s, d], and what its router decided, where it has one."""
+        """The feed-forward block's output [l, b, s, d], and its router's decisions; None without a router. ids: tokens,
+        int [b, s].
+        """
         o_lbsd, routing = self.feed_forward.routed(self._read(x_lbsd, "feed_forward"), ids_bs)
         return self._write(o_lbsd, "feed_forward"), routing
 
@@ -64,8 +68,10 @@ class Layer(nnx.Module):
         return norm(o_lbsd) if norm and not self.after_sum else o_lbsd
 
     def receive(self, total_lbsd: jax.Array, o_lbsd: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
-        """The sum over all lanes [1, b, s, d] that a block's output completes, and the output, as the streams receive
-        them.
+        """`total` and `o` as they are added to the streams. If the layer norms sums, the norm of `total` scales both;
+        otherwise both are unchanged.
+
+        total: sum over all lanes [1, b, s, d] that the output o [l, b, s, d] of block `name` completes.
         """
         if not self.after_sum:
             return total_lbsd, o_lbsd
@@ -74,7 +80,7 @@ class Layer(nnx.Module):
 
     @staticmethod
     def tables(options: LayerOptions, norms: Norms, path: str) -> list[dict[str, Weight]]:
-        """For each module the path -> Weight of its weights, in the order of the forward pass."""
+        """Path -> Weight of each module's weights: one table per module, in the order of the forward pass."""
 
         def norm(own: NormOptions | None, name: str) -> dict[str, Weight]:
             return RMSNorm.table(own, f"{path}.{name}") if own else {}
@@ -89,7 +95,7 @@ class Layer(nnx.Module):
 
     @staticmethod
     def ops(options: LayerOptions, norms: Norms, path: str, rotary: Rotary) -> ops.Layer:
-        """The ops of a decode step."""
+        """The ops of a decode step of the layer."""
 
         def module(name: str) -> ops.Module:
             own = getattr(options, name)
@@ -124,12 +130,12 @@ def after_sum(norms: Norms) -> bool:
 
 
 def norm_op(options: NormOptions, path: str) -> Norm:
-    """The norm at `path` as ops name it."""
+    """The norm at `path` as an op refers to it."""
     return Norm(weight_of_op(RMSNorm.table(options, path), path, plus=float(options.plus_one)), options.eps)
 
 
 def within(weights: dict[str, jax.Array], prefix: str) -> dict[str, jax.Array]:
-    """The weights whose path begins with the prefix and a dot, by the rest of their path."""
+    """The weights whose paths begin with the prefix and a dot, keyed by the rest of their paths."""
     return {
         path.removeprefix(prefix + "."): weight for path, weight in weights.items() if path.startswith(prefix + ".")
     }

@@ -22,7 +22,7 @@ FUNCTIONS = {
 
 
 class Mlp(Block):
-    """o[l] = w2[l] (activation(w1[l] h) * w3[l] h), without w3 where it is not gated."""
+    """o[l] = w2[l] (activation(w1[l] h) * w3[l] h); without a gate, o[l] = w2[l] activation(w1[l] h)."""
 
     def __init__(self, weights: dict[str, jax.Array], options: MlpOptions, precision: Precision):
         for name, weight in weights.items():
@@ -33,7 +33,7 @@ class Mlp(Block):
         return self.precision.block_einsum("lbsf,ldf->lbsd", self.hidden(h_lbsd), self.w2[...])
 
     def hidden(self, h_lbsd: jax.Array) -> jax.Array:
-        """What w2 multiplies, [l, b, s, f]."""
+        """The hidden activations that w2 multiplies, [l, b, s, f]."""
         activate = FUNCTIONS[self.options.activation]
         first, *second = self.products(_read_by(self.options), h_lbsd)
         if (limit := self.options.limit) is not None:

@@ -12,8 +12,9 @@ from laneformer.config import NormOptions
 def rms_norm(
     x: jax.Array, scale: jax.Array, eps: float, of: jax.Array | None = None, plus_one: bool = False
 ) -> jax.Array:
-    """x / sqrt(mean(of^2) + eps) * scale over the last axis, in float32; of: by default x. plus_one: 1 + scale in
-    place of scale.
+    """x / sqrt(mean(of^2) + eps) * scale over the last axis, in float32.
+
+    of: array whose mean square is taken, by default x. plus_one: multiply by 1 + scale instead of scale.
     """
     x = x.astype(jnp.float32)
     of = x if of is None else of.astype(jnp.float32)
@@ -21,19 +22,19 @@ def rms_norm(
 
 
 class RMSNorm(nnx.Module):
-    """Norm of every lane's stream; scale [d] shared by the lanes, or [l, d]."""
+    """RMSNorm of every lane's stream. The scale is [d], shared by the lanes, or [l, d], one per lane."""
 
     def __init__(self, scale: jax.Array, options: NormOptions):
         self.scale, self.eps, self.plus_one = nnx.Param(scale), options.eps, options.plus_one
 
     def __call__(self, x_lbsd: jax.Array, of: jax.Array | None = None) -> jax.Array:
-        """Float32, like x; `of` as in rms_norm."""
+        """The normed stream in float32, with the shape of x. of: see `rms_norm`."""
         scale = self.scale[...]
         return rms_norm(x_lbsd, scale if scale.ndim == 1 else scale[:, None, None, :], self.eps, of, self.plus_one)
 
     @staticmethod
     def table(options: NormOptions, path: str) -> dict[str, Weight]:
-        """Path -> Weight of a norm at `path` in the module tree, as `Block.table`."""
+        """Path -> Weight of a norm at `path` in the module tree, like `Block.table`."""
         name, shape, spec = "weight", (options.hidden_size,), P(None)
         if options.per_lane:
             name, shape, spec = "scale", (options.num_lanes, *shape), P("lane", None)

@@ -1,4 +1,6 @@
-"""Rotary position embedding (Su et al., arXiv 2104.09864) on interleaved pairs, and its published stretchings."""
+"""Rotary position embedding (Su et al., arXiv 2104.09864) on interleaved pairs, and its published scalings to longer
+contexts.
+"""
 
 import math
 
@@ -10,14 +12,16 @@ from laneformer.config import ModelConfig, RopeScaling
 
 
 def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """Radians per position for each pair of channels that rotate, float32 [rotary_size / 2], and the factor on cos and
-    sin.
+    """The frequency of each pair of rotated channels in radians per position, float32 [rotary_size / 2], and the factor
+    on cos and sin.
     """
     return stretched_frequencies(config.rotary_size, config.rope_theta, config.rope_scaling)
 
 
 def stretched_frequencies(size: int, theta: float, scaling: RopeScaling | None) -> tuple[np.ndarray, float]:
-    """The same of `size` channels, of their base and scaling."""
+    """The frequencies of `size` rotated channels in radians per position, float32 [size / 2], and the factor on cos and
+    sin. theta: base of the frequencies. scaling: their scaling to longer contexts, or None.
+    """
     half = size // 2
     frequencies = theta ** (-np.arange(half, dtype=np.float64) / half)
     factor = 1.0
@@ -32,14 +36,16 @@ def _linear(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.n
 
 
 def _llama3(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
-    """Full stretch for long wavelengths, none for short ones, and a line in turns per original context between them."""
+    """Divides the frequencies of long wavelengths by the factor and keeps those of short ones. Between them the result
+    is linear in the turns per original context.
+    """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     keep = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
     return keep * frequencies + (1 - keep) * frequencies / scaling.factor
 
 
 def _yarn(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
-    """llama3 with the line in the index of the pair (arXiv 2309.00071, section 3.2)."""
+    """Like llama3, but linear in the index of the pair (arXiv 2309.00071, section 3.2)."""
 
     def pair_with_turns(turns: float) -> float:
         wavelength = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
@@ -70,14 +76,14 @@ def rotary_tables(config: ModelConfig, positions_s: jax.Array) -> tuple[jax.Arra
 
 
 def tables_of(frequencies: np.ndarray, factor: float, positions_s: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The same of these frequencies, with the factor on cos and sin."""
+    """cos and sin of each position's angles for the given frequencies, times the factor, float32 [s, frequencies]."""
     angles = positions_s.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
 def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Turns the pairs (x[2i], x[2i+1]) of x [..., s, heads, head_dim] by their position's angle, in float32; channels
-    behind those of the tables stay as they are.
+    """Rotates the pairs (x[2i], x[2i+1]) of x [..., s, heads, head_dim] by the angles of their positions, in float32.
+    The tables [s, pairs] cover the first 2 * pairs channels; the others are unchanged.
     """
     cos, sin = (table[:, None, :] for table in tables)
     if (rotated := 2 * cos.shape[-1]) < x.shape[-1]:
@@ -88,6 +94,6 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 def rotate_last(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """`rotate` of the last channels instead of the first ones."""
+    """Like `rotate`, but the tables cover the last channels instead of the first."""
     still = x.shape[-1] - 2 * tables[0].shape[-1]
     return jnp.concatenate([x[..., :still], rotate(x[..., still:], tables)], -1)

@@ -1,11 +1,13 @@
 """Several residual streams, which each module reads and writes through its own mixture: hyper-connections (Zhu et al.,
-arXiv 2409.19606) with a doubly stochastic matrix between the streams (DeepSeek-V4). Shape letters as in
-laneformer/model.py, and: m streams, w what their mixture is made of. All lanes have the same streams.
+arXiv 2409.19606) with a doubly stochastic matrix between the streams (DeepSeek-V4).
 
-With u = the streams end to end over their root mean square, and the rows of `mix` u in three parts: a module reads the
-sum over m of pre[m] X[m], pre = sigmoid(first) + eps; its output o becomes X <- post (x) o + M^T X, post = 2
-sigmoid(second), and M [m, m] the third through a softmax over each row, then made to sum to 1 over columns and rows in
-turn (Sinkhorn). Before the head the streams are read once more.
+Shape letters as in laneformer/model.py, and: m streams, w rows of `mix`. All lanes have the same streams.
+
+Let u be the streams X end to end, divided by their root mean square. The rows of `mix` u form three parts, each times
+its factor, plus offsets. A module reads the sum over m of pre[m] X[m], with pre = sigmoid(first part) + eps. Its output
+o is written as X <- post (x) o + M^T X, with post = 2 sigmoid(second part). M [m, m] is the softmax over each row of
+the third part, after which columns and rows are alternately scaled to sum to 1 (Sinkhorn). The head reads the streams
+through a mixture that has only the first part.
 """
 
 from typing import NamedTuple
@@ -21,15 +23,15 @@ from laneformer.ops import GatherStreams, Matrix
 
 
 class Mixture(NamedTuple):
-    """How a module's output joins the streams, float32."""
+    """Factors, float32, by which a module's output joins the streams: post and M of the opening comment."""
 
     post_lbsm: jax.Array
     between_lbsmm: jax.Array
 
 
 class Streams(nnx.Module):
-    """`read(x [l, b, s, m, d])` gives what a module reads [l, b, s, d] and a Mixture; `write` the streams after it.
-    Everything is float32. The mixture at the head has `pre` alone.
+    """`read(x [l, b, s, m, d])` returns a module's input [l, b, s, d] and a Mixture (None at the head). `write` returns
+    the streams after the module. Both compute in float32 and return the dtype of the streams.
     """
 
     def __init__(self, weights: dict[str, jax.Array], options: StreamsOptions):
@@ -53,7 +55,7 @@ class Streams(nnx.Module):
         return h_lbsd, Mixture(2 * jax.nn.sigmoid(parts[1]), self._between(parts[2]))
 
     def _between(self, rows_lbsw: jax.Array) -> jax.Array:
-        """[l, b, s, m, m], of which rows and columns sum to about 1."""
+        """The matrix M between the streams, [l, b, s, m, m]. Its rows and columns sum to about 1."""
         m, eps = self.options.count, self.options.eps
         between = jax.nn.softmax(rows_lbsw.reshape(*rows_lbsw.shape[:-1], m, m), -1) + eps
         between = between / (between.sum(-2, keepdims=True) + eps)
@@ -73,7 +75,7 @@ class Streams(nnx.Module):
 
     @staticmethod
     def table(options: StreamsOptions, path: str, of_head: bool = False) -> dict[str, Weight]:
-        """Path -> Weight, as `Block.table`. of_head: without what writes."""
+        """Path -> Weight, like `Block.table`. of_head: only what reads the streams, without what writes them."""
         m = options.count
         rows = m if of_head else 2 * m + m * m
         shapes = {
@@ -96,7 +98,7 @@ class Streams(nnx.Module):
 
     @staticmethod
     def op(options: StreamsOptions, path: str, of_head: bool = False) -> GatherStreams:
-        """How a module, or the head, reads and writes the streams in a decode step."""
+        """The op by which a module reads and writes the streams in a decode step, or the head reads them."""
         table = Streams.table(options, path, of_head)
         mix, factors, offsets = (weight_of_op(table, f"{path}.{name}") for name in ("mix", "factors", "offsets"))
         sizes = options.eps, options.norm_eps, options.iterations

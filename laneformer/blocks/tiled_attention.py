@@ -1,8 +1,8 @@
-"""Causal attention of every lane: cuDNN's kernel where it fits, otherwise tiles of queries and keys, so that only one
-tile's scores are in memory.
+"""Causal attention of every lane: cuDNN's kernel where it applies, otherwise tiles of queries and keys, so that only
+one tile's scores are in memory.
 
-Shape letters as in laneformer/model.py, and i block of queries, j block of keys, r row of a block of queries: its
-positions, once for each of the h / n query heads that read the same key head.
+Shape letters as in laneformer/model.py, and: i block of queries, j block of keys, r row of a block of queries. A block
+has one row for each of its positions and each of the h / n query heads that read the same key head.
 """
 
 import math
@@ -29,18 +29,20 @@ def attend(
     sinks: jax.Array | None = None,
     scale: float | None = None,
 ) -> jax.Array:
-    """softmax(scale q k^T) v over the visible keys of each query, softmax in float32, for each lane.
+    """softmax(scale q k^T) v over the visible keys of each query, for each lane; the softmax is in float32.
 
-    q [l, b, s, h, k], k [l, b, t, n, k], v [l, b, t, n, e] -> [l, b, s, h, e]; query head m reads key head m // (h /
-    n). Key j is at position j, query i at start + i. scale: by default 1 / sqrt(size of k). Visible are the newest
-    `window` keys up to the query's own position, within its segment. start: int32 scalar, for queries that continue a
-    cache of t positions; None: q, k and v have the same positions (t = s). segments: int32 [b, s], for q, k and v at
-    the same positions. sinks: [l, h], a logit beside each head's scores that has a share of the softmax and no value
-    (gpt-oss).
+    q [l, b, s, h, k], k [l, b, t, n, k], v [l, b, t, n, e] -> [l, b, s, h, e]. Query head m reads key head
+    m // (h / n). Key j is at position j, query i at position start + i. The visible keys of a query are the newest
+    `window` keys up to its own position, within its segment.
 
-    Memory is linear in s + t, also for gradients: these recompute the probabilities, tile by tile, from the
-    log-sum-exp of each query's scores (FlashAttention-2: Dao, arXiv 2307.08691). Tiles outside the window or after the
-    query are skipped.
+    window: None for all keys. segments: int32 [b, s], only for q, k and v at the same positions. start: int32 scalar,
+    for queries that continue a cache of t positions; None if q, k and v have the same positions (t = s). sinks:
+    [l, h], one more logit among each head's scores, which has a share of the softmax but no value (gpt-oss). scale: by
+    default 1 / sqrt(channels of k).
+
+    Memory is linear in s + t, also for gradients. They recompute the probabilities, tile by tile, from the log-sum-exp
+    of each query's scores (FlashAttention-2: Dao, arXiv 2307.08691). Tiles outside the window or after the query are
+    skipped.
     """
     usual = scale is None and q.shape[-1] == v.shape[-1]
     if usual and start is None and segments is None and sinks is None and _has_cudnn_kernel(q):
@@ -53,7 +55,7 @@ def attend(
 
 
 def _device():
-    """A device of the program, possibly one that this machine does not have: of the mesh, otherwise JAX's first."""
+    """A device of the program: one of the mesh, otherwise JAX's first. This machine may lack the mesh's devices."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
 
@@ -70,11 +72,11 @@ def _cudnn_kernel(window: int | None):
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend_on_mesh(window, q, k, v):
-    """The kernel where the lane axis of a mesh is manual.
+    """cuDNN's kernel where the lane axis of a mesh is manual.
 
     XLA (jaxlib 0.10) cannot partition jax.nn's call over the data axis, so that axis becomes manual too, for the kernel
-    alone. The custom gradient is needed because JAX (0.10) cannot differentiate a shard_map inside another: it takes
-    the residuals to be split over the axes of both.
+    alone. The custom gradient is needed because JAX (0.10) cannot differentiate a shard_map inside another: it assumes
+    that the residuals are split over the axes of both.
     """
     return _by_sequence(_cudnn_kernel(window), q, k, v)
 
@@ -91,7 +93,7 @@ _attend_on_mesh.defvjp(_on_mesh_forward, _on_mesh_backward)
 
 
 def _by_sequence(function, *args):
-    """function of each lane's sequences, on their devices of the data axis; every array in and out is [l, b, ...]."""
+    """Maps `function` over lanes and sequences, on the devices of the data axis. All arrays are [l, b, ...]."""
     mesh = jax.sharding.get_abstract_mesh()
     spec = fit_spec(P(None, DATA), jax.tree.leaves(args)[0].shape, mesh)
     return jax.shard_map(jax.vmap(jax.vmap(function)), in_specs=spec, out_specs=spec, axis_names=set(mesh.auto_axes))(
@@ -100,8 +102,8 @@ def _by_sequence(function, *args):
 
 
 def _block_sizes(s: int, t: int) -> tuple[int, int]:
-    """Positions per block of queries and of keys: one tile for a few queries on a cache, otherwise at least four
-    blocks, so that short texts too have tiles to skip.
+    """Positions per block of s queries and of t keys: one tile for a few queries on a cache, otherwise at least four
+    blocks, so that short texts have tiles to skip too.
     """
     if s < 16:
         return s, t
@@ -116,7 +118,7 @@ def _attend_in_tiles(sizes, window, scale, q, k, v, segments, start, sinks):
 
 
 def _forward(sizes, window, scale, q, k, v, segments, start, sinks):
-    """The output and the residuals, with the log-sum-exp of every query's scores [i, l, b, n, r, 1]."""
+    """The output and the residuals, which include the log-sum-exp of every query's scores [i, l, b, n, r, 1]."""
     tiles = _Tiles(sizes, window, scale, q, k, segments, start)
     keys, values = tiles.key_blocks(k), tiles.key_blocks(v)
 
@@ -134,7 +136,7 @@ def _forward(sizes, window, scale, q, k, v, segments, start, sinks):
 
         o = jnp.zeros_like(q_i, jnp.float32, shape=(*q_i.shape[:-1], v.shape[-1]))
         first = o[..., :1] + _UNSEEN, o[..., :1]
-        if sinks is not None:  # the sum begins with its exponential
+        if sinks is not None:  # the sum begins with the sink's exponential
             first = o[..., :1] + tiles.of_rows(sinks), o[..., :1] + 1.0
         top, total, o = jax.lax.fori_loop(*tiles.range_of(i), tile, (*first, o))
         return (), (o / total, top + jnp.log(total))
@@ -148,7 +150,7 @@ def _backward(sizes, window, scale, kept, do):
     """With p = exp(scale q k^T - lse): dv = p^T do, ds = p (do v^T - sum(do o)), dq = ds k, dk = ds^T q.
 
     dk and dv are summed as [k, t], because XLA:CPU multiplies several times slower when it transposes a tile of p or
-    ds. A sink's score has ds = -exp(sink - lse) sum(do o), as its value is 0.
+    ds. A sink's score has ds = -exp(sink - lse) sum(do o), because its value is 0.
     """
     q, k, v, segments, start, sinks, o, lse = kept
     tiles = _Tiles(sizes, window, scale, q, k, segments, start)
@@ -190,7 +192,7 @@ _attend_in_tiles.defvjp(_forward, _backward)
 
 
 class _Tiles:
-    """Positions cut into blocks of `sizes` (queries, keys), and which keys each query sees."""
+    """Positions cut into blocks of `sizes` (queries, keys), and the keys that each query attends to."""
 
     def __init__(self, sizes, window, scale, q, k, segments, start):
         self.size, self.key_size = sizes
@@ -222,14 +224,14 @@ class _Tiles:
         return rows[:, None, :, :, None]
 
     def range_of(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """First and one past the last block of keys with positions visible to block i of queries."""
+        """The first block of keys with positions visible to block i of queries, and one past the last."""
         first, last = self.start + i * self.size, self.start + (i + 1) * self.size - 1
         lowest = 0 if self.window is None else jnp.maximum(first - self.window + 1, 0) // self.key_size
         return lowest, jnp.minimum(last // self.key_size + 1, self.columns)
 
     def scores(self, i: jax.Array, j: jax.Array, q_i: jax.Array, k_j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """scale q k^T of a tile, float32 [l, b, n, r, t], and whether the query sees the key, of a shape
-        that broadcasts to it.
+        """scale q k^T of a tile, float32 [l, b, n, r, t], and whether each query attends to each key, bool in a shape
+        that broadcasts to the scores.
         """
         distance = (
             self.start
@@ -265,6 +267,6 @@ def _positions(blocks: jax.Array, size: int) -> jax.Array:
 
 
 def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """The product in float32; float32 operands are never rounded to TF32."""
+    """The einsum in float32; float32 operands are never rounded to TF32."""
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(subscripts, x, y, precision=exact, preferred_element_type=jnp.float32)
