@@ -1,9 +1,11 @@
 """Parallelism layouts as data: when a module's output is added to its lane, and when the other lanes' parts land.
 
-Time is counted in modules: attention of layer 0 is module 0, its MLP module 1, and so on up to 2N - 1. An event at time
-t happens after module t has computed and before module t + 1 reads the stream; time 2N is just before the final norm. A
-layout is one function of this file that returns a `Schedule`; the model, the decode kernels, the roofline and the
-diagrams read it.
+Time is counted in modules: the attention of layer 0 is module 0, its MLP module 1, and so on up to 2N - 1. An event at
+time t happens after module t has computed and before module t + 1 reads the stream. Time 2N is just before the final
+norm.
+
+A layout is a function in this file that returns a `Schedule`. The model, the decode kernels, the roofline and the
+diagrams read the schedule.
 """
 
 import ast
@@ -18,17 +20,18 @@ from laneformer.errors import ConfigError
 
 
 class Own(NamedTuple):
-    """The lane's own output of a module: added at time `at`, times `scale`."""
+    """When a lane adds its own output of a module to its stream: at time `at`, times `scale`."""
 
     at: int
     scale: float = 1.0
 
 
 class Payload(NamedTuple):
-    """What one reduction sums over the lanes: sum over parts of weight * output of module.
+    """What one reduction sums over the lanes: the sum over `parts` (module, weight) of weight * output of the module.
 
-    `channels` is the share of the hidden size that is sent, from channel 0. With `stream_mean_at` = t the sum includes
-    the stream before time t's additions, divided by the number of lanes: the result is the new common stream.
+    `channels` is the share of the hidden size that is sent, starting at channel 0. With `stream_mean_at` = t, the sum
+    includes each lane's stream before the additions of time t, divided by the number of lanes. The result is then the
+    new stream of all lanes.
     """
 
     parts: tuple[tuple[int, float], ...]
@@ -42,7 +45,7 @@ class Payload(NamedTuple):
 
 
 class Landing(NamedTuple):
-    """The other lanes' parts of `payload` are added to every stream at time `at`."""
+    """When the other lanes' parts of `payload` are added to every stream: at time `at`."""
 
     at: int
     payload: Payload
@@ -50,14 +53,14 @@ class Landing(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """One layout for one depth and lane count: `own[m]` for each module, and the landings in order of time."""
+    """A layout for a given depth and number of lanes: `own[m]` for each module m, and the landings in order of time."""
 
     name: str
     own: tuple[Own, ...]
     landings: tuple[Landing, ...]
     mixes: bool = False
-    """Each landing is a module's whole sum and joins several residual streams through that module's mixture, instead of
-    being added; see laneformer/blocks/streams.py.
+    """Whether each landing is a module's whole sum that joins several residual streams through the module's mixture,
+    instead of being added; see laneformer/blocks/streams.py.
     """
 
     @property
@@ -66,17 +69,17 @@ class Schedule:
 
     @cached_property
     def payloads(self) -> tuple[Payload, ...]:
-        """The reductions of one forward pass in the order of issue, each once, however often it lands."""
+        """The reductions of one forward pass in the order of issue. One that lands several times is listed once."""
         return tuple(sorted({landing.payload for landing in self.landings}, key=lambda p: (p.complete_at, p)))
 
     @property
     def num_reductions(self) -> int:
-        """All-reduces per forward pass, without the one of a replicate or lane head."""
+        """All-reduces per forward pass, not counting the one of a replicate or lane head."""
         return len(self.payloads)
 
     @property
     def in_flight(self) -> int:
-        """Largest number of reductions that are under way at one time: issued, and not landed before."""
+        """Largest number of reductions in flight at one time: issued, and not landed at an earlier time."""
         first: dict[Payload, int] = {}
         for landing in self.landings:
             first.setdefault(landing.payload, landing.at)
@@ -90,7 +93,7 @@ class Schedule:
         return tuple(m for m in range(self.num_modules) if m not in sent)
 
     def own_lands_with(self, m: int, landing: Landing) -> bool:
-        """Whether that landing adds the lane's own part of module m too: same time, same weight, all channels."""
+        """Whether the landing also adds the lane's own part of module m: same time, same weight, all channels."""
         return (
             landing.payload.channels == 1.0
             and self.own[m].at == landing.at
@@ -105,7 +108,7 @@ class Schedule:
 
     @property
     def exposed(self) -> tuple[Landing, ...]:
-        """Landings with no module between issue and use: every lane waits for them."""
+        """Landings with no module between issue and use, for which every lane waits."""
         last = self.num_modules - 1
         return tuple(landing for landing in self.landings if min(landing.at, last) == landing.payload.complete_at)
 
@@ -122,7 +125,7 @@ def _together(modules: Iterable[int], at: int, **kwargs) -> Landing:
     return Landing(at, Payload(tuple((m, 1.0) for m in modules), **kwargs))
 
 
-# One function per layout: n layers, lanes, then the arguments of this layout alone.
+# One function per layout. Arguments: n layers, number of lanes, then the layout's own arguments.
 
 
 def tp(n: int, lanes: int) -> Schedule:
@@ -139,13 +142,13 @@ def parallel(n: int, lanes: int) -> Schedule:
 
 
 def ladder(n: int, lanes: int) -> Schedule:
-    """Ladder-Residual (arXiv 2501.06589): the sum of a module, the lane's own part included, lands one module late."""
+    """Ladder-Residual (arXiv 2501.06589): the sum of a module, including the lane's own part, lands one module late."""
     return _schedule("ladder", (Own(m + 1) for m in range(2 * n)), (_single(m, m + 1) for m in range(2 * n)))
 
 
 def desync(n: int, lanes: int, every: int) -> Schedule:
-    """Desync-Residual (arXiv 2501.06589): every `every`-th module is summed, with the streams averaged in the same
-    reduction.
+    """Desync-Residual (arXiv 2501.06589): every `every`-th module is summed, and the same reduction averages the
+    streams.
     """
     _check_argument("desync", "every", every, at_least=1)
     synced = range(every - 1, 2 * n, every)
@@ -155,7 +158,7 @@ def desync(n: int, lanes: int, every: int) -> Schedule:
 
 
 def spd(n: int, lanes: int, *drop: int) -> Schedule:
-    """Sync-Point Drop (arXiv 2502.20727): in the layers of `drop` the attention's exchange waits for the MLP's."""
+    """Sync-Point Drop (arXiv 2502.20727): in the layers `drop`, attention is exchanged together with the MLP."""
     for layer in drop:
         _check_argument("spd", "drop", layer, at_least=0, below=n)
     kept = [_single(2 * i, 2 * i) for i in range(n) if i not in drop]
@@ -175,7 +178,7 @@ def kraken(n: int, lanes: int) -> Schedule:
 
 
 def track(n: int, lanes: int, block: int) -> Schedule:
-    """Parallel Track (arXiv 2602.07306): lanes run apart for `block` layers, then all their outputs are summed."""
+    """Parallel Track (arXiv 2602.07306): lanes run independently for `block` layers, then all outputs are summed."""
     _check_argument("track", "block", block, at_least=1)
     ends = [min(first + block, n) for first in range(0, n, block)]
     blocks = [range(2 * first, 2 * end) for first, end in zip(range(0, n, block), ends, strict=True)]
@@ -185,9 +188,9 @@ def track(n: int, lanes: int, block: int) -> Schedule:
 def dtp(n: int, lanes: int, delta: float) -> Schedule:
     """Delayed tensor parallelism (Kog, "Laneformer 2B"): the other lanes' parts land `delta` modules late.
 
-    The lane's own part counts sqrt(L) times for modules m < delta, when no other part has landed yet. A fractional
-    delta k + a lands with weight 1 - a after k modules and with weight a after k + 1 (annealing a dense model). Parts
-    that would land after the last module are not sent.
+    The lane's own part is scaled by sqrt(L) for modules m < delta, when no other part has landed yet. With a fractional
+    delta = k + a, parts land with weight 1 - a after k modules and with weight a after k + 1 modules (to anneal a dense
+    model). Parts that would land after the last module are not sent.
     """
     _check_argument("dtp", "delta", delta, at_least=0)
     whole, a = math.floor(delta), delta - math.floor(delta)
@@ -205,11 +208,11 @@ def dtp(n: int, lanes: int, delta: float) -> Schedule:
 
 
 def laneformer(n: int, lanes: int, delay: int, early: bool, early_twice: bool, attention: bool, mlp: bool) -> Schedule:
-    """The published Laneformer: as dtp(2 * delay), with a choice for the first `delay` layers, per kind of module.
+    """The published Laneformer: like dtp(2 * delay), with options for the first `delay` layers and the kinds of module.
 
-    early: their outputs are summed at once (and, early_twice, land again `delay` layers later, as in the published
-    code); otherwise the lane's own part counts sqrt(L) times. A kind that is not exchanged counts sqrt(L) times
-    wherever it is not summed early.
+    early: sum the outputs of the first `delay` layers at once; otherwise the lane's own part is scaled by sqrt(L).
+    early_twice: with early, they land again `delay` layers later, as in the published code. attention, mlp: exchange
+    this kind of module; otherwise its outputs are scaled by sqrt(L) wherever they are not summed early.
     """
     delta, own, landings = 2 * delay, [], []
     for m in range(2 * n):
@@ -225,7 +228,7 @@ def laneformer(n: int, lanes: int, delay: int, early: bool, early_twice: bool, a
 
 
 def none(n: int, lanes: int) -> Schedule:
-    """No exchange, the lower bound: every lane keeps sqrt(L) times its own output."""
+    """No exchange, the lower bound of communication: every lane adds sqrt(L) times its own output."""
     return _schedule("none", (Own(m, math.sqrt(lanes)) for m in range(2 * n)), ())
 
 
@@ -235,13 +238,13 @@ LAYOUTS: dict[str, Callable[..., Schedule]] = {
 
 
 def make_schedule(config) -> Schedule:
-    """The schedule of a config's `layout`: "tp", "dtp(4)", "spd(0, 2)", or "laneformer", whose arguments are config
-    fields.
+    """The schedule of a config's `layout`, such as "tp", "dtp(4)" or "spd(0, 2)". The arguments of "laneformer" are
+    config fields.
 
-    Raises ConfigError for an unknown name or arguments that do not fit.
+    Raises ConfigError for an unknown name or wrong arguments.
     """
     if not isinstance(config.layout, str):
-        raise ConfigError(f"layout = {config.layout!r} must be a text; choose {', '.join(LAYOUTS)}")
+        raise ConfigError(f"layout = {config.layout!r} must be a string; choose {', '.join(LAYOUTS)}")
     fields = (
         config.broadcast_delay,
         config.use_early_comm,
@@ -253,7 +256,7 @@ def make_schedule(config) -> Schedule:
     if config.residual_streams is None:
         return schedule
     if schedule.name != "tp":
-        raise ConfigError(f"residual_streams requires layout 'tp', got {config.layout!r}: modules mix whole sums")
+        raise ConfigError(f"residual_streams requires layout 'tp', got {config.layout!r}: streams mix whole sums")
     return replace(schedule, mixes=True)
 
 
@@ -274,7 +277,7 @@ def _make(layout: str, n: int, lanes: int, laneformer_args: tuple) -> Schedule:
 
 
 def parse_layout(layout: str) -> tuple[str, tuple[float, ...]]:
-    """Splits "dtp(4)" into ("dtp", (4,)). Raises ConfigError for anything but a known name with plain numbers."""
+    """Splits "dtp(4)" into ("dtp", (4,)). Raises ConfigError for anything but a known name with literal numbers."""
     problem = (
         f"unknown layout {layout!r}; choose {', '.join(LAYOUTS)}, with arguments as in dtp(4), desync(2), spd(0, 2),"
         " caat(0.5)"

@@ -311,7 +311,7 @@ class ModuleVariant:
         if self.norm_after == "sum" and not adds_whole_sums:
             return (
                 "norm_after = 'sum' requires a layout that adds each module's output as one sum over all lanes, as tp"
-                f" and ladder do; layout {layout} does not: set norm_after = 'lane'"
+                f" and ladder do, got {layout}; set norm_after = 'lane' or change the layout"
             )
         return None
 

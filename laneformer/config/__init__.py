@@ -1,4 +1,6 @@
-"""A model's config (`model`), the sizes in it (`sizes`), and what it means for each layer (`options`)."""
+"""A model's config (`model`), the parts of it with their own sizes (`sizes`), and the options of each layer's blocks
+that follow from it (`options`).
+"""
 
 from laneformer.config.checks import LARGEST, LARGEST_OTHER
 from laneformer.config.model import HIDDEN_ACTS, ModelConfig, recorded_fields

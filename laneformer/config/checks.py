@@ -1,11 +1,11 @@
-"""What sizes and numbers of a config must be."""
+"""Checks of the sizes and numbers in a config."""
 
 import math
 import sys
 
 from laneformer.errors import ConfigError
 
-# Far above any model, and small enough that every table of a model is made in a second.
+# Largest allowed sizes: far above any model, and small enough that each table of a model is built within a second.
 LARGEST = {
     "vocab_size": 2**24,
     "hidden_size": 2**20,

@@ -25,16 +25,16 @@ from laneformer.errors import ConfigError
 from laneformer.layout import Schedule, make_schedule
 from laneformer.ops import LATER, QUICK_GELU_FACTOR, Activation, AttentionVariant, ModuleVariant
 
-# None where there are none
+# Sizes that are None in models without experts
 OF_EXPERTS = ("num_experts", "moe_intermediate_size", "shared_expert_intermediate_size")
-OF_SCORES = (  # options of routers that score each logit alone
+OF_SCORES = (  # options of routers whose scores depend on one logit each
     *("router_correction", "hash_layers", "n_group", "topk_group", "routed_scaling_factor"),
 )
 OF_GROUPED = (  # options of grouped-query attention
     *("sliding_window", "qkv_bias", "out_bias", "attention_sinks", "qk_norm", "rotary_dim", "delta_layers"),
     *(field.name for field in dataclasses.fields(AttentionVariant)),
 )
-SIZES = {  # parts of the config, objects in JSON
+SIZES = {  # grouped parts of the config, which are objects in JSON
     "delta_net": DeltaNetSizes,
     "latent_attention": LatentAttention,
     "compressed_attention": CompressedAttention,
@@ -46,8 +46,8 @@ HIDDEN_ACTS = tuple(kind.name.lower() for kind in Activation if kind)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(AttentionVariant, ModuleVariant):
-    """What a Laneformer computes. Field names follow Hugging Face where it has one. The fields of `AttentionVariant`
-    and `ModuleVariant` are in laneformer/ops.py.
+    """The architecture of a Laneformer. Field names follow Hugging Face where it has one. laneformer/ops.py defines the
+    fields of `AttentionVariant` and `ModuleVariant`.
 
     Raises ConfigError, naming the field, its value and the remedy, for values that cannot work.
     """
@@ -59,12 +59,12 @@ class ModelConfig(AttentionVariant, ModuleVariant):
     intermediate_size: int
     """Feed-forward columns over all lanes (F)."""
     num_hidden_layers: int
-    """Layers (N), each an attention and an MLP module."""
+    """Layers (N), each with an attention module and an MLP module."""
     num_attention_heads: int
     """Query heads over all lanes (H)."""
     num_key_value_heads: int
-    """Key/value heads over all lanes (K). Lanes divide it, or it divides them: then L / K lanes have a copy of each,
-    which training changes apart.
+    """Key/value heads over all lanes (K): a multiple or a divisor of the lanes (L). If L > K, each head has a copy in
+    L / K lanes, which training changes independently.
     """
     head_dim: int | None = None
     """Channels of one head (e); by default hidden_size / num_attention_heads."""
@@ -72,18 +72,18 @@ class ModelConfig(AttentionVariant, ModuleVariant):
     """Longest context in tokens."""
 
     num_lanes: int = 1
-    """Lanes (L): shares of the model, one per device at most. 1 is a dense model."""
+    """Lanes (L): equal shares of the model, on at most L devices. 1 is a dense model."""
     layout: str = "laneformer"
     """Parallelism schedule: a name of laneformer.LAYOUTS with its arguments, as in tp, dtp(4), desync(2), caat(0.5)."""
     broadcast_delay: int = 2
     """Layout laneformer: layers until the other lanes' outputs arrive (d)."""
     use_early_comm: bool = True
-    """Layout laneformer: sum the first d layers over all lanes at once, instead of scaling each lane's output by
-    sqrt(L).
+    """Layout laneformer: sum the outputs of the first d layers over all lanes at once, instead of scaling each lane's
+    output by sqrt(L).
     """
     early_lands_twice: bool = True
-    """Layout laneformer: early outputs also arrive d layers later, as in the published model; false is the corrected
-    form.
+    """Layout laneformer: outputs of the first d layers also arrive d layers later, as in the published model; false
+    corrects this.
     """
     use_attention_comm: bool = True
     """Layout laneformer: exchange attention outputs between lanes."""
@@ -91,108 +91,113 @@ class ModelConfig(AttentionVariant, ModuleVariant):
     """Layout laneformer: exchange MLP outputs between lanes."""
 
     lm_head_type: Literal["replicate", "lane", "vocab_parallel"] = "replicate"
-    """Head over the mean of the lanes (replicate), over all lanes end to end (lane), or one slice of V/L logits per
-    lane (vocab_parallel).
+    """Head over the mean of the lanes' streams (replicate), over the streams of all lanes end to end (lane), or one
+    slice of V / L logits per lane (vocab_parallel).
     """
     pre_norm_lane_agg: bool = False
-    """Head replicate: sum the lanes before the final norm instead of averaging after it."""
+    """Head replicate: sum the lanes' streams before the final norm, instead of averaging them after it."""
     replicated_rmsn_scale: bool = True
-    """All lanes share one norm scale (true), or each lane has its own (false)."""
+    """All lanes share the scale of each norm (true), or each lane has its own (false)."""
     tie_word_embeddings: bool = False
     """The head reuses the embedding table."""
 
     sliding_window: int | None = None
-    """Keys that a sliding layer sees, the query's own position included; none makes every layer full."""
+    """Keys that a query of a sliding layer attends to, including its own position; none makes every layer full."""
     sliding_window_n_layers: int = 0
-    """The first n layers slide; negative: the last |n|."""
+    """The first n layers slide; if negative, the last |n| layers."""
     unclamped_layers: tuple[int, ...] = ()
     """Layers that are full regardless of sliding_window_n_layers and swa_layers."""
     swa_layers: tuple[int, ...] | None = None
     """The sliding layers as a list, instead of sliding_window_n_layers."""
 
     nope_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=LATER)
-    """Layers whose q and k are not rotated by their positions (SmolLM3, arXiv 2501.18795)."""
+    """Layers that do not rotate q and k by their positions (SmolLM3, arXiv 2501.18795)."""
     rope_theta: float = 10000.0
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of the rotary frequencies for long contexts."""
+    """Scaling of the rotary frequencies for long contexts."""
     norm_eps: float = 1e-5
     """Added to the mean square in every RMSNorm."""
     qkv_bias: bool = False
-    """Biases on the q, k and v projections (Qwen2), and on that of the gate."""
+    """Biases on the projections of q, k, v (Qwen2) and the gate."""
     out_bias: bool = dataclasses.field(default=False, metadata=LATER)
-    """A bias on the output projection of attention (gpt-oss); each lane has its own."""
+    """A bias on the output projection of attention (gpt-oss), one per lane."""
     attention_sinks: bool = dataclasses.field(default=False, metadata=LATER)
     """Every query head has one more logit among its scores, without key and value (gpt-oss; arXiv 2309.17453)."""
     qk_norm: bool = False
-    """RMSNorm over each q and k head before the rotation (Qwen3)."""
+    """RMSNorm of q and k before the rotation (Qwen3)."""
     norm_plus_one: bool = dataclasses.field(default=False, metadata=LATER)
-    """The factors of RMSNorms, those of q and k included, are 1 + their weights (Gemma, Qwen3-Next)."""
+    """All RMSNorms, including those of q and k, multiply by 1 + their weights (Gemma, Qwen3-Next)."""
     rotary_dim: int | None = dataclasses.field(default=None, metadata=LATER)
-    """Channels of each head that rotate, the first ones (GPT-J); by default all."""
+    """Channels of each head that are rotated, the first ones (GPT-J); by default all."""
     delta_net: DeltaNetSizes | None = dataclasses.field(default=None, metadata=LATER)
     """Sizes of the gated DeltaNet in delta_layers."""
     delta_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=LATER)
-    """Layers that have a gated DeltaNet in place of attention (Qwen3-Next); one layer at least keeps attention."""
+    """Layers that have a gated DeltaNet instead of attention (Qwen3-Next); at least one layer must keep attention."""
     qk_norm_over: Literal["head", "projection"] = dataclasses.field(default="head", metadata=LATER)
-    """What the norms of qk_norm are over: each head, or all heads together (projection; OLMo-2), with one lane."""
+    """Channels that share a mean square in qk_norm: each head, or all heads together (projection; OLMo-2), which
+    requires one lane.
+    """
     latent_attention: LatentAttention | None = dataclasses.field(default=None, metadata=LATER)
-    """Every layer has multi-head latent attention of num_attention_heads heads, instead of grouped queries."""
+    """Every layer has multi-head latent attention with num_attention_heads heads, instead of grouped queries."""
     compressed_attention: CompressedAttention | None = dataclasses.field(default=None, metadata=LATER)
-    """Every layer has compressed attention of num_attention_heads heads, instead of grouped queries (DeepSeek-V4)."""
+    """Every layer has compressed attention with num_attention_heads heads, instead of grouped queries (DeepSeek-V4)."""
     residual_streams: ResidualStreams | None = dataclasses.field(default=None, metadata=LATER)
-    """Several residual streams, in layout tp; none is one stream, to which each module adds its output."""
+    """Several residual streams, which require layout tp; none is one stream, to which each module adds its output."""
 
     hidden_act: str = dataclasses.field(default="silu", metadata=LATER)
     """Activation of the MLP: silu, gelu, gelu_pytorch_tanh or relu2."""
     gated_mlp: bool = dataclasses.field(default=True, metadata=LATER)
-    """The MLP multiplies its activated gate projection with an up projection (GLU, arXiv 2002.05202); false leaves the
-    gate out and activates the up projection (Arcee).
+    """The MLP multiplies its activated gate projection by an up projection (GLU, arXiv 2002.05202); false removes the
+    gate and activates the up projection (Arcee).
     """
 
     num_experts: int | None = dataclasses.field(default=None, metadata=LATER)
-    """Experts of each layer (E), of which a token uses some, instead of one MLP."""
+    """Experts per layer (E), instead of one MLP; none: no experts."""
     num_experts_per_tok: int = dataclasses.field(default=2, metadata=LATER)
     """Experts that a token uses."""
     moe_intermediate_size: int | None = dataclasses.field(default=None, metadata=LATER)
     """Columns of one expert over all lanes; by default intermediate_size."""
     norm_topk_prob: bool = dataclasses.field(default=True, metadata=LATER)
-    """The shares of a token's experts sum to 1; false leaves them as the softmax over all experts has them."""
+    """The shares of a token's experts sum to 1; false keeps their scores, such as the softmax over all experts."""
     mlp_only_layers: tuple[int, ...] = dataclasses.field(default=(), metadata=LATER)
     """Layers that have an MLP of intermediate_size instead of experts."""
     router_bias: bool = dataclasses.field(default=False, metadata=LATER)
-    """A bias on the logits by which experts are chosen."""
+    """A bias on the router's logits."""
     expert_bias: bool = dataclasses.field(default=False, metadata=LATER)
-    """Biases on all matrices of the experts; each lane has its own of the last."""
+    """Biases on all matrices of the experts; each lane has its own bias of the down projection."""
     swiglu_limit: float | None = dataclasses.field(default=None, metadata=LATER)
-    """Clamped SwiGLU of the experts (gpt-oss): gate sigmoid(swiglu_alpha gate) (up + 1), the gate at most this, up
-    between minus this and this; none leaves activation(gate) up.
+    """Clamped SwiGLU of the experts (gpt-oss): gate sigmoid(swiglu_alpha gate) (up + 1), with gate <= limit and
+    |up| <= limit; none: activation(gate) up.
     """
     swiglu_alpha: float = dataclasses.field(default=QUICK_GELU_FACTOR, metadata=LATER)
     """Clamped SwiGLU: factor on the gate in its sigmoid."""
     swiglu_plus_one: bool = dataclasses.field(default=True, metadata=LATER)
-    """Clamped SwiGLU: 1 is added to up; false leaves it as it is, and clamps the shared expert too (DeepSeek-V4)."""
+    """Clamped SwiGLU: add 1 to up; false does not, and clamps the shared expert too (DeepSeek-V4)."""
     scoring_func: Literal["softmax", "sigmoid", "sqrtsoftplus"] = dataclasses.field(default="softmax", metadata=LATER)
-    """Scores by which experts are chosen, and their shares: the softmax of the router's logits, or of each the sigmoid
-    (DeepSeek-V3, arXiv 2412.19437) or the root of the softplus (DeepSeek-V4). What follows requires one of the latter.
+    """Scores that choose experts and determine their shares: the softmax of the router's logits, or for each logit the
+    sigmoid (DeepSeek-V3, arXiv 2412.19437) or the square root of the softplus (DeepSeek-V4). The next five options
+    require one of the last two.
     """
     hash_layers: int = dataclasses.field(default=0, metadata=LATER)
-    """The first n layers take a token's experts from a table by its id, without router_correction."""
+    """The first n layers look up a token's experts in a table by its id, without router_correction."""
     router_correction: bool = dataclasses.field(default=False, metadata=LATER)
-    """A bias on the scores by which experts are chosen, float32; their shares are without it (arXiv 2408.15664)."""
+    """A float32 bias on the scores by which experts are chosen; their shares do not include it (arXiv 2408.15664)."""
     n_group: int = dataclasses.field(default=1, metadata=LATER)
-    """Groups of experts with neighbouring numbers."""
+    """Groups of experts with consecutive numbers."""
     topk_group: int = dataclasses.field(default=1, metadata=LATER)
     """Groups that a token may choose from: those with the largest sums of their two best scores."""
     routed_scaling_factor: float = dataclasses.field(default=1.0, metadata=LATER)
     """Factor on the shares of a token's experts."""
     shared_expert_intermediate_size: int | None = dataclasses.field(default=None, metadata=LATER)
-    """Columns over all lanes of an MLP that every token uses beside its experts (DeepSeekMoE, arXiv 2401.06066)."""
+    """Columns over all lanes of a shared expert: an MLP that every token uses in addition to its chosen experts
+    (DeepSeekMoE, arXiv 2401.06066).
+    """
     shared_expert_gate: bool = dataclasses.field(default=False, metadata=LATER)
-    """The output of that MLP times sigmoid(gate . x) of each token (Qwen2-MoE, arXiv 2407.10671)."""
+    """Multiply the output of the shared expert by sigmoid(gate . x) for each token (Qwen2-MoE, arXiv 2407.10671)."""
 
     bos_token_id: int | None = None
-    """Token that begins a text; prepended to prompts where set."""
+    """Token that begins a text; if set, it is prepended to prompts."""
     eos_token_id: tuple[int, ...] = ()
     """Tokens that end a text."""
 
@@ -212,7 +217,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
                 names = ", ".join(choice for choice in choices if choice)
                 left = ", or leave it out" if None in choices else ""
                 raise ConfigError(f"unknown {field.name} {value!r}; choose {names}{left}")
-        # JSON gives lists; tuples keep the config hashable.
+        # Values from JSON are lists; tuples make the config hashable.
         for name, kind in SIZES.items():
             object.__setattr__(self, name, _part_of(name, kind, getattr(self, name)))
         for name in (*LAYER_LISTS, "eos_token_id"):
@@ -256,13 +261,13 @@ class ModelConfig(AttentionVariant, ModuleVariant):
         if self.head_size % 2:
             raise ConfigError(
                 f"head_dim (by default hidden_size / num_attention_heads) = {self.head_size} must be even; rotary"
-                " positions turn pairs of channels"
+                " positions rotate pairs of channels"
             )
         if self.rotary_dim is not None:
             require_int("rotary_dim", self.rotary_dim, at_least=2, at_most=self.head_size)
             if self.rotary_dim % 2:
                 raise ConfigError(
-                    f"rotary_dim = {self.rotary_dim} must be even; rotary positions turn pairs of channels"
+                    f"rotary_dim = {self.rotary_dim} must be even; rotary positions rotate pairs of channels"
                 )
 
     def _check_compressed_attention(self):
@@ -271,18 +276,18 @@ class ModelConfig(AttentionVariant, ModuleVariant):
         for name in ("latent_attention", "nope_layers", *OF_GROUPED):
             if (value := getattr(self, name)) != getattr(ModelConfig, name):
                 raise ConfigError(
-                    f"{name} = {value!r} is an option of other attention: remove it or compressed_attention"
+                    f"{name} = {value!r} is not an option of compressed attention: remove it or compressed_attention"
                 )
 
     def _check_delta_net(self):
         if self.delta_net is None:
             if self.delta_layers:
                 raise ConfigError(
-                    f"delta_layers = {list(self.delta_layers)} requires delta_net, the sizes of its heads"
+                    f"delta_layers = {list(self.delta_layers)} requires delta_net; set the sizes of its heads"
                 )
             return
         if len(set(self.delta_layers)) == self.num_hidden_layers:
-            raise ConfigError("delta_layers has all layers: leave at least one of them to attention")
+            raise ConfigError("delta_layers has all layers: leave at least one layer to attention")
 
     def _check_latent_attention(self):
         if self.num_key_value_heads != self.num_attention_heads:
@@ -303,15 +308,19 @@ class ModelConfig(AttentionVariant, ModuleVariant):
                 *("shared_expert_intermediate_size", "shared_expert_gate", "scoring_func", *OF_SCORES),
             ):
                 if getattr(self, name) != getattr(ModelConfig, name):
-                    raise ConfigError(f"{name} = {getattr(self, name)!r} requires num_experts, the experts of a layer")
+                    raise ConfigError(
+                        f"{name} = {getattr(self, name)!r} requires num_experts; set the experts per layer"
+                    )
             return
         require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1, at_most=self.num_experts)
         if not self.gated_mlp:
-            raise ConfigError("gated_mlp = false with num_experts: experts have a gate; leave gated_mlp out")
+            raise ConfigError(
+                "gated_mlp = false with num_experts is not supported: experts have a gate; remove gated_mlp"
+            )
         self._check_router()
         if self.shared_expert_gate and self.shared_expert_intermediate_size is None:
             raise ConfigError(
-                "shared_expert_gate = true requires shared_expert_intermediate_size, the columns it gates"
+                "shared_expert_gate = true requires shared_expert_intermediate_size; set the shared expert's columns"
             )
         if self.swiglu_limit is not None:
             require_number("swiglu_limit", self.swiglu_limit, above=0.0)
@@ -325,7 +334,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
                 if (value := getattr(self, name)) != getattr(ModelConfig, name):
                     raise ConfigError(f"{name} = {value!r} requires another scoring_func than 'softmax'")
         elif self.router_bias:
-            raise ConfigError("router_bias = true requires scoring_func = 'softmax'; is it router_correction?")
+            raise ConfigError("router_bias = true requires scoring_func = 'softmax'; did you mean router_correction?")
         require_int("n_group", self.n_group, at_least=1, at_most=self.num_experts)
         require_int("topk_group", self.topk_group, at_least=1, at_most=self.n_group)
         if self.n_group == 1:
@@ -336,8 +345,8 @@ class ModelConfig(AttentionVariant, ModuleVariant):
             )
         if self.num_experts_per_tok > (fits := self.num_experts // self.n_group * self.topk_group):
             raise ConfigError(
-                f"num_experts_per_tok = {self.num_experts_per_tok}: topk_group = {self.topk_group} groups have {fits}"
-                " experts; choose fewer, or more groups"
+                f"num_experts_per_tok = {self.num_experts_per_tok} exceeds the {fits} experts in topk_group ="
+                f" {self.topk_group} groups; lower num_experts_per_tok or raise topk_group"
             )
 
     def _check_lanes(self):
@@ -370,14 +379,15 @@ class ModelConfig(AttentionVariant, ModuleVariant):
         if self.lm_head_type != "replicate" and (self.pre_norm_lane_agg or self.tie_word_embeddings):
             field = "pre_norm_lane_agg" if self.pre_norm_lane_agg else "tie_word_embeddings"
             raise ConfigError(
-                f"{field} = true requires lm_head_type = 'replicate', got {self.lm_head_type!r}, with one head per lane"
+                f"{field} = true requires lm_head_type = 'replicate', got {self.lm_head_type!r}, which has one head per"
+                " lane"
             )
 
     def _check_norms(self):
         if self.qk_norm and self.qk_norm_over == "projection" and self.num_lanes > 1:
             raise ConfigError(
-                f"num_lanes = {self.num_lanes} with qk_norm_over = 'projection' is not supported: every lane would wait"
-                " for a sum over all lanes before its attention; use num_lanes = 1"
+                f"num_lanes = {self.num_lanes} with qk_norm_over = 'projection' is not supported: every lane would need"
+                " a sum over all lanes before its attention; use num_lanes = 1"
             )
         schedule = make_schedule(self)  # raises ConfigError for unknown layouts and arguments
         if self.residual_streams and (self.norm_after or not self.replicated_rmsn_scale):
@@ -396,7 +406,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
                 require_int(name, layer, at_least=0, at_most=self.num_hidden_layers - 1)
         if self.swa_layers and self.sliding_window is None:
             raise ConfigError(
-                f"swa_layers = {list(self.swa_layers)} requires sliding_window, the keys that a sliding layer sees"
+                f"swa_layers = {list(self.swa_layers)} requires sliding_window; set the keys in a layer's window"
             )
         if self.swa_layers and self.sliding_window_n_layers:
             raise ConfigError("swa_layers and sliding_window_n_layers both choose the sliding layers; set only one")
@@ -410,7 +420,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
 
     @property
     def rotary_size(self) -> int:
-        """Channels of one head that are rotated."""
+        """Channels of one head that are rotated by their position."""
         if self.latent_attention is not None:
             return self.latent_attention.qk_rope_head_dim
         if self.compressed_attention is not None:
@@ -419,7 +429,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Keys that each layer sees; None for all."""
+        """For each layer, the keys that a query attends to; None for all."""
         n, s = self.num_hidden_layers, self.sliding_window_n_layers
 
         def slides(layer: int) -> bool:
@@ -430,7 +440,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
 
     @property
     def layers(self) -> tuple[LayerOptions, ...]:
-        """The blocks of each layer."""
+        """The options of each layer's blocks."""
         size = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes}
         if self.latent_attention is not None:
             latent = LatentAttentionOptions(
@@ -525,7 +535,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
 
     @property
     def norms(self) -> Norms:
-        """The norms in the layers, and the final one."""
+        """The norms in the layers, the final norm, and the options of several residual streams."""
         shared = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes, "eps": self.norm_eps}
         in_layers, final = (
             NormOptions(**shared, per_lane=own, plus_one=self.norm_plus_one) for own in self.lane_norm_scales
@@ -559,7 +569,9 @@ def _choices(kind) -> tuple:
 
 
 def _part_of(name: str, kind: type, value):
-    """A part of the config, of a JSON object where it is one."""
+    """The part `name` of a config: an instance of `kind`, made from a mapping if it comes from JSON, or None. Raises
+    ConfigError.
+    """
     if isinstance(value, kind | None):
         return value
     names = ", ".join(field.name for field in dataclasses.fields(kind))
@@ -572,8 +584,8 @@ def _part_of(name: str, kind: type, value):
 
 
 def recorded_fields(config) -> dict[str, object]:
-    """Name -> value of a dataclass's fields, for records and digests: those marked LATER only where they differ from
-    their default, so that records made before these fields existed stay equal.
+    """Name -> value of a dataclass's fields, for records and digests. Fields marked LATER are included only if they
+    differ from their default, so that records made before these fields existed stay equal.
     """
     return {
         field.name: value

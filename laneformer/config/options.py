@@ -1,4 +1,4 @@
-"""What each block of a layer computes: the options that its class in laneformer/blocks takes, in sizes of one lane."""
+"""The options of each block of a layer, as its class in laneformer/blocks takes them. Sizes are those of one lane."""
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -9,16 +9,16 @@ from laneformer.ops import QUICK_GELU_FACTOR, Activation, AttentionVariant, Modu
 
 @dataclass(frozen=True, kw_only=True)
 class NormOptions:
-    """A norm of the stream, laneformer/blocks/norm.py."""
+    """Options of a norm of the stream; see laneformer/blocks/norm.py."""
 
     hidden_size: int
     num_lanes: int
     eps: float
     """Added to the mean square."""
     per_lane: bool
-    """Each lane has its own scale."""
+    """Whether each lane has its own scale."""
     plus_one: bool = False
-    """The factor on each channel is 1 + scale."""
+    """Whether the factor on each channel is 1 + scale instead of scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ class Norms(ModuleVariant):
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions(AttentionVariant):
-    """The attention of one layer, laneformer/blocks/attention.py."""
+    """Options of the attention of one layer; see laneformer/blocks/attention.py."""
 
     hidden_size: int
     num_lanes: int
@@ -46,60 +46,60 @@ class AttentionOptions(AttentionVariant):
     head_dim: int
     """Channels of one head."""
     window: int | None
-    """Keys that a query sees, its own position included; None for all."""
+    """Keys that a query attends to, including its own position; None for all."""
     rotary: bool
-    """q and k are rotated by their positions."""
+    """Whether q and k are rotated by their positions."""
     qkv_bias: bool
-    """Biases on the q, k and v projections, and on that of the gate."""
+    """Whether the projections of q, k, v and the gate have biases."""
     out_bias: bool = False
-    """A bias on the output projection; each lane has its own."""
+    """Whether the output projection has a bias, one per lane."""
     sinks: bool = False
-    """Every query head has one more logit among its scores, without key and value."""
+    """Whether every query head has one more logit among its scores, without key and value."""
     qk_norm: Literal["head", "projection"] | None
-    """RMSNorm before the rotation over each q and k head, or over all q heads and all k heads of the one lane."""
+    """RMSNorm of q and k before the rotation: over each head, over all heads of the one lane (projection), or none."""
     norm_eps: float
     """Added to the mean square in the norms of q and k."""
     norm_plus_one: bool = False
-    """The factors of these norms are 1 + their weights."""
+    """Whether the norms of q and k multiply by 1 + their weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaNetOptions:
-    """The gated DeltaNet of one layer, laneformer/blocks/delta_net.py."""
+    """Options of the gated DeltaNet of one layer; see laneformer/blocks/delta_net.py."""
 
     hidden_size: int
     num_lanes: int
     sizes: DeltaNetSizes
-    """Of one lane."""
+    """Sizes of one lane's share."""
     norm_eps: float
     """Added to the mean square in the norm of each head's results."""
 
     @property
     def keys(self) -> int:
-        """Channels of q, and of k."""
+        """Channels of q, equal to those of k, in one lane."""
         return self.sizes.key_heads * self.sizes.key_dim
 
     @property
     def values(self) -> int:
-        """Channels of v, and of its gate."""
+        """Channels of v, equal to those of the gate z, in one lane."""
         return self.sizes.value_heads * self.sizes.value_dim
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttentionOptions(LatentAttention):
-    """The latent attention of one layer, laneformer/blocks/latent_attention.py."""
+    """Options of the latent attention of one layer; see laneformer/blocks/latent_attention.py."""
 
     hidden_size: int
     num_lanes: int
     heads: int
     """Heads of one lane."""
     scale: float
-    """Factor on the scores."""
+    """Factor on the scores q . k."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlpOptions:
-    """The MLP of one layer, laneformer/blocks/mlp.py."""
+    """Options of the MLP of one layer; see laneformer/blocks/mlp.py."""
 
     hidden_size: int
     num_lanes: int
@@ -107,67 +107,74 @@ class MlpOptions:
     """Feed-forward columns of one lane."""
     activation: Activation
     gated: bool
-    """A gate and an up projection, instead of the latter alone."""
+    """Whether there is a gate projection in addition to the up projection."""
     limit: float | None = None
-    """Gated: the gate is at most this, up at most this and at least minus this."""
+    """With a gate: upper bound of the gate, and bound of the absolute value of up; None for no bounds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsOptions:
-    """The mixture of experts of one layer, laneformer/blocks/experts.py."""
+    """Options of the mixture of experts of one layer; see laneformer/blocks/experts.py."""
 
     hidden_size: int
     num_lanes: int
     columns: int
     """Columns of one expert in one lane."""
     experts: int
+    """Number of experts."""
     used: int
     """Experts that a token uses."""
     normalized: bool
-    """The shares of the chosen experts sum to 1; otherwise they are the softmax over all."""
+    """Whether the shares of the chosen experts sum to 1; otherwise they are the scores, which the softmax takes over
+    all experts.
+    """
     activation: Activation
     router_bias: bool = False
-    """A bias on the router's logits."""
+    """Whether the router's logits have a bias."""
     scores: Literal["softmax", "sigmoid", "sqrtsoftplus"] = "softmax"
-    """What is made of the logits; what follows requires another than the softmax."""
+    """Function that turns logits into scores. The next five fields require sigmoid or sqrtsoftplus."""
     table_rows: int = 0
-    """Tokens of the vocabulary, whose experts a table has, instead of those with the best scores; 0: no table."""
+    """Rows (tokens of the vocabulary) of a table of each token's experts, which replaces the choice by scores; 0: no
+    table.
+    """
     correction: bool = False
-    """A bias on the scores by which experts are chosen; their shares are without it."""
+    """Whether the scores by which experts are chosen have a bias. The shares do not include it."""
     groups: int = 1
-    """Groups of experts with neighbouring numbers."""
+    """Groups of experts with consecutive numbers."""
     groups_used: int = 1
     """Groups that a token may choose from: those with the largest sums of their two best scores."""
     factor: float = 1.0
     """Factor on the shares."""
     biases: bool = False
-    """Biases on all matrices of the experts; each lane has its own of w2."""
+    """Whether all matrices of the experts have biases; each lane has its own bias of w2."""
     limit: float | None = None
-    """Clamped SwiGLU: the gate is at most this, up at most this and at least minus this."""
+    """Clamped SwiGLU: upper bound of the gate, and bound of the absolute value of up; None: not clamped."""
     alpha: float = QUICK_GELU_FACTOR
     """Clamped SwiGLU: factor on the gate in its sigmoid."""
     up_offset: float = 1.0
     """Clamped SwiGLU: added to up."""
     shared: MlpOptions | None = None
-    """An MLP that every token uses beside the chosen experts."""
+    """An MLP that every token uses in addition to the chosen experts."""
     shared_gate: bool = False
-    """The output of `shared` times the sigmoid of one value, a row of a matrix times the stream."""
+    """Whether the output of `shared` is multiplied by the sigmoid of one row times the stream."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedAttentionOptions:
-    """The compressed attention of one layer, laneformer/blocks/compressed_attention.py."""
+    """Options of the compressed attention of one layer; see laneformer/blocks/compressed_attention.py. The other fields
+    are those of config.CompressedAttention.
+    """
 
     hidden_size: int
     num_lanes: int
     heads: int
     """Query heads of one lane."""
     head_dim: int
-    """Channels of a head, and of the vector that is key and value of all."""
+    """Channels of a head, and of the vector that is key and value of all heads."""
     ratio: int
-    """Positions that one entry is made of; 0: no entries."""
+    """Positions per entry; 0: no entries."""
     overlaps: bool
-    """Entries also contain the positions of the entry before, and an indexer chooses among them."""
+    """Whether entries also cover the positions of the entry before, and an indexer chooses among them."""
     window: int
     q_lora_rank: int
     qk_rope_head_dim: int
@@ -184,7 +191,7 @@ class CompressedAttentionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamsOptions:
-    """How modules read and write several residual streams, laneformer/blocks/streams.py."""
+    """Options of several residual streams; see laneformer/blocks/streams.py and config.ResidualStreams."""
 
     hidden_size: int
     count: int
@@ -204,7 +211,9 @@ BlockOptions = (
 
 
 class LayerOptions(NamedTuple):
-    """The two blocks of a layer, named as in the weights' paths. `laneformer.blocks.BLOCKS` maps each to its class."""
+    """The options of a layer's two blocks, named as in the weights' paths. `laneformer.blocks.BLOCKS` maps their types
+    to the classes of the blocks.
+    """
 
     attention: AttentionOptions | CompressedAttentionOptions | DeltaNetOptions | LatentAttentionOptions
     feed_forward: MlpOptions | ExpertsOptions

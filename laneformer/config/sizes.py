@@ -1,5 +1,5 @@
-"""Parts of a model's config that belong together: scaled rotary positions, gated DeltaNet, latent and compressed
-attention, several residual streams.
+"""The grouped parts of a model's config: scaled rotary positions, gated DeltaNet, latent and compressed attention,
+several residual streams.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from laneformer.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Stretching of the rotary frequencies to contexts longer than those first trained on.
+    """Scaling of the rotary frequencies to contexts longer than those of the original training.
 
-    `linear` divides every frequency by `factor`; `llama3` does so for long wavelengths only (Llama 3.1);
-    `yarn` ramps between both per dimension and scales the rotation (Peng et al., arXiv 2309.00071).
+    `linear` divides every frequency by `factor`. `llama3` divides only those of long wavelengths (Llama 3.1). `yarn`
+    blends both per pair of channels and also scales cos and sin (Peng et al., arXiv 2309.00071).
     """
 
     type: Literal["linear", "llama3", "yarn"]
@@ -26,21 +26,21 @@ class RopeScaling:
     original_max_position_embeddings: int = 0
     """Context length of the original training in tokens; required by llama3 and yarn."""
     low_freq_factor: float = 1.0
-    """llama3: wavelengths above original/low_freq_factor are stretched fully."""
+    """llama3: frequencies with wavelengths above original / low_freq_factor are divided by the whole factor."""
     high_freq_factor: float = 4.0
-    """llama3: wavelengths below original/high_freq_factor are unchanged."""
+    """llama3: frequencies with wavelengths below original / high_freq_factor are unchanged."""
     beta_fast: float = 32.0
-    """yarn: dimensions that turn more often than this over the original context are unchanged."""
+    """yarn: pairs that rotate more often than this over the original context are unchanged."""
     beta_slow: float = 1.0
-    """yarn: dimensions that turn less often than this are stretched fully."""
+    """yarn: frequencies of pairs that rotate less often than this are divided by the whole factor."""
     attention_factor: float | None = None
     """yarn: factor on cos and sin; by default derived from `factor` and the two mscale fields."""
     mscale: float | None = None
-    """yarn: numerator of the derived attention factor (DeepSeek's form; both mscales or none)."""
+    """yarn: sets the numerator of the derived attention factor (DeepSeek's form; give both mscales or none)."""
     mscale_all_dim: float | None = None
-    """yarn: denominator of the derived attention factor."""
+    """yarn: sets the denominator of the derived attention factor."""
     truncate: bool = True
-    """yarn: round the ramp's ends to whole dimensions."""
+    """yarn: round the ends of the blended range to whole pairs."""
 
     @property
     def score_factor(self) -> float:
@@ -82,15 +82,15 @@ class DeltaNetSizes:
     """Sizes of gated DeltaNet (Yang et al., arXiv 2412.06464), over all lanes."""
 
     key_heads: int
-    """Heads of q and k; lanes divide them."""
+    """Heads of q and k, a multiple of the lanes."""
     value_heads: int
-    """Heads of v, of the gates and of the state, as many for each key head."""
+    """Heads of v, of the gates and of the state, a multiple of key_heads."""
     key_dim: int
     """Channels of a head of q and k."""
     value_dim: int
     """Channels of a head of v."""
     conv_kernel: int = 4
-    """Tokens that the convolution of q, k and v sees, the own one included."""
+    """Tokens that the convolution of q, k and v covers, including the current one."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -101,27 +101,27 @@ class DeltaNetSizes:
                 f" {self.key_heads}"
             )
         if self.conv_kernel < 2:
-            raise ConfigError("delta_net.conv_kernel = 1 sees the own token alone: use at least 2")
+            raise ConfigError("delta_net.conv_kernel = 1 covers only the current token; use at least 2")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are made of one vector
-    per position, and one rotated key of all heads is beside it.
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values of all heads are computed from one
+    latent vector per position. All heads share one rotated key.
     """
 
     q_lora_rank: int | None = None
-    """Channels between the two matrices that make the queries; none: one matrix makes them."""
+    """Channels between the two matrices that compute the queries; none: a single matrix computes them."""
     kv_lora_rank: int
-    """Channels of the vector that keys and values are made of."""
+    """Channels of the latent vector of keys and values."""
     qk_nope_head_dim: int
     """Channels of a head's queries and keys that are not rotated."""
     qk_rope_head_dim: int
-    """Channels of a head's queries that are rotated, and of the key of all heads."""
+    """Channels of a head's queries that are rotated, and of the rotated key that all heads share."""
     v_head_dim: int
     """Channels of a head's values."""
     latent_norm_eps: float = 1e-6
-    """Added to the mean square in the norms of both vectors between matrices."""
+    """Added to the mean square in the norms of the latent vectors."""
 
     def __post_init__(self):
         for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
@@ -129,44 +129,47 @@ class LatentAttention:
                 require_int(name, getattr(self, name), at_least=1, at_most=LARGEST["head_dim"])
         if self.qk_rope_head_dim % 2:
             raise ConfigError(
-                f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even; rotary positions turn pairs of channels"
+                f"qk_rope_head_dim = {self.qk_rope_head_dim} must be even; rotary positions rotate pairs of channels"
             )
         require_number("latent_norm_eps", self.latent_norm_eps, above=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressedAttention:
-    """Attention to the newest positions and to entries that are made of several positions each (DeepSeek-V4): one
-    vector is key and value of all heads.
+    """Attention to the newest positions and to compressed entries, each computed from several positions (DeepSeek-V4).
+    One vector is key and value of all heads.
     """
 
     ratios: tuple[int, ...]
-    """For each layer the positions that one entry is made of; 0: the layer has no entries."""
+    """For each layer, the positions per entry; 0: the layer has no entries."""
     window: int
-    """Newest positions that a query sees beside the entries, its own included."""
+    """Newest positions that a query attends to in addition to the entries, including its own."""
     q_lora_rank: int
-    """Channels between the two matrices that make the queries."""
+    """Channels between the two matrices that compute the queries."""
     qk_rope_head_dim: int
-    """Channels that are rotated, the last ones."""
+    """Channels that are rotated, the last ones of a head."""
     o_groups: int
-    """Groups of heads, each with its own first output projection; lanes divide them."""
+    """Groups of heads, each with its own first output projection; a multiple of the lanes."""
     o_lora_rank: int
     """Rows of one group's projection."""
     overlap_ratio: int = 4
-    """Entries of this ratio also contain the positions of the entry before, and an indexer chooses among them."""
+    """Entries of layers with this ratio also cover the positions of the entry before, and an indexer chooses among
+    them.
+    """
     index_heads: int = 64
     """Query heads of the indexer."""
     index_head_dim: int = 128
-    """Channels of one of them, and of its keys."""
+    """Channels of one head of the indexer, and of its keys."""
     index_topk: int = 512
     """Entries that the indexer chooses."""
     rope_theta: float = 160000.0
-    """Base of the rotary frequencies in layers with entries; in the others that of the model."""
+    """Base of the rotary frequencies in layers with entries; other layers use the model's rope_theta."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of these frequencies."""
+    """Scaling of the rotary frequencies in layers with entries."""
 
     def __post_init__(self):
-        if isinstance(self.ratios, list):  # of a JSON object, as the next
+        # Lists and mappings come from JSON.
+        if isinstance(self.ratios, list):
             object.__setattr__(self, "ratios", tuple(self.ratios))
         if isinstance(self.rope_scaling, Mapping):
             object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
@@ -182,14 +185,14 @@ class CompressedAttention:
         if size % 2 or size > self.index_head_dim:
             raise ConfigError(
                 f"compressed_attention.qk_rope_head_dim = {size} must be even, and at most index_head_dim ="
-                f" {self.index_head_dim}: rotary positions turn pairs of channels"
+                f" {self.index_head_dim}: rotary positions rotate pairs of channels"
             )
 
     def check(self, layers: int, heads: int, kv_heads: int, head_dim: int) -> None:
-        """Raises ConfigError where it does not fit a model of these sizes."""
+        """Raises ConfigError unless these options fit a model of the given sizes."""
         if len(self.ratios) != layers:
             raise ConfigError(
-                f"compressed_attention.ratios has {len(self.ratios)} entries: write a number for each of the {layers}"
+                f"compressed_attention.ratios has {len(self.ratios)} entries: give a number for each of the {layers}"
                 " layers"
             )
         if kv_heads != 1:
@@ -210,15 +213,15 @@ class CompressedAttention:
 @dataclass(frozen=True, kw_only=True)
 class ResidualStreams:
     """Several residual streams, which each module reads and writes through its own mixture (hyper-connections, Zhu et
-    al., arXiv 2409.19606; as DeepSeek-V4 has them).
+    al., arXiv 2409.19606, in the form of DeepSeek-V4).
     """
 
     count: int
-    """Streams."""
+    """Number of streams."""
     iterations: int = 20
-    """Times that the rows and columns of the matrix between the streams are made to sum to 1 (Sinkhorn)."""
+    """Iterations that scale the rows and columns of the matrix between the streams to sum to 1 (Sinkhorn)."""
     eps: float = 1e-6
-    """Added to sigmoids and sums."""
+    """Added to the sigmoids of the read weights, to the softmax of the matrix, and to the sums that divide it."""
 
     def __post_init__(self):
         require_int("residual_streams.count", self.count, at_least=1, at_most=64)

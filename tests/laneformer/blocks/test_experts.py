@@ -362,9 +362,9 @@ def test_bad_values():
         (sigmoid | {"n_group": 3}, "n_group = 3 must divide num_experts = 4"),
         (sigmoid | {"n_group": 4}, "groups of at least 2"),
         (sigmoid | {"n_group": 2, "topk_group": 3}, "topk_group = 3"),
-        (sigmoid | {"n_group": 2, "num_experts_per_tok": 3}, "num_experts_per_tok = 3: topk_group = 1 groups have 2"),
+        (sigmoid | {"n_group": 2, "num_experts_per_tok": 3}, "num_experts_per_tok = 3 exceeds the 2 .* topk_group = 1"),
         (sigmoid | {"routed_scaling_factor": 0.0}, "routed_scaling_factor = 0.0"),
-        (sigmoid | {"router_bias": True}, "is it router_correction"),
+        (sigmoid | {"router_bias": True}, "did you mean router_correction"),
     ):
         with pytest.raises(ConfigError, match=words):
             ModelConfig(**usual | changes)
