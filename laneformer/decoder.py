@@ -1,4 +1,4 @@
-"""The ops of one decode step, collected from the layers."""
+"""The ops of a decode step, collected from the layers."""
 
 from laneformer.blocks.layer import Layer, norm_op
 from laneformer.blocks.rotary import rotary_frequencies
@@ -8,7 +8,7 @@ from laneformer.ops import DecoderOps, Head, HeadKind, Rotary, Weight
 
 
 def decoder_ops(config: ModelConfig) -> DecoderOps:
-    """The ops of a model: the embedding, those of every layer's blocks, and the head."""
+    """The ops of a model's decode step: the embedding, the ops of every layer's blocks, and the head."""
     vocab, hidden, lanes = config.vocab_size, config.hidden_size, config.num_lanes
     frequencies, factor = rotary_frequencies(config)
     still = (0.0,) * (config.head_size // 2 - len(frequencies))  # pairs that do not rotate

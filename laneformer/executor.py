@@ -1,4 +1,4 @@
-"""Runs any layout of laneformer/layout.py."""
+"""Runs the modules and exchanges of any layout in laneformer/layout.py."""
 
 from collections.abc import Callable
 
@@ -18,16 +18,19 @@ def run_schedule(
     receive: Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]] = lambda m, total, o: (total, o),
     mix: Callable[[int, jax.Array, jax.Array], jax.Array] | None = None,
 ) -> jax.Array:
-    """Runs all modules over the lane streams; returns the streams before the final norm, [l, b, s, d] in the stream
+    """Runs all modules over the lanes' streams. Returns the streams before the final norm, [l, b, s, d] in the stream
     dtype.
 
-    `module(m, x)` is module m on every local lane, [l, b, s, d] -> [l, b, s, d]. `sum_lanes` sums over all lanes of the
-    model, here and on other devices, [l, b, s, c] -> [1, b, s, c]. A reduction is issued as soon as its last part
-    exists, so that the compiler can overlap it with the modules until it lands. `observe(before, own, after)` is called
-    for each time of the schedule, the one before the final norm included: the streams before it, the lanes' own
-    additions, and the streams after it. `receive(m, total, o)` is what the streams get of the sum that module m
-    completes, and of its output on every local lane; by default both as they are. `mix(m, x, total)` is the streams
-    after that sum of module m has joined them, where the schedule mixes.
+    A reduction is issued as soon as its last part exists, so that the compiler can overlap it with the modules until it
+    lands.
+
+    module(m, x): computes module m on every local lane, [l, b, s, d] -> [l, b, s, d].
+    sum_lanes: sums over all lanes of the model, on this and other devices, [l, b, s, c] -> [1, b, s, c].
+    observe(before, own, after): called for each time of the schedule, including the one before the final norm, with the
+        streams before it, the lanes' own additions, and the streams after it.
+    receive(m, total, o): returns what the streams receive of the sum that module m completes, and of the module's
+        output on every local lane; by default both are unchanged.
+    mix(m, x, total): returns the streams after the sum of module m has joined them, if the schedule mixes.
     """
     x, outputs, sums = x_lbsd, {}, {}
 
@@ -43,7 +46,7 @@ def run_schedule(
         if schedule.mixes:
             return mix(payload.complete_at, x, arrived)
         if apart := [part for part in payload.parts if not schedule.own_lands_with(part[0], landing)]:
-            arrived = arrived - combine(payload, apart)  # each lane adds its own share of these elsewhere
+            arrived = arrived - combine(payload, apart)  # a lane adds its own share of these at another place
         if arrived.shape[-1] == x.shape[-1]:
             return x + arrived
         return x.at[..., : arrived.shape[-1]].add(arrived)

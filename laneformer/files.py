@@ -1,4 +1,6 @@
-"""Files of a checkpoint, which others wrote: read without waiting for a pipe, and parsed to a limited depth."""
+"""Reads the files of a checkpoint, which may come from anyone: without blocking on a pipe, and JSON only to a limited
+depth.
+"""
 
 import errno
 import json
@@ -9,23 +11,25 @@ from typing import Any
 
 from laneformer.errors import CheckpointError
 
-MOST_BYTES = 1 << 30  # of a file that is read at once
-DEEPEST = 100  # values inside each other in a JSON file
+MOST_BYTES = 1 << 30  # largest file that is read at once
+DEEPEST = 100  # most levels of nesting in a JSON file
 
 
 def read_file(file: Path) -> bytes:
-    """The content of a regular file. Raises FileNotFoundError, or CheckpointError for anything else that has no end."""
+    """The content of a regular file. Raises FileNotFoundError, or CheckpointError if it is not a regular file or larger
+    than MOST_BYTES.
+    """
     with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
         found = os.fstat(opened.fileno())
         if not stat.S_ISREG(found.st_mode):
             raise CheckpointError(f"{file} is not a regular file: copy it again")
         if found.st_size > MOST_BYTES:
-            raise CheckpointError(f"{file} has {found.st_size:,} bytes, at most {MOST_BYTES:,} are read: copy it again")
+            raise CheckpointError(f"{file} has {found.st_size:,} bytes, more than {MOST_BYTES:,}: copy it again")
         return opened.read()
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """`json.loads` of text in UTF-8. Raises ValueError also for values deeper than DEEPEST."""
+    """`json.loads` of UTF-8 text. Also raises ValueError for values nested deeper than DEEPEST levels."""
     too_deep = ValueError(f"nested deeper than {DEEPEST} levels")
     try:
         value = json.loads(text.decode() if isinstance(text, bytes) else text, **options)
@@ -44,7 +48,7 @@ def _parts(value: Any) -> Any:
 
 
 def refuse_link_loops(folder: Path) -> None:
-    """Raises CheckpointError with the name of the link if the folder or a file in it is a link back to itself."""
+    """Raises CheckpointError, naming the link, if the folder, a parent or a file in it is a link back to itself."""
     for path in (*reversed(folder.parents), folder):
         _refuse_loop(path)
     if folder.is_dir():
@@ -59,5 +63,6 @@ def _refuse_loop(path: Path) -> None:
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise CheckpointError(
-                f"{path} is a symbolic link that leads back to itself: replace it by what it should name"
+                f"{path} is a symbolic link that leads back to itself: replace it by the file or folder that it should"
+                " name"
             ) from None

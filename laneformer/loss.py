@@ -1,4 +1,4 @@
-"""Cross-entropy over the vocabulary, chunk by chunk along the sequence: only one chunk's logits exist at a time."""
+"""Cross-entropy over the vocabulary, computed in chunks of the sequence: only one chunk's logits exist at a time."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ class TokenLoss(NamedTuple):
     """The result of `cross_entropy`. Only `total` has a gradient; the others are for metrics."""
 
     total: jax.Array
-    """Sum over tokens of weight (nll + z_loss lse^2), float32 scalar."""
+    """Sum over tokens of weight * (nll + z_loss * lse^2), float32 scalar."""
     nll_bs: jax.Array
     """Negative log-likelihood of every token, lse - logit[target] in nats, float32 [b, s]."""
     lse_bs: jax.Array
@@ -38,19 +38,20 @@ def cross_entropy(
 ) -> TokenLoss:
     """Weighted cross-entropy of a head's logits, with z-loss (PaLM, Chowdhery et al., arXiv 2204.02311).
 
-    total = sum of weight (lse - logit[target] + z_loss lse^2), with gradients for y, head and weights. Each device has
-    y [l, b, s, d], head [l, v, d], targets int [b, s], weights float32 [b, s] (None: all 1), and makes
-    - head[l] y[l] as slice l of its part of the vocabulary (l = 1: a head that all lanes share), or
-    - with add_lanes, sum over l of head[l] y[l], a summand over the whole vocabulary, to be summed over the devices.
-    axis: the manual mesh axis over which slices or lanes are spread; y (float32) must vary over it: `jax.lax.pcast`
-    does that, and its transpose sums dy once, at the end. None: each device has the whole head. The batch may be
+    total = sum of weight * (lse - logit[target] + z_loss * lse^2), with gradients for y, head and weights. Each device
+    has y [l, b, s, d], head [l, v, d], targets int [b, s] and weights float32 [b, s] (None: all 1). It computes either
+    - head[l] y[l], slice l of its part of the vocabulary (l = 1: a head that all lanes share), or,
+    - with add_lanes, the sum over l of head[l] y[l] over the whole vocabulary, to be summed over the devices.
+
+    axis: the manual mesh axis over which slices or lanes are spread; None: each device has the whole head. y (float32)
+    must vary over this axis: `jax.lax.pcast` does that, and its transpose sums dy once, at the end. The batch may be
     sharded over the mesh axis "data".
 
-    The sequence is cut into equal chunks of at most `chunk` positions. The loss is a weighted sum, so that a chunk's
-    dlogits are known with its logits: for a gradient, the same sweep adds up dy and, in float32, dhead, and the head
-    costs its three products. Collectives per chunk: two all-reduces of [b, chunk] floats over `axis`; with add_lanes
-    also a reduce-scatter of logits and an all-gather of dlogits. Not for use within `jax.checkpoint`, which would
-    repeat them.
+    The sequence is cut into equal chunks of at most `chunk` positions. As the loss is a weighted sum, a chunk's dlogits
+    are known as soon as its logits are. For a gradient, the same sweep therefore sums dy and, in float32, dhead, and
+    the head costs no more than its three products. Collectives per chunk: two all-reduces of [b, chunk] floats over
+    `axis`; with add_lanes also a reduce-scatter of logits and an all-gather of dlogits. Do not call this inside
+    `jax.checkpoint`, which would repeat the collectives.
     """
     if weights_bs is None:
         weights_bs = jnp.ones(targets_bs.shape, jnp.float32)
@@ -62,10 +63,10 @@ def cross_entropy(
 
 @dataclass(frozen=True)
 class _Head:
-    """Logits and the gradients through them. The batch is cut into `groups` g, one per device of the data axis.
+    """Computes logits and gradients through them. The batch is cut into `groups` g, one per device of the data axis.
 
-    With g as a separate dimension each device adds up its own dhead; a sum over the whole batch would cross the axis
-    in every chunk.
+    With g as a separate dimension, each device sums its own dhead. A sum over the whole batch would cross the axis in
+    every chunk.
     """
 
     precision: Precision
@@ -74,7 +75,7 @@ class _Head:
     groups: int
 
     def logits(self, y_lgbsd: jax.Array, w_lvd: jax.Array) -> jax.Array:
-        """Logits of this device's slices of the vocabulary, float32 [l, g, b, s, v]; -inf beyond the vocabulary."""
+        """Logits of this device's slices of the vocabulary, float32 [l, g, b, s, v]; -inf outside the vocabulary."""
         if not self.add_lanes:
             return self.precision.einsum("lgbsd,lvd->lgbsv", y_lgbsd, w_lvd).astype(jnp.float32)
         logits = self.precision.einsum("lgbsd,lvd->gbsv", y_lgbsd, w_lvd).astype(jnp.float32)
@@ -87,7 +88,7 @@ class _Head:
         return logits[None]
 
     def gradients(self, dlogits_lgbsv: jax.Array, y_lgbsd: jax.Array, w_lvd: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """dy [l, g, b, s, d] and dw of each group, [l, g, d, v]: this order transposes nothing as large as dlogits."""
+        """dy [l, g, b, s, d] and each group's dw [l, g, d, v]. This order avoids transposes as large as dlogits."""
         dlogits, letters = dlogits_lgbsv.astype(self.precision.compute), "lgbsv"
         if self.add_lanes:
             dlogits, letters = dlogits[0], "gbsv"
@@ -98,18 +99,18 @@ class _Head:
         return einsum(f"{letters},lvd->lgbsd", dlogits, w_lvd), einsum(f"lgbsd,{letters}->lgdv", y_lgbsd, dlogits)
 
     def columns(self, targets_gbs: jax.Array, slices: int, width: int) -> jax.Array:
-        """Position of each target within each slice of this device, int [l, g, b, s]; outside 0..width - 1 if the
-        target is in another slice.
+        """Column of each target in each slice of this device, int [l, g, b, s]; outside 0..width - 1 if the target is
+        in another slice. width: columns of a slice.
         """
         first = 0 if self.axis is None else jax.lax.axis_index(self.axis) * slices
         return targets_gbs - (first + jnp.arange(slices)[:, None, None, None]) * width
 
     def over_devices(self, reduce: Callable, x: jax.Array) -> jax.Array:
-        """x reduced over the mesh axis, where there is one."""
+        """x reduced over the mesh axis, if there is one."""
         return x if self.axis is None else reduce(x, self.axis)
 
     def _in_groups(self, collective: Callable, x_gbsv: jax.Array) -> jax.Array:
-        """The collective within each group; without this the compiler gathers x over the data axis first."""
+        """Applies the collective within each group; otherwise the compiler would gather x over the data axis first."""
         if self.groups == 1:
             return collective(x_gbsv)
         return jax.shard_map(collective, in_specs=P(DATA), out_specs=P(DATA), axis_names={DATA})(x_gbsv)
@@ -122,7 +123,7 @@ def _cross_entropy(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs):
 
 
 def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, weights_bs):
-    """The loss, and the gradient of its total for y, w and weights."""
+    """The TokenLoss, and the gradient of its total for y, w and weights."""
     b, s = targets_bs.shape
     l, v, d = w_lvd.shape
     count = -(-s // chunk)

@@ -1,4 +1,4 @@
-"""The device mesh (data, lane), and the sharding of arrays on it."""
+"""The device mesh with axes (data, lane), and the sharding of arrays on it."""
 
 import ctypes
 import math
@@ -18,7 +18,7 @@ LANE, DATA = "lane", "data"
 
 
 def use_host_devices(count: int) -> None:
-    """Splits this machine's CPU into `count` JAX devices. Raises ConfigError after the first JAX operation."""
+    """Splits this machine's CPU into `count` JAX devices. Raises ConfigError if JAX already runs with another count."""
     _make_room_for_queues(count)
     try:
         jax.config.update("jax_num_cpu_devices", count)
@@ -33,8 +33,8 @@ def use_host_devices(count: int) -> None:
 def _make_room_for_queues(count: int) -> None:
     """Prevents a deadlock of queued programs with collectives on `count` CPU devices.
 
-    XLA's CPU client runs each device's program on a pool of `count` threads, and blocks threads of that pool while too
-    many programs are queued. A pool twice as large has room for both; JAX makes it on first use.
+    XLA's CPU client runs each device's program on a pool of `count` threads. It also blocks threads of that pool while
+    too many programs are queued. A pool twice as large has room for both. JAX creates the pool on first use.
     """
     if count > 1:
         os.environ.setdefault("PJRT_NPROC", str(2 * max(count, os.cpu_count() or 1)))
@@ -47,8 +47,8 @@ for _count in re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.env
 def keep_freed_memory() -> None:
     """Makes glibc keep memory that XLA frees after each program, instead of returning it to the kernel.
 
-    Halves the system time of small training steps on virtual machines, where page faults are slow. Not for large
-    models: the process never shrinks. No effect with another C library.
+    This halves the system time of small training steps on virtual machines, where page faults are slow. Do not use it
+    for large models, because the process never shrinks. It has no effect with another C library.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -61,9 +61,9 @@ def keep_freed_memory() -> None:
 def make_mesh(num_lanes: int, *, data: int = 1, lane: int | None = None, devices=None) -> Mesh:
     """A (data, lane) mesh for a model of `num_lanes` lanes.
 
-    lane: devices on the lane axis, a divisor of num_lanes; by default the largest that fits the devices. data: copies
-    of the lane axis, over which batches and (FSDP) weights are split. Raises ConfigError when there are too few
-    devices.
+    lane: devices on the lane axis, a divisor of num_lanes; by default the largest that fits the devices. data: size of
+    the data axis, over which batches and weights (FSDP) are split. Raises ConfigError for too few devices or a `lane`
+    that does not divide the lanes.
     """
     devices = list(jax.devices() if devices is None else devices)
     if data < 1 or data > len(devices):
@@ -75,7 +75,8 @@ def make_mesh(num_lanes: int, *, data: int = 1, lane: int | None = None, devices
         raise ConfigError(f"lane = {lane} must divide {num_lanes} lanes; choose {fitting}")
     if data * lane > len(devices):
         raise ConfigError(
-            f"a mesh of data = {data} x lane = {lane} needs {data * lane} devices, {len(devices)} are visible"
+            f"a mesh of data = {data} x lane = {lane} needs {data * lane} devices, but only {len(devices)} are visible;"
+            " choose a smaller mesh"
         )
     return jax.make_mesh(
         (data, lane), (DATA, LANE), axis_types=(AxisType.Auto, AxisType.Auto), devices=devices[: data * lane]
@@ -83,10 +84,10 @@ def make_mesh(num_lanes: int, *, data: int = 1, lane: int | None = None, devices
 
 
 def check_mesh(num_lanes: int, mesh: Mesh | None, stream: str = "float32") -> None:
-    """Raises ConfigError unless `mesh` is a (data, lane) mesh that fits the lanes and a stream of that dtype.
+    """Raises ConfigError unless `mesh` is a (data, lane) mesh that fits the lanes and the dtype `stream`.
 
-    None is one device and always fits. XLA:CPU (jaxlib 0.10 and 0.11) ends the process when it compiles a bfloat16
-    all-reduce.
+    None stands for one device and always fits. A bfloat16 stream does not fit several CPU devices: XLA:CPU (jaxlib 0.10
+    and 0.11) aborts the process when it compiles a bfloat16 all-reduce.
     """
     if mesh is None:
         return
@@ -96,14 +97,14 @@ def check_mesh(num_lanes: int, mesh: Mesh | None, stream: str = "float32") -> No
         )
     if num_lanes % mesh.shape[LANE]:
         raise ConfigError(
-            f"a mesh of {mesh.shape[LANE]} devices does not divide {num_lanes} lanes; use make_mesh({num_lanes})"
+            f"a lane axis of {mesh.shape[LANE]} devices does not divide {num_lanes} lanes; use make_mesh({num_lanes})"
         )
     if stream == "bfloat16" and mesh.shape[LANE] > 1 and mesh.devices.flat[0].platform == "cpu":
         raise ConfigError("precision.stream = 'bfloat16' cannot be summed over CPU devices; use float32, or one device")
 
 
 def fit_spec(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
-    """The spec without axes that do not divide their dimension: those dimensions are whole on every device."""
+    """The spec without the mesh axes that do not divide their dimension. These dimensions are whole on every device."""
 
     def keep(axes, size: int):
         count = math.prod(mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes or []))
@@ -113,17 +114,17 @@ def fit_spec(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
 
 
 def lane_spec(spec: P) -> P:
-    """The part of a spec that shard_map handles manually, the lane axis; the compiler handles the rest."""
+    """The spec with only the lane axis, which shard_map handles manually. The compiler handles the other axes."""
     return P(*(LANE if axes == LANE else None for axes in spec))
 
 
 def sharding(spec: P, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
-    """The sharding of an array of that shape on the mesh."""
+    """The sharding of an array with this spec and shape on the mesh."""
     return NamedSharding(mesh, fit_spec(spec, shape, mesh))
 
 
 def put_weight(weight: np.ndarray | Quantized, spec: P, mesh: Mesh | None) -> jax.Array | Quantized:
-    """A weight on its devices, by default on one. A record keeps its columns together."""
+    """Puts a weight on the devices of the mesh; None: on one device. A quantized weight is not split by columns."""
 
     def put(array: np.ndarray, spec: P) -> jax.Array:
         return jax.block_until_ready(jax.device_put(array, None if mesh is None else sharding(spec, array.shape, mesh)))

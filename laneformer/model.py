@@ -1,11 +1,11 @@
-"""The Laneformer: a Llama-style decoder cut into lanes, joined by whatever layout the config names.
+"""The Laneformer: a Llama-style decoder cut into lanes that exchange their outputs as the config's layout says.
 
 Shape letters, also in einsum strings: l lane, b batch, s query position, t key position, d model (hidden size), h query
 heads per lane, n key/value heads per lane, k head dim, f feed-forward columns per lane, v vocabulary.
 
-Every lane has an equal share of each matrix, [l, out, in], and its own residual stream, x[l, b, s, d]. On a mesh
-`jax.shard_map` splits the lane axis over the devices, and the sum over lanes is a sum over the local ones followed by
-`psum`: the same lines run 8 lanes on 1, 2, 4 or 8 devices.
+Every lane has an equal share of each matrix, [l, out, in], and its own residual stream, x[l, b, s, d]. On a mesh,
+`jax.shard_map` splits the lane axis over the devices. The sum over lanes is then a sum over the local lanes followed by
+`psum`, so the same code runs 8 lanes on 1, 2, 4 or 8 devices.
 """
 
 from contextlib import nullcontext
@@ -36,8 +36,8 @@ from laneformer.state import Cache, make_cache
 from laneformer.weights import initial_weights, parameter_table
 
 Remat = Literal["none", "block", "dots"]
-BY_LANE = P(None, LANE)  # of arrays [n, l, ...]
-# What the backward pass keeps of a module beside its input: nothing, or the results of its matrix products.
+BY_LANE = P(None, LANE)  # spec of arrays [n, l, ...]
+# What the backward pass keeps of a module in addition to its input: nothing, or the results of its matrix products.
 REMAT = {
     "block": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.save_only_these_names("product"),
@@ -45,11 +45,11 @@ REMAT = {
 
 
 class Laneformer(nnx.Module):
-    """`model(ids[b, s])` gives float32 logits [b, s, v]; `model.extend(ids, cache)` continues a cached sequence.
+    """`model(ids[b, s])` returns float32 logits [b, s, v]. `model.extend(ids, cache)` continues a cached sequence.
 
-    It is a plain pytree: pass it to jax.jit and jax.grad as it is. `mesh` (from `make_mesh`) spreads lanes and batches
-    over devices; without one all lanes run on the default device. Architecture: Kog, "Laneformer 2B", and the layouts
-    of laneformer/layout.py.
+    The model is a plain pytree, which can be passed to jax.jit and jax.grad. `mesh` (from `make_mesh`) spreads lanes
+    and batches over devices; without a mesh, all lanes run on the default device. Architecture: Kog, "Laneformer 2B",
+    and the layouts of laneformer/layout.py.
     """
 
     def __init__(
@@ -59,9 +59,10 @@ class Laneformer(nnx.Module):
         precision: Precision | None = None,
         mesh: Mesh | None = None,
     ):
-        """weights: path -> array, or the record of a quantized matrix, for every entry of `parameter_table(config)`;
-        the embedding table is an array. Raises ConfigError for a mesh that does
-        not fit the lanes.
+        """Makes a model from its weights. Raises ConfigError for a mesh that does not fit the lanes.
+
+        weights: path -> array, or record of a quantized matrix, for every entry of `parameter_table(config)`. The
+        embedding table must be an array. precision: by default `Precision.default` of the embedding table's dtype.
         """
         first = weights["tok_embeddings"]
         self.config, self.mesh = config, mesh
@@ -84,7 +85,7 @@ class Laneformer(nnx.Module):
     def init(
         cls, config: ModelConfig, seed: int = 0, *, precision: Precision | None = None, mesh: Mesh | None = None
     ) -> "Laneformer":
-        """A model with fresh weights, each made on its devices."""
+        """A model with fresh weights, each of which is made on its devices."""
         check_mesh(config.num_lanes, mesh)
         precision = precision or Precision.default()
         shardings = (
@@ -93,7 +94,7 @@ class Laneformer(nnx.Module):
         return cls(config, initial_weights(config, seed, precision.param, shardings), precision, mesh)
 
     def weights(self) -> dict[str, jax.Array | Quantized]:
-        """Path -> array or record, in the order of `parameter_table`; an argument of the constructor."""
+        """Path -> array or record of every weight, in the order of `parameter_table`, as the constructor takes them."""
         flat = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(self)}
         return {path: flat[path] if path in flat else self._record(path) for path in parameter_table(self.config)}
 
@@ -105,9 +106,9 @@ class Laneformer(nnx.Module):
         """Logits of every position, float32 [b, s, v], for token ids int [b, s].
 
         segments: document number of each token, int32 [b, s]; attention stays within a document. remat: what the
-        backward pass recomputes, all of a module (block) or all but its matrix products (dots); collectives are not
-        repeated. Raises InputError for ids of a wrong shape or dtype, out of the vocabulary, or longer than the
-        context.
+        backward pass recomputes: nothing (none), all of a module (block), or all but its matrix products (dots). It
+        never repeats collectives. Raises InputError for ids of a wrong shape or dtype, outside the vocabulary, or
+        longer than the context.
         """
         check_ids(self.config, ids_bs)
         return self._forward(jnp.asarray(ids_bs), None, segments_bs, last_only=False, remat=remat)[0]
@@ -115,12 +116,12 @@ class Laneformer(nnx.Module):
     def extend(
         self, ids_bs: jax.Array, cache: Cache, *, last_only: bool = False, count: jax.Array | None = None
     ) -> tuple[jax.Array, Cache]:
-        """Runs ids [b, s] at positions cache.length.. and returns logits [b, s, v] ([b, 1, v] if last_only) and the
-        longer cache.
+        """Runs ids [b, s] at the positions from cache.length on. Returns float32 logits [b, s, v] ([b, 1, v] if
+        last_only) and the longer cache.
 
-        s = 1 is a decoding step, more is a prefill. count: how many of the ids are text, int32 scalar, if the rest is
-        padding: the cache gets longer by so many, and the logits behind them mean nothing. Raises InputError for more
-        ids than the cache has room for; where cache.length is traced, the caller must check that.
+        s = 1 is a decoding step, a larger s a prefill. count: number of ids that are text, int32 scalar, if the rest is
+        padding. The cache then grows by `count` positions, and the logits after them are meaningless. Raises InputError
+        for more ids than the cache has room for. If cache.length is traced, the caller must check the room.
         """
         check_ids(self.config, ids_bs)
         if ids_bs.shape[0] != cache.batch:
@@ -158,12 +159,12 @@ class Laneformer(nnx.Module):
     ) -> tuple[jax.Array, dict[str, Any]]:
         """The training objective, summed over tokens: sum of weight * (nll + z_loss * lse^2), float32, and its parts.
 
-        nll = lse - logit[target] in nats, lse = log sum exp of the logits; weights: float32 [b, s], by default 1. The
-        caller divides by their sum. Parts, without gradient: nll, lse_squared (weighted sums) and weight. chunk:
-        positions whose logits are in memory at a time, by default all.
+        nll = lse - logit[target] in nats, where lse is the log sum exp of the logits. The parts, which have no
+        gradient, are the weighted sums nll and lse_squared, and the sum weight, by which the caller divides. weights:
+        float32 [b, s], by default 1. chunk: positions whose logits are in memory at a time, by default all.
 
-        With experts the losses of laneformer/routing.py are added, times load_balance and router_z, and the parts have
-        `routers`, a RouterSums. load: of the whole batch, float32, where this is a part of it.
+        With experts, the losses of laneformer/routing.py are added, times load_balance and router_z, and the parts
+        include `routers`, a RouterSums. load: float32 load of the whole batch, if these ids are only a part of it.
         """
         config = self.config
         weights_bs = jnp.ones(targets_bs.shape, jnp.float32) if weights_bs is None else weights_bs
@@ -204,7 +205,7 @@ class Laneformer(nnx.Module):
     def routers(
         self, ids_bs: jax.Array, weights_bs: jax.Array | None = None, *, segments_bs: jax.Array | None = None
     ) -> RouterSums:
-        """What the routers decide for a batch, without the head; arguments as in `loss`."""
+        """The routers' sums for a batch; the head is not computed. Arguments are those of `loss`."""
         weights_bs = jnp.ones(ids_bs.shape, jnp.float32) if weights_bs is None else weights_bs
 
         def local(model, ids_bs, weights_bs, segments_bs):
@@ -215,15 +216,16 @@ class Laneformer(nnx.Module):
         return self._on_lanes(local, (ids_bs, weights_bs, segments_bs), out_specs=BY_LANE)
 
     def lane_statistics(self, ids_bs: jax.Array, *, segments_bs: jax.Array | None = None) -> dict[str, jax.Array]:
-        """Differences between lanes by time in the schedule (float32, means over all tokens).
+        """Differences between lanes at each time of the schedule (float32, means over all tokens).
 
         similarity [2N + 1]: mean cosine between the streams of two lanes as module m reads them, and before the last
         landings; nan with one lane. own, landed [2N + 1]: root mean square of the additions to a stream at time m, by
-        its own lane and by the others. With experts also in_common [n], by layer with experts: see routing.in_common.
+        its own lane and by the other lanes. With experts also in_common [n], for each layer with experts; see
+        `routing.in_common`. Raises InputError for a model with several residual streams.
         """
         config = self.config
         if config.residual_streams is not None:
-            raise InputError("the lanes of a model with residual_streams are equal: there is nothing to compare")
+            raise InputError("a model with residual_streams has no lane statistics, because its lanes are equal")
 
         def users(model, routing: Routing) -> jax.Array:
             used_lbse = jax.nn.one_hot(routing.chosen_lbsj, config.num_experts).sum(-2)
@@ -259,8 +261,8 @@ class Laneformer(nnx.Module):
         return self._on_lanes(local, (ids_bs, cache, segments_bs, count), in_specs, (logits_spec, cache_spec))
 
     def _on_lanes(self, local, args, in_specs=None, out_specs=None):
-        """local(model, *args) on every device of the lane axis, each with its own lanes; by default all devices have
-        the same args and results.
+        """Runs local(model, *args) on every device of the lane axis, each with its own lanes. By default all devices
+        get the same args and return the same results.
         """
         if not self._lanes_are_split():
             with nullcontext() if self.mesh is None else jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
@@ -269,7 +271,7 @@ class Laneformer(nnx.Module):
 
         def weight_spec(keys, _):
             path = _path(keys)
-            whole, _, part = path.rpartition(".")  # of a record
+            whole, _, part = path.rpartition(".")  # a record's path and one of its arrays
             weight = table[path if path in table else whole]
             return P() if part in WHOLE else lane_spec(fit_spec(weight.spec, weight.shape, self.mesh))
 
@@ -284,13 +286,13 @@ class Laneformer(nnx.Module):
         """The streams of this device's lanes before the final norm, [l, b, s, d], and the longer cache.
 
         All exchange between lanes goes through `_sum_lanes` and `_exchange`. observe: see `run_schedule`. routings:
-        list that gets what each router decides. count: see `extend`.
+        list to which each router's decisions are appended. count: see `extend`.
         """
         config, start = self.config, jnp.zeros((), jnp.int32) if cache is None else cache.length
         with jax.named_scope("embed"):
             x_bsd = self.tok_embeddings[...][ids_bs].astype(self.precision.stream)
             if self._lanes_are_split():
-                x_bsd = jax.lax.pcast(x_bsd, (LANE,), to="varying")  # from here on each lane has its own stream
+                x_bsd = jax.lax.pcast(x_bsd, (LANE,), to="varying")  # each lane has its own stream from here on
             x_lbsd = self._by_batch(jnp.broadcast_to(x_bsd, (self._local_lanes(), *x_bsd.shape)))
         if config.residual_streams is not None:
             several = (*x_lbsd.shape[:3], config.residual_streams.count, x_lbsd.shape[3])
@@ -337,7 +339,7 @@ class Laneformer(nnx.Module):
         return x_lbsd, cache
 
     def _head(self, x_lbsd: jax.Array) -> jax.Array:
-        """Logits float32 [b, s, v], or this device's slice of v where the head is split."""
+        """Float32 logits [b, s, v], or this device's slice of v if the head is split."""
         y_lbsd, w_lvd = self._head_operands(x_lbsd)
         if self.config.lm_head_type == "lane":
             logits = self.precision.einsum("lbsd,lvd->lbsv", y_lbsd, w_lvd)
@@ -346,7 +348,7 @@ class Laneformer(nnx.Module):
         return logits.reshape(*logits.shape[:2], -1).astype(jnp.float32)
 
     def _head_operands(self, x_lbsd: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The head's operands, y [l, b, s, d] and w [l, v, d]: of every lane, or l = 1 where the lanes share them."""
+        """The head's operands y [l, b, s, d] and w [l, v, d], with l = 1 if the lanes share them."""
         config = self.config
         if config.lm_head_type != "replicate":
             return self.norm(x_lbsd), self.lm_head[...]
@@ -360,13 +362,13 @@ class Laneformer(nnx.Module):
         return y_lbsd, (widen(head, y_lbsd) if isinstance(head, Quantized) else head)[None]
 
     def _sum_lanes(self, x_lbsd: jax.Array) -> jax.Array:
-        """The sum over all lanes, on this device and the others, [1, b, s, d]."""
+        """The sum over all lanes of all devices, [1, b, s, d]."""
         total = x_lbsd.sum(0, keepdims=True)
         return jax.lax.psum(total, LANE) if self._lanes_are_split() else total
 
     def _exchange(self, x_lbsd: jax.Array) -> jax.Array:
-        """`_sum_lanes` of what modules add to the streams. Devices send it in the exchange dtype where that is
-        narrower, and the gradients of the result likewise; XLA:CPU has no sum of 16 bits, and adds rounded values.
+        """`_sum_lanes` of what modules add to the streams. Devices send it, and the gradients of the result, in the
+        exchange dtype if that is narrower. XLA:CPU cannot sum 16-bit values; there it sums rounded float32 values.
         """
         dtype = jnp.dtype(self.precision.exchange)
         if not self._lanes_are_split() or dtype.itemsize >= x_lbsd.dtype.itemsize:
@@ -378,15 +380,15 @@ class Laneformer(nnx.Module):
             return jax.lax.reduce_precision(x, kind.nexp, kind.nmant) if on_cpu else x.astype(dtype)
 
         total = jax.lax.psum(narrow(x_lbsd.sum(0, keepdims=True)), LANE)
-        # Each lane's gradient of the sum is made narrow before they are summed.
+        # Each lane's gradient of the sum is narrowed before these gradients are summed.
         total = jax.lax.pcast(total, (LANE,), to="varying")
         return narrow(total).astype(x_lbsd.dtype)
 
     def _lane_statistics(
         self, before_lbsd: jax.Array, own_lbsd: jax.Array, after_lbsd: jax.Array
     ) -> dict[str, jax.Array]:
-        """`lane_statistics` at one time. The sum of unit streams u_l has |sum|^2 = L + the sum of cos over ordered
-        pairs of lanes.
+        """`lane_statistics` at one time of the schedule. The sum of unit streams u_l has |sum|^2 = L + the sum of cos
+        over ordered pairs of lanes.
         """
         lanes, size = self.config.num_lanes, before_lbsd[0].size
         unit = before_lbsd * jax.lax.rsqrt(jnp.sum(jnp.square(before_lbsd), -1, keepdims=True) + 1e-30)
@@ -400,8 +402,8 @@ class Laneformer(nnx.Module):
         return {"similarity": similarity, "own": root_mean_square(own_lbsd), "landed": root_mean_square(landed)}
 
     def _by_batch(self, x_lbsd: jax.Array) -> jax.Array:
-        """The streams with their batch, not their width, over the data axis: the compiler then gathers weights (FSDP)
-        instead of activations.
+        """The streams with their batch, not their width, split over the data axis, so that the compiler gathers weights
+        (FSDP) instead of activations.
         """
         data = 1 if self.mesh is None else self.mesh.shape[DATA]
         return (
@@ -409,8 +411,8 @@ class Laneformer(nnx.Module):
         )
 
     def _lanes_are_split(self) -> bool:
-        """Whether lanes are on several devices. Over an axis of one device JAX (0.10) drops the shard_map but keeps
-        its sums, which does not compile.
+        """Whether the lanes are on several devices. Over an axis of one device, JAX (0.10) drops the shard_map but
+        keeps its sums, which does not compile.
         """
         return self.mesh is not None and self.mesh.shape[LANE] > 1
 
@@ -418,7 +420,7 @@ class Laneformer(nnx.Module):
         return self.config.num_lanes // (1 if self.mesh is None else self.mesh.shape[LANE])
 
     def _head_is_split(self) -> bool:
-        """Whether each device has only its slice of the vocabulary, or its lanes, of the head."""
+        """Whether each device has only a part of the head: a slice of the vocabulary, or its own lanes."""
         if not self._lanes_are_split() or self.config.tie_word_embeddings:
             return False
         weight = parameter_table(self.config)["lm_head"]
@@ -426,8 +428,8 @@ class Laneformer(nnx.Module):
 
 
 def check_ids(config: ModelConfig, ids_bs) -> None:
-    """Raises InputError unless ids are whole numbers [b, s] of the vocabulary, no longer than the context. Traced
-    values are not checked.
+    """Raises InputError unless ids are integers [b, s] within the vocabulary, and no longer than the context. The
+    values of traced ids are not checked.
     """
     if not hasattr(ids_bs, "ndim") or ids_bs.ndim != 2 or ids_bs.size == 0:
         found = getattr(ids_bs, "shape", type(ids_bs).__name__)
@@ -449,6 +451,6 @@ def check_ids(config: ModelConfig, ids_bs) -> None:
 
 
 def _path(keys) -> str:
-    """layers.0.attention.wq for the pytree key of that weight."""
+    """The path of a weight, such as layers.0.attention.wq, from its pytree keys."""
     names = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))) for key in keys]
     return ".".join(name for name in names if name not in ("value", "scale"))

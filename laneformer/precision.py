@@ -12,33 +12,34 @@ from laneformer.quantized import INT4_ZERO, Quantized
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtype names, as in laneformer/formats.py."""
+    """The dtypes of a computation, by their names in laneformer/formats.py."""
 
     param: str = "float32"
-    """Stored weights."""
+    """Dtype of the stored weights."""
     compute: str = "float32"
-    """Both operands of every matrix product."""
+    """Dtype of both operands of every matrix product."""
     stream: str = "float32"
-    """Residual streams, payloads between lanes and inputs of norms."""
+    """Dtype of residual streams, payloads between lanes and inputs of norms."""
     accumulate: str = "float32"
-    """Results of matrix products, before any other rounding."""
+    """Dtype of the results of matrix products, before any other rounding."""
     activation: str = "float32"
-    """Results of the products of attention and MLP as they are kept, for what reads them and for the backward pass."""
+    """Dtype in which results of products in attention and MLP are kept, for their readers and the backward pass."""
     exchange: str = "float32"
-    """What devices send each other of the streams, and of their gradients: narrower than `stream`, if at all."""
+    """Dtype in which devices send each other additions to the streams, and their gradients. No wider than `stream`."""
 
     @classmethod
     def default(cls, param="float32", platform: str | None = None) -> "Precision":
-        """Products in the weights' dtype; on a CPU in float32, because XLA converts a whole bf16 matrix for every
-        product there.
+        """A Precision that multiplies in the weights' dtype; on a CPU in float32, because XLA converts a whole bfloat16
+        matrix for every product there. platform: by default JAX's default backend.
         """
         platform = platform or jax.default_backend()
         param = jnp.dtype(param).name
         return cls(param=param, compute="float32" if platform == "cpu" else param)
 
     def einsum(self, subscripts: str, x: jax.Array, w: jax.Array | Quantized, result: str | None = None) -> jax.Array:
-        """The product of x and w over their last axes in the compute dtype, with a result in the accumulate dtype, or
-        in that of `result`; float32 is never TF32.
+        """The einsum of x and w, which may be quantized, with operands in the compute dtype. Float32 is never TF32.
+
+        result: dtype of the result, by default the accumulate dtype.
         """
         exact = jax.lax.Precision.HIGHEST if self.compute == "float32" else None
         w = widen(w, x) if isinstance(w, Quantized) else w
@@ -47,39 +48,39 @@ class Precision:
         of_x, of_w, of_y = re.split(",|->", subscripts)
         if not ("bs" in of_x and "bs" in of_y) or {"b", "s"} & {*of_w}:
             return product(subscripts, x, w)
-        # As one axis: with lanes beside it, XLA:GPU writes transposed copies where a gradient contracts two.
+        # b and s become one axis: with lanes beside them, XLA:GPU copies and transposes where a gradient contracts two.
         at, to = of_x.index("b"), of_y.index("b")
         y = product(subscripts.replace("bs", "b"), x.reshape(*x.shape[:at], -1, *x.shape[at + 2 :]), w)
         return y.reshape(*y.shape[:to], *x.shape[at : at + 2], *y.shape[to + 1 :])
 
     @property
     def narrow(self) -> bool:
-        """Whether blocks keep the results of their products in fewer bits than these have."""
+        """Whether blocks keep results of products in a dtype (activation) with fewer bits than accumulate has."""
         return jnp.finfo(self.activation).bits < jnp.finfo(self.accumulate).bits
 
     def block_einsum(self, subscripts: str, x: jax.Array, w: jax.Array | Quantized) -> jax.Array:
-        """`einsum` in a block, with a result in the activation dtype if that is narrow."""
+        """`einsum` for a product in a block, with the result in the activation dtype if that is narrow."""
         if not self.narrow:
             return self.einsum(subscripts, x, w)
         kept = jnp.finfo(self.activation)
         if self.compute != "float32":
             return self.einsum(subscripts, x, w, self.activation)
-        # XLA may leave out a conversion to and from 16 bits, but not this.
+        # XLA may remove a conversion to 16 bits and back, but not reduce_precision.
         return jax.lax.reduce_precision(self.einsum(subscripts, x, w), kept.nexp, kept.nmant).astype(self.activation)
 
     def widened(self, y: jax.Array) -> jax.Array:
-        """A result of block_einsum in the accumulate dtype."""
+        """A result of `block_einsum`, converted to the accumulate dtype."""
         return y.astype(jnp.promote_types(y.dtype, self.accumulate))
 
 
 def widen(w: Quantized, x: jax.Array) -> jax.Array:
-    """The weights of a record in float32, once x exists: a program that multiplies with several records then has one of
-    them in float32 at a time, and a loop does not keep them.
+    """The weights of a record in float32, made to depend on x. A program that multiplies by several records then has
+    only one of them in float32 at a time, and a loop does not keep them.
     """
     first = x[(0,) * x.ndim]
-    codes = w.codes | jnp.isnan(first).astype(w.codes.dtype)  # needs x, and is w.codes unless that is NaN
+    codes = w.codes | jnp.isnan(first).astype(w.codes.dtype)  # depends on x; equal to w.codes unless x starts with NaN
     if w.format.bits == 4:
-        # Shifted by the column's parity: XLA copies a stack of both halves byte by byte on a CPU.
+        # Shift by the column's parity: on a CPU, XLA would copy a stack of both halves byte by byte.
         codes = jnp.repeat(codes, 2, -1)[..., : w.columns]
         odd = jax.lax.broadcasted_iota(codes.dtype, codes.shape, codes.ndim - 1) & 1
         codes = (codes >> (4 * odd)) & 15
@@ -97,7 +98,7 @@ def widen(w: Quantized, x: jax.Array) -> jax.Array:
 
 
 def _scales(w: Quantized) -> jax.Array:
-    """Float32, the global scale included."""
+    """The scales of a record in float32, divided by its global scale."""
     if w.kind not in ("mxfp4", "nvfp4"):
         return w.scales.astype(jnp.float32)
     dtype = jnp.float8_e8m0fnu if w.kind == "mxfp4" else jnp.float8_e4m3fn
@@ -106,7 +107,7 @@ def _scales(w: Quantized) -> jax.Array:
 
 
 def _spread(w: Quantized, grid: jax.Array) -> jax.Array:
-    """What is shaped like the scales, one for each weight."""
+    """An array shaped like the scales, repeated to one value per weight; axes of size 1 stay, to be broadcast."""
     for axis, group, size in ((-2, w.group[0], w.codes.shape[-2]), (-1, w.group[1], w.columns)):
         if grid.shape[axis] == 1:
             continue  # broadcast

@@ -1,4 +1,4 @@
-"""Recipes: functions without arguments that make a configuration, named MODULE:FUNCTION or FILE.py:FUNCTION."""
+"""Recipes: functions without arguments that return a configuration, named MODULE:FUNCTION or FILE.py:FUNCTION."""
 
 import importlib
 import importlib.util
@@ -11,7 +11,9 @@ from laneformer.errors import ConfigError
 
 
 def call_recipe(name: str) -> Any:
-    """What a recipe named MODULE:FUNCTION or FILE.py:FUNCTION returns. Raises ConfigError if it cannot be called."""
+    """Calls the recipe named MODULE:FUNCTION or FILE.py:FUNCTION and returns its result, or the object of that name if
+    it is not callable. Raises ConfigError if the recipe is not found or takes arguments.
+    """
     place, _, function = name.rpartition(":")
     if not place.endswith(".py") and not all(part.isidentifier() for part in place.split(".")):
         raise ConfigError(f"recipe {name!r}: {place!r} is not a module; write MODULE:FUNCTION or FILE.py:FUNCTION")

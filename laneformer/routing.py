@@ -1,18 +1,19 @@
-"""What the routers of a model decided, and the losses that train them. Shape letters as in
+"""The decisions of a model's routers, and the losses that train them. Shape letters as in
 laneformer/blocks/experts.py, and: n layers with experts.
 
-Every lane routes from its own stream, so each lane of each layer counts apart. With p a router's softmax over the E
-experts, or its sigmoids over their sum, token weights w that sum to T, and k experts that a token uses:
+Every lane routes from its own stream, so each lane of each layer is counted separately. Let p be a router's softmax
+over the E experts (or its scores divided by their sum), w the weights of the tokens, T the sum of w, and k the number
+of experts that a token uses:
 
-    load f[e] = sum of w over the tokens that use e, over T     (their sum is k)
-    share P[e] = sum of w p[e], over T                          (their sum is 1)
-    load-balancing loss: E sum_e f[e] P[e], k where the load is even; its gradient passes through P alone
-    z-loss: sum of w (log sum exp of the logits)^2, over T
+    load f[e] = (sum of w over the tokens that use e) / T       (the sum over e is k)
+    share P[e] = (sum of w p[e]) / T                            (the sum over e is 1)
+    load-balancing loss = E sum_e f[e] P[e]                     (k if the load is even; the gradient passes through P)
+    z-loss = (sum of w (log sum exp of the logits)^2) / T
 
-both as means over layers and lanes. The first is that of the Switch Transformer (Fedus et al., arXiv 2101.03961) as
-transformers computes it for one layer of Mixtral or Qwen3-MoE, the second that of ST-MoE (Zoph et al., arXiv
-2202.08906). Over sigmoids the first is k times the loss of DeepSeek-V3 (arXiv 2412.19437, equation 17), over the batch
-instead of each sequence.
+Both losses are means over layers and lanes. The load-balancing loss is that of the Switch Transformer (Fedus et al.,
+arXiv 2101.03961), as transformers computes it for one layer of Mixtral or Qwen3-MoE. With sigmoids it is k times the
+loss of DeepSeek-V3 (arXiv 2412.19437, equation 17), over the batch instead of each sequence. The z-loss is that of
+ST-MoE (Zoph et al., arXiv 2202.08906).
 """
 
 from collections.abc import Sequence
@@ -23,31 +24,33 @@ import jax.numpy as jnp
 
 
 class Routing(NamedTuple):
-    """What the router of a layer decided for every token of every lane."""
+    """The decisions of a layer's router for every token of every lane."""
 
     logits_lbse: jax.Array
-    """float32."""
+    """Logits of all experts, float32."""
     chosen_lbsj: jax.Array
     """Numbers of the experts that the token uses, int32."""
     share_lbse: jax.Array | None = None
-    """What sums to 1 over the experts, float32; None: the softmax of the logits."""
+    """p of the opening comment, which sums to 1 over the experts, float32; None: the softmax of the logits."""
 
 
 class RouterSums(NamedTuple):
-    """Sums over tokens, each times its weight, in float32: those of parts of a batch can be added."""
+    """Sums over the tokens of a batch, each times its weight, in float32. The sums of parts of a batch can be added."""
 
     chosen_nle: jax.Array
     """Tokens that use the expert."""
     share_nle: jax.Array
-    """The router's softmax, or sigmoids over their sum."""
+    """p of the opening comment."""
     lse_squared_nl: jax.Array
     """Square of the log sum exp of the logits."""
     entropy_nl: jax.Array
-    """Entropy of that in nats."""
+    """Entropy of p in nats."""
 
 
 def router_sums(routings: Sequence[Routing], weights_bs: jax.Array) -> RouterSums | None:
-    """The sums over all tokens of a batch, layer by layer; None without experts. weights: of the tokens, float32."""
+    """The sums over all tokens of a batch, for each layer with experts; None without such layers. weights: of the
+    tokens, float32 [b, s].
+    """
     if not routings:
         return None
 
@@ -70,13 +73,15 @@ def router_sums(routings: Sequence[Routing], weights_bs: jax.Array) -> RouterSum
 
 
 def load_of(chosen_nle: jax.Array, used: int) -> jax.Array:
-    """The load f [n, l, e] of the batch that was counted; 0 where no token was."""
+    """The load f [n, l, e] from a batch's weighted counts of tokens; 0 if no token was counted. used: experts per
+    token.
+    """
     return used * chosen_nle / jnp.maximum(chosen_nle.sum(-1, keepdims=True), 1e-6)
 
 
 def router_losses(sums: RouterSums, load_nle: jax.Array, lanes: int) -> tuple[jax.Array, jax.Array]:
-    """The load-balancing loss under that load and the z-loss, both times T: what the lanes in `sums` add to the means
-    over layers and all `lanes`.
+    """The load-balancing loss for the given load and the z-loss, both times T. The results are the contributions of the
+    lanes in `sums` to the means over layers and all `lanes` lanes.
     """
     layers, _, experts = sums.chosen_nle.shape
     mean = 1 / (layers * lanes)
@@ -85,10 +90,10 @@ def router_losses(sums: RouterSums, load_nle: jax.Array, lanes: int) -> tuple[ja
 
 
 def router_figures(sums: RouterSums, used: int) -> dict[str, jax.Array]:
-    """How the load is spread, by layer, [n]: means over lanes.
+    """How evenly each layer's load is spread, float32 [n], as means over lanes.
 
-    fullest: load of the expert that most tokens use, over the even load; dead: experts that no token uses; entropy: of
-    the router's softmax, mean over tokens in nats, log E at most.
+    fullest: largest load of an expert, divided by the even load. dead: number of experts that no token uses. entropy:
+    mean over tokens of the entropy of p in nats, at most log E.
     """
     load_nle = load_of(sums.chosen_nle, used)
     tokens_nl = jnp.maximum(sums.chosen_nle.sum(-1) / used, 1e-6)
@@ -100,8 +105,8 @@ def router_figures(sums: RouterSums, used: int) -> dict[str, jax.Array]:
 
 
 def in_common(users_bse: jax.Array, lanes: int, used: int) -> jax.Array:
-    """Share of a token's experts that two lanes both chose, mean over tokens and pairs of lanes; users: number of the
-    lanes that use an expert.
+    """The share of a token's experts that two lanes both chose: the mean over tokens and pairs of lanes, nan with one
+    lane. users: number of lanes that use each expert, [b, s, e]. used: experts per token.
     """
     pairs = (users_bse * (users_bse - 1)).sum(-1).mean()
     return pairs / (used * lanes * (lanes - 1)) if lanes > 1 else jnp.float32(jnp.nan)

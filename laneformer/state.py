@@ -1,4 +1,4 @@
-"""What layers keep between tokens: arrays by name, as each layer's blocks state them, and the current length."""
+"""What layers keep between tokens: named arrays, which each layer's blocks declare, and the current length."""
 
 from dataclasses import dataclass
 
@@ -17,9 +17,11 @@ CACHE_SPEC = P(LANE, DATA)
 @jax.tree_util.register_dataclass
 @dataclass
 class Cache:
-    """layers[n][name]: [l, b, t, ...] of layer n. Where there is an entry per position, t is the capacity, and
-    positions 0..length-1 are filled; where several positions share an entry, t is as many as the capacity makes; a
-    fixed array has t = 1, and is the state after `length` positions. length: int32 scalar.
+    """The arrays that all layers keep. layers[n][name] is an array [l, b, t, ...] of layer n. length: int32 scalar.
+
+    With one entry per position, t is the capacity, and positions 0..length - 1 are filled. With several positions per
+    entry, t is the number of entries for the capacity. A fixed array has t = 1 and contains the state after `length`
+    positions.
     """
 
     layers: list[dict[str, jax.Array]]
@@ -27,22 +29,22 @@ class Cache:
 
     @property
     def capacity(self) -> int:
-        """Positions that fit."""
+        """Positions that fit into the cache."""
         return capacity_of(self.layers)
 
     @property
     def batch(self) -> int:
-        """Sequences."""
+        """Number of sequences."""
         return jax.tree.leaves(self.layers)[0].shape[1]
 
 
 def capacity_of(layers: list[dict[str, jax.Array]]) -> int:
-    """Positions that fit what the layers keep; one layer at least keeps an entry per position."""
+    """Positions that fit into the layers' arrays. At least one layer must keep one entry per position."""
     return max(array.shape[2] for array in jax.tree.leaves(layers))
 
 
 def kept_arrays(options: LayerOptions) -> dict[str, KeptArray]:
-    """What a layer keeps between tokens, by name."""
+    """The arrays that a layer keeps between tokens, by name."""
     return {kept.name: kept for own in options for kept in BLOCKS[type(own)].state(own)}
 
 
@@ -60,7 +62,9 @@ def make_cache(config: ModelConfig, batch: int, capacity: int, dtype="float32", 
 
 
 def emptied(config: ModelConfig, layers: list[dict[str, jax.Array]]) -> Cache:
-    """An empty cache of arrays that held another text. Entries of positions stay: a token reads none after its own."""
+    """An empty cache that reuses the arrays of another text. Fixed arrays are cleared; entries of positions are not,
+    because a token reads none after its own.
+    """
 
     def empty(kept: KeptArray, array: jax.Array) -> jax.Array:
         return jnp.zeros_like(array, device=array.sharding) if kept.fixed else array
@@ -73,7 +77,7 @@ def emptied(config: ModelConfig, layers: list[dict[str, jax.Array]]) -> Cache:
 
 
 def state_bytes_per_token(options: BlockOptions, context: int, bytes_per_value: float) -> float:
-    """Bytes that one token writes to a block's state and, with `context` earlier positions, reads from it.
-    bytes_per_value: of arrays without a dtype of their own.
+    """Bytes that one token writes to a block's state, plus those that it reads after `context` earlier positions.
+    bytes_per_value: bytes of one value in arrays without a fixed dtype.
     """
     return sum(kept.bytes_per_token(context, bytes_per_value) for kept in BLOCKS[type(options)].state(options))

@@ -1,4 +1,4 @@
-"""The table of all weights, collected from the blocks, and the counts that are sums over it."""
+"""The table of all weights, collected from the blocks, and the counts computed from it."""
 
 import math
 import zlib
@@ -35,22 +35,22 @@ def parameter_table(config: ModelConfig) -> dict[str, Weight]:
 
 
 def packing_order(config: ModelConfig) -> list[str]:
-    """Paths of the table, the embedding table and the head first: as a rule the largest, they are in memory twice
-    before the others are.
+    """Paths of the table in the order of packing. The embedding table and the head, usually the largest, come first:
+    while they are packed, and in memory twice, the other weights are not in memory yet.
     """
     table = parameter_table(config)
     return sorted(table, key=lambda path: table[path].group != "embedding")
 
 
 def module_weights(config: ModelConfig) -> list[dict[str, Weight]]:
-    """The rows of the table by module: attention of layer 0, feed-forward of layer 0, ..., each with its norms."""
+    """The table's entries by module: attention of layer 0, feed-forward of layer 0, ..., each with its norms."""
     return [
         table for n, options in enumerate(config.layers) for table in Layer.tables(options, config.norms, f"layers.{n}")
     ]
 
 
 def _embedding(config: ModelConfig) -> Weight:
-    """One row is looked up; all of it is multiplied where it is the head too."""
+    """The embedding table. A token looks up one row; it multiplies the whole table only if that is also the head."""
     return Weight(
         file_name="model.tok_embeddings.weight",
         shape=(config.vocab_size, config.hidden_size),
@@ -64,14 +64,14 @@ def _embedding(config: ModelConfig) -> Weight:
 
 
 def _head(config: ModelConfig) -> Weight | None:
-    """None where the embedding table is the head."""
+    """The head, or None if the embedding table is the head."""
     d, v, lanes = config.hidden_size, config.vocab_size, config.num_lanes
     if config.tie_word_embeddings:
         return None
     file_name, shape, spec = {
-        # Every lane could make all logits; each makes a slice of them.
+        # Lanes share this head, but each device computes only a slice of the logits.
         "replicate": ("lm_head.weight", (v, d), P("lane", "data")),
-        # In files [v, l d]: see laneformer/hf/folder.py.
+        # In files this head is [v, l d]; see laneformer/hf/laneformer.py.
         "lane": ("lm_head.linear.weight", (lanes, v, d), P("lane", None, "data")),
         "vocab_parallel": ("lm_head.weight", (lanes, v // lanes, d), P("lane", None, "data")),
     }[config.lm_head_type]
@@ -81,11 +81,12 @@ def _head(config: ModelConfig) -> Weight | None:
 def initial_weights(
     config: ModelConfig, seed: int, dtype="float32", shardings: Mapping[str, Sharding] | None = None
 ) -> dict[str, jax.Array]:
-    """Fresh weights, the same on every mesh: truncated normals of deviation 0.02; outputs to the stream by a further
-    1/sqrt(2N).
+    """Fresh weights, path -> array, the same on every mesh. Matrices are truncated normals with deviation 0.02, or
+    0.02 / sqrt(2N) if they write to the stream (GPT-2's rule, Radford et al. 2019).
 
-    (GPT-2's rule, Radford et al. 2019.) The key of a weight depends on its path alone, so that adding one changes no
-    other. shardings: by path; each weight is made on its devices, by one program for all weights of a shape.
+    The random key of a weight depends only on the seed and its path, so that adding a weight changes no other. dtype:
+    of weights without a fixed dtype. shardings: by path; each weight is made on its devices, with one program for all
+    weights of a shape.
     """
     deviation = {"normal": 0.02, "embedding": 0.02, "output": 0.02 / math.sqrt(2 * config.num_hidden_layers)}
 
@@ -104,9 +105,9 @@ def initial_weights(
     return {path: make(path, weight) for path, weight in parameter_table(config).items()}
 
 
-@lru_cache(128)  # as many programs are kept
+@lru_cache(128)  # programs
 def _draw(seed: int, shape: tuple[int, ...], deviation: float, dtype: str, where: Sharding | None):
-    """draw(number): truncated normals with the key of that number."""
+    """A function draw(number) that returns truncated normals, with the key of `seed` folded with the number."""
 
     def draw(number: np.uint32) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), number)
@@ -117,7 +118,7 @@ def _draw(seed: int, shape: tuple[int, ...], deviation: float, dtype: str, where
 
 @lru_cache(128)
 def _draw_other(seed: int, shape: tuple[int, ...], initial: str, dtype: str, where: Sharding | None, below: int | None):
-    """draw(number), as `_draw`, of the weights that a block draws by its own rule."""
+    """Like `_draw`, for weights whose block has its own rule."""
 
     def draw(number: np.uint32) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), number)
@@ -128,36 +129,37 @@ def _draw_other(seed: int, shape: tuple[int, ...], initial: str, dtype: str, whe
 
 
 def parameter_count(config: ModelConfig) -> int:
-    """Weights in the model; a tied head counts once."""
+    """Number of weights in the model; a tied head counts once."""
     return sum(weight.size for weight in parameter_table(config).values())
 
 
 def parameters_per_token(config: ModelConfig) -> int:
-    """Weights that one token multiplies: all but the embedding table, which counts once where it is the head too."""
+    """Number of weights that one token multiplies. The embedding table counts only if it is also the head."""
     return sum(weight.read for weight in parameter_table(config).values())
 
 
 def weight_bytes_per_token(config: ModelConfig, bytes_per_weight: float = 2) -> float:
-    """Bytes of weights read for one token at batch 1, the row of the embedding table included."""
+    """Bytes of weights that one token reads at batch 1, including its row of the embedding table."""
     return sum(weight.read + weight.looked_up for weight in parameter_table(config).values()) * bytes_per_weight
 
 
 def kv_bytes_per_token(config: ModelConfig, context: int = 0, bytes_per_value: float = 2) -> float:
-    """Bytes of keys and values, or other state, that one token writes and, with `context` earlier positions, reads;
-    sliding layers read their window.
+    """Bytes of keys and values, or other state, that one token writes, plus those that it reads after `context` earlier
+    positions. Sliding layers read only their window.
     """
     return sum(state_bytes_per_token(own, context, bytes_per_value) for layer in config.layers for own in layer)
 
 
 def matmul_parameters(config: ModelConfig) -> int:
-    """Weights that multiply every token: all matrices and the head, also a tied one, but not the embedding table."""
+    """Number of matrix weights that one token multiplies, including a tied head, without the vectors."""
     return sum(weight.read for weight in parameter_table(config).values() if weight.group != "vector")
 
 
 def attention_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """FLOPs per token of q k^T and of the weighted sum of v, in a forward pass: sum over layers of 4 H e keys.
+    """FLOPs per token of q k^T and of the weighted sum of v, in a forward pass over `sequence_length` tokens: for
+    grouped queries, the sum over layers of 4 H e keys.
 
-    Each block states its own, see `Block.context_flops`. Document boundaries are ignored.
+    The sum over `Block.context_flops` of all blocks. Document boundaries are ignored.
     """
     return sum(
         BLOCKS[type(options)].context_flops(options, sequence_length) for layer in config.layers for options in layer
@@ -165,8 +167,8 @@ def attention_flops_per_token(config: ModelConfig, sequence_length: int) -> floa
 
 
 def prompt_multiply_adds(config: ModelConfig, length: int) -> float:
-    """Multiply-adds of a prompt of `length` tokens: the layers' matrices and the attention for every token, the head
-    for the last one alone.
+    """Multiply-adds of a prompt of `length` tokens: the layers' matrices and the attention for every token, and the
+    head for the last token.
     """
     head = sum(weight.read for weight in parameter_table(config).values() if weight.group == "embedding")
     layers = matmul_parameters(config) - head

@@ -41,7 +41,7 @@ def test_chosen_devices():
         (8, {"lane": 0}, "lane = 0"),
         (8, {"lane": -2}, "lane = -2"),
         (8, {"lane": 16}, "lane = 16"),
-        (8, {"data": 2, "lane": 8}, "data = 2 x lane = 8 needs 16 devices, 8 are visible"),
+        (8, {"data": 2, "lane": 8}, "data = 2 x lane = 8 needs 16 devices, but only 8"),
         (8, {"data": 0}, "data = 0 must be 1 to 8"),
         (8, {"data": 9}, "data = 9"),
     ],
