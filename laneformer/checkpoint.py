@@ -22,7 +22,7 @@ from laneformer.model import Laneformer
 from laneformer.precision import Precision
 from laneformer.weights import packing_order, parameter_table
 
-STEPS = "checkpoints"  # in a run folder: one folder per saved step
+STEPS = "checkpoints"  # folder in a run's folder, with one folder per saved step
 PARAMS, META = "params", "meta"  # Orbax items of a step
 
 
@@ -35,14 +35,15 @@ def load(
     precision: Precision | None = None,
     weights: Literal["bfloat16"] | None = None,
 ) -> Laneformer:
-    """The model in `path`, with its config as `.config`.
+    """The model in `path`, with its config as `.config`. Raises CheckpointError or ConfigError, naming file and remedy.
 
-    path: an HF folder (config.json and safetensors; the Laneformer family, or a dense one of docs/conversion.md, which
-    becomes `num_lanes` lanes with the tp layout), a training run (its newest complete step), or one step's folder.
-    dtype: dtype of the weights, by default the stored one; quantized ones (docs/quantized.md) stay as they are, and
-    become arrays of that dtype only by weights = "bfloat16". mesh: from `make_mesh`, by default one device. precision:
-    dtypes of the computation, by default `Precision.default(dtype)`. Raises CheckpointError or ConfigError, naming file
-    and remedy.
+    path: an HF folder (config.json and safetensors), a training run (its newest complete step), or the folder of one
+    step. An HF folder contains a Laneformer, or a model of another family in docs/conversion.md, which becomes
+    `num_lanes` lanes with layout tp.
+    dtype: dtype of the weights, by default the stored one. Quantized weights (docs/quantized.md) stay quantized.
+    mesh: from `make_mesh`, by default one device.
+    precision: dtypes of the computation, by default `Precision.default(dtype)`.
+    weights: "bfloat16" converts quantized weights to arrays of `dtype`.
     """
     return open_checkpoint(path, dtype, num_lanes, weights).model(mesh, precision)
 
@@ -50,10 +51,10 @@ def load(
 def open_checkpoint(
     path: str | Path, dtype=None, num_lanes: int | None = None, weights: Literal["bfloat16"] | None = None
 ) -> "HfFolder | SavedStep":
-    """The checkpoint in `path`, validated without reading weights: `.config`, `.dtype`, `.weights()` one by one,
-    `.packed()` those that a kernel can use as they are in the files, `.model()`.
+    """The checkpoint in `path`, validated without reading weights. Arguments and errors are those of `load`.
 
-    Arguments and errors as in `load`.
+    The result has `.config`, `.dtype`, `.weights()` (one weight at a time), `.packed()` (weights that a kernel can use
+    as they are stored) and `.model()`.
     """
     if dtype is not None:
         _check_dtype(dtype)
@@ -62,12 +63,12 @@ def open_checkpoint(
 
 
 def open_plain(path: str | Path, dtype=None) -> "HfFolder | SavedStep":
-    """The same for a program that changes weights. Raises CheckpointError if they are quantized."""
+    """Like `open_checkpoint`, for programs that change weights. Raises CheckpointError if any weight is quantized."""
     found = open_checkpoint(path, dtype)
     if found.quantized:
         raise CheckpointError(
-            f"{path} has quantized weights: write it in 16 bits first, python -m scripts.convert {path} OUT --dtype"
-            " bfloat16 --weights bfloat16"
+            f"{path} has quantized weights: convert it to 16 bits first with python -m scripts.convert {path} OUT"
+            " --dtype bfloat16 --weights bfloat16"
         )
     return found
 
@@ -85,8 +86,8 @@ class SavedStep:
         self.dtype = jnp.dtype(dtype or meta["param_dtype"]).name
 
     def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, np.ndarray]]:
-        """Path and array of each weight, in `packing_order`, but for the paths in `without`. All are restored at once;
-        each is freed with the next.
+        """Path and array of each weight, in `packing_order`, except the paths in `without`. All weights are restored at
+        once; each is freed when the next one is requested.
         """
         weights = restore_params(self.step, self.config, self.dtype)
         for path in packing_order(self.config):
@@ -95,23 +96,23 @@ class SavedStep:
                 yield path, weight
 
     def packed(self) -> Iterator[Bf12Product]:
-        """None: a run keeps its weights as they are."""
+        """An empty iterator, because a run does not store packed weights."""
         return iter(())
 
     def model(self, mesh: Mesh | None = None, precision: Precision | None = None) -> Laneformer:
-        """All weights as a model; see `load`."""
+        """The model with all weights; see `load`."""
         return Laneformer(self.config, restore_params(self.step, self.config, self.dtype, mesh), precision, mesh)
 
 
 def read_config(path: str | Path, num_lanes: int | None = None) -> ModelConfig:
-    """The config of the checkpoint in `path`, without its weights. Raises as `load` does."""
+    """The config of the checkpoint in `path`; no weights are read. Raises the errors of `load`."""
     step = _step_folder(Path(path))
     return read_hf_config(path, num_lanes) if step is None else SavedStep(step, num_lanes=num_lanes).config
 
 
 def packed_bytes(path: Path, values: Mapping[str, Any], config: ModelConfig) -> dict[str, float]:
-    """Bytes of one weight of each quantized matrix, by its path, as the config.json `values` in the folder `path` says;
-    no weights are read. Raises ConfigError, naming file and field.
+    """Path -> bytes per weight of each quantized matrix, according to the config.json `values` in the folder `path`. No
+    weights are read. Raises ConfigError, naming file and field.
     """
     family = find_family(values)
     schemes = read_schemes(path, language_model(values), family.rules)
@@ -129,7 +130,7 @@ def packed_bytes(path: Path, values: Mapping[str, Any], config: ModelConfig) -> 
 
 
 def _step_folder(path: Path) -> Path | None:
-    """The saved step in `path`, None for an HF folder. Raises CheckpointError for neither."""
+    """The folder of the saved step in `path`, or None if `path` is an HF folder. Otherwise raises CheckpointError."""
     refuse_link_loops(path)
     if not path.is_dir():
         raise CheckpointError(
@@ -159,7 +160,7 @@ def checkpoint_files(path: str | Path) -> Path:
 
 
 def complete_steps(run: Path) -> list[int]:
-    """Steps of a run that were saved completely, ascending. Orbax renames a step's folder after its last file."""
+    """Completely saved steps of a run, ascending. Orbax renames a step's folder after writing its last file."""
     folder = Path(run) / STEPS
     if not folder.is_dir():
         return []
@@ -167,7 +168,7 @@ def complete_steps(run: Path) -> list[int]:
 
 
 def newest_step(run: Path) -> Path:
-    """The folder of the newest complete step. Raises CheckpointError when there is none."""
+    """The folder of the newest complete step. Raises CheckpointError if there is none."""
     steps = complete_steps(run)
     if not steps:
         raise CheckpointError(f"{run} has no complete checkpoint yet; train until the first one is saved")
@@ -187,7 +188,9 @@ def read_meta(step: Path) -> dict:
 
 
 def restore_params(step: Path, config: ModelConfig, dtype: str, mesh: Mesh | None = None) -> dict[str, jax.Array]:
-    """Path -> weight in that dtype, each read directly onto its devices, independent of the mesh that saved it."""
+    """Path -> weight in the given dtype. Each is read directly onto its devices, whatever mesh saved it. Raises
+    CheckpointError for a damaged step, or one that does not fit the config.
+    """
     single = SingleDeviceSharding(jax.devices()[0])
     meta = read_meta(step)
     table = parameter_table(config)
@@ -200,7 +203,7 @@ def restore_params(step: Path, config: ModelConfig, dtype: str, mesh: Mesh | Non
     try:
         with ocp.StandardCheckpointer() as reader:
             weights = reader.restore((step / PARAMS).absolute(), wanted)
-    except Exception as error:  # Orbax raises the errors of its threads, also a bare Exception
+    except Exception as error:  # Orbax raises the errors of its threads, even a plain Exception
         raise _damaged(step, f"is damaged or does not fit its config ({one_line(error)})") from None
     if dtype == meta["param_dtype"] and fingerprint(weights) != meta["fingerprint"][PARAMS]:
         raise _damaged(step, "is damaged: its weights differ from those saved")
@@ -208,7 +211,7 @@ def restore_params(step: Path, config: ModelConfig, dtype: str, mesh: Mesh | Non
 
 
 def _damaged(step: Path, what: str) -> CheckpointError:
-    """The error of a step that cannot be read, with the newest other one of its run as the remedy."""
+    """The error for a step that cannot be read; its remedy is the newest other step of the run."""
     others = [n for n in complete_steps(step.parent.parent) if str(n) != step.name] if step.parent.name == STEPS else []
     return CheckpointError(
         f"{step} {what}; {f'use {step.with_name(str(others[-1]))} instead' if others else 'restore a copy'}"
@@ -216,14 +219,15 @@ def _damaged(step: Path, what: str) -> CheckpointError:
 
 
 def fingerprint(tree) -> int:
-    """32 bits that change with any one bit of the arrays in `tree`, and are the same on every mesh.
+    """A 32-bit checksum of the arrays in `tree`, which any single changed bit changes, and which is the same on every
+    mesh.
 
-    sum of bits[i] (2 i + 1) mod 2^32 over all elements, counted through the leaves: an odd factor loses no bit, and
-    whole numbers add up to the same in any order. TensorStore keeps no checksums of some files, and nothing else
-    would show a wrong weight.
+    It is the sum of bits[i] (2 i + 1) mod 2^32 over all elements, numbered across the leaves. An odd factor loses no
+    bit, and the sum of integers does not depend on their order. TensorStore keeps no checksums of some files, and
+    nothing else would detect a wrong weight.
     """
     total, first = 0, 0
-    # One after the other: on a CPU, many queued programs with sums over devices block each other.
+    # One leaf at a time: on a CPU, many queued programs with sums over devices block each other.
     for x in jax.tree.leaves(tree):
         total += int(_leaf_fingerprint(x, np.uint32(first % 2**32)))
         first += x.size

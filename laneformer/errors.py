@@ -1,6 +1,6 @@
-"""Errors a user can cause, and what every command line shares.
+"""Errors that a user can cause, and functions that all command lines share.
 
-The text of an error names the input and the remedy; command lines print it in one line, without a traceback.
+The text of an error names the input and the remedy. Command lines print it in one line, without a traceback.
 """
 
 import errno
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 class LaneformerError(Exception):
-    """Base of every error that is about the user's input, not about a bug."""
+    """Base class of errors that the user's input causes, as opposed to bugs."""
 
 
 class ConfigError(LaneformerError, ValueError):
@@ -38,7 +38,7 @@ class InputError(LaneformerError, ValueError):
 
 
 def one_line(error: Exception) -> str:
-    """The text of an error as one line of at most 300 characters.
+    """The text of an error as one line of at most 300 characters, without the settings that TensorStore appends.
 
     TensorStore's texts start with the operation and end with the cause, followed by its settings.
     """
@@ -50,13 +50,13 @@ def one_line(error: Exception) -> str:
 
 
 def _shortened(text: str, most: int) -> str:
-    """A text of at most that many characters, the longer part of them from its end."""
+    """The text, shortened in its middle to at most `most` characters, most of which are from its end."""
     return text if len(text) <= most else f"{text[: most // 3]} ... {text[10 + most // 3 - most :]}"
 
 
 @contextmanager
 def writing(path: Path, otherwise: str = "fix that and run the same command again to resume") -> Iterator[None]:
-    """Turns an OSError into a LaneformerError that names the file. otherwise: the remedy unless the disk is full."""
+    """Turns an OSError into a LaneformerError that names the file. otherwise: remedy if the disk is not full."""
     try:
         yield
     except OSError as error:
@@ -67,8 +67,9 @@ def writing(path: Path, otherwise: str = "fix that and run the same command agai
 
 @functools.cache  # installs the hook once
 def say_errors_once() -> None:
-    """Silences the tracebacks that Orbax, asyncio and TensorStore print in addition to raising an error. Sends a Ctrl-C
-    again that arrived where Python ignores exceptions, as in JAX's callback of the garbage collector.
+    """Silences the tracebacks that Orbax, asyncio and TensorStore print in addition to raising an error.
+
+    It also repeats a Ctrl-C that arrived where Python ignores exceptions, such as JAX's garbage-collection callback.
     """
     for library in ("absl", "asyncio"):
         logging.getLogger(library).setLevel(logging.CRITICAL)
@@ -97,11 +98,11 @@ def run_command(
 ) -> int:
     """Runs a command and returns its exit status; prints the text or path that `act` returns.
 
-    options: dataclass that tyro reads from `arguments` (default: sys.argv) and hands to `act`; without one `act` takes
-    no argument. markers: of tyro.conf. interrupted: line printed after Ctrl-C.
+    options: dataclass that tyro reads from `arguments` (default: sys.argv) and passes to `act`; without it, `act` takes
+    no argument. markers: tyro.conf markers for the dataclass. interrupted: line printed after Ctrl-C.
 
-    Status: the number that `act` returns, else 0; 2 after a user's mistake, printed in one line; 130 after Ctrl-C; 141
-    when the reader of the output has gone, as with `| head`.
+    Exit status: the number that `act` returns, otherwise 0; 2 after a user's mistake, printed in one line; 130 after
+    Ctrl-C; 141 if the reader of the output has closed it, as `| head` does.
     """
     say_errors_once()
     raise_at_interrupt()
@@ -133,10 +134,10 @@ def run_command(
 
 
 def read_options(kind: Callable[..., T], program: str, arguments: Sequence[str] | None = None, **settings: Any) -> T:
-    """The dataclass `kind` from the arguments (default: sys.argv). settings: of tyro.cli. Raises ConfigError; prints
-    help and exits if it is asked for.
+    """An instance of the dataclass `kind`, read from the arguments (default: sys.argv). settings: arguments of
+    tyro.cli. Raises ConfigError for wrong arguments. With --help, prints the help and exits.
     """
-    import tyro  # the core raises its errors without a command line
+    import tyro  # here, so that modules can raise these errors without tyro
 
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     message = io.StringIO()
@@ -152,7 +153,7 @@ def read_options(kind: Callable[..., T], program: str, arguments: Sequence[str] 
 
 @contextmanager
 def _unwrapped() -> Iterator[None]:
-    """Lets tyro write a message in one line; it would wrap a long one anywhere, also inside a value."""
+    """Makes tyro write each message in one line. Otherwise it wraps long messages, even inside a value."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "10000"
     try:
@@ -163,7 +164,7 @@ def _unwrapped() -> Iterator[None]:
             os.environ["COLUMNS"] = before
 
 
-# Words of tyro and of Python in its messages -> ours.
+# Pattern in tyro's messages, some of which quote Python -> our words
 _REWORDED = (
     (r": no type matching (?:\{None\}\|)?(\S+) could be instantiated from \[(.*?)\]\..*", r" = \2 is not \1"),
     (r": invalid literal for int\(\) with base 10: (.*)", r" = \1 is not a whole number"),
@@ -175,7 +176,7 @@ _REWORDED = (
 
 
 def _unboxed(text: str) -> str:
-    """The message in a box that tyro draws, in one line, with the options that it suggests."""
+    """The message from the box that tyro draws, in one line, with the options that tyro suggests."""
     lines = [line.strip("│|+╭╮ ") for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
     parts = [part.strip() for part in re.split(r"[─-]{8,}", " ".join(lines)) if part.strip()]
     message = parts[1] if len(parts) > 1 else " ".join(parts)

@@ -1,11 +1,12 @@
-"""The formats of weights and values: names, widths and scales; and bf12, bfloat16 in 12 bits without loss, in NumPy.
-Plain data, imported where JAX is not.
+"""The formats of weights and values (names, widths and scales), and bf12, a lossless 12-bit format of bfloat16, in
+NumPy. This file is plain data and does not import JAX.
 
-The high byte of a bfloat16 is its sign and e >> 1, seven bits of its exponent, of which trained weights use few values.
-bf12 keeps the eight most frequent of a matrix in a table and stores four bits for the high byte: the index in the table
-and, in bit 3, the sign. The low byte (the exponent's last bit, the mantissa) is stored as it is. Exceptions are the
-weights whose e >> 1 is not in the table: they have code 0, and a list has their high bytes. Any bfloat16 can be held.
-`Bf12` has them row by row; `Bf12Tiles` as the CPU kernel reads them and as files hold them (docs/bf12.md).
+The high byte of a bfloat16 is its sign and e >> 1, seven bits of its exponent. Trained weights use few values of
+e >> 1. bf12 keeps the eight most frequent ones of a matrix in a table, and stores the high byte in four bits: the index
+in the table and, in bit 3, the sign. The low byte (the exponent's last bit and the mantissa) is stored unchanged.
+Exceptions are weights whose e >> 1 is not in the table. They have code 0, and a list contains their high bytes, so that
+any bfloat16 can be stored. `Bf12` stores a matrix row by row, `Bf12Tiles` as files contain it and the CPU kernel reads
+it (docs/bf12.md).
 """
 
 from dataclasses import dataclass
@@ -23,21 +24,21 @@ class Format:
     bits: int
     """Bits of one number, without its share of a scale."""
     id: int | None = None
-    """Number of the format in the kernels' interfaces; None: no kernel reads it yet, the roofline projects it."""
+    """Number of the format in the kernels' interfaces; None for formats that models do not compute with."""
     group: int = 0
-    """Numbers that share a scale; 0: no scale, or one whose bytes do not count (fp8: one per 128 x 128)."""
+    """Numbers that share a scale; 0: no scale, or one whose bytes are negligible (fp8: one per 128 x 128)."""
     scale_bits: int = 0
     """Bits of one scale."""
     weights_only: bool = False
-    """Whether it is made from all values of a matrix, which keys and values are not known by."""
+    """Whether encoding requires all values of a matrix at once, which excludes keys and values."""
     code: Literal["int", "e2m1", "e4m3"] | None = None
-    """What a code of laneformer/quantized stands for; None: such weights are not quantized."""
+    """Meaning of a code in laneformer/quantized; None: the format is not a quantized one."""
     scales: tuple[str, ...] = ()
-    """Dtypes of its scales there; uint8: bits of E8M0 or, of nvfp4, of E4M3."""
+    """Possible dtypes of the scales in laneformer/quantized; uint8: the bits of E8M0, or of E4M3 for nvfp4."""
 
     @property
     def bytes(self) -> float:
-        """Bytes of one number, its share of the scale included."""
+        """Bytes of one number, including its share of the scale."""
         return (self.bits + (self.scale_bits / self.group if self.group else 0)) / 8
 
 
@@ -57,38 +58,38 @@ FORMATS = {
     )
 }
 KERNEL_FORMATS = tuple(format.name for format in FORMATS.values() if format.id is not None)
-"""Formats that models compute with and kernels read."""
+"""Formats of arrays that models compute with and kernels read."""
 
 BF12_TABLE = 8
 """Entries in the table of a bf12 matrix."""
 BF12_MOST_EXCEPTIONS = 1e-3
-"""Share of exceptions above which a matrix stays bfloat16: each takes 32 bits in a kernel's list."""
+"""Share of exceptions above which a matrix stays bfloat16. Each exception takes 32 bits in a kernel's list."""
 BF12_ROWS, BF12_COLUMNS = 16, 8
 """Rows of a tile, and columns of each of its units."""
 BF12_LINE = 64
-"""Bytes of a line; a unit has three: codes, low bytes of columns 0 to 3, of 4 to 7."""
+"""Bytes of a line. A unit has three lines: codes, low bytes of columns 0 to 3, low bytes of columns 4 to 7."""
 BF12_END = 0xFFFFFFFF
-"""Word after the exceptions of a tile."""
+"""Word that ends the exceptions of a tile."""
 
 
 @dataclass(frozen=True)
 class Bf12:
-    """A matrix of bfloat16 in 12 bits per weight; equal to what it was made from, bit for bit."""
+    """A matrix of bfloat16 in 12 bits per weight, without loss."""
 
     table: np.ndarray
-    """The values of e >> 1 that codes stand for, the most frequent first, uint8 [8]."""
+    """The values of e >> 1 by table index, the most frequent first, uint8 [8]."""
     codes: np.ndarray
-    """Index in the table, sign in bit 3; column 2 j in the low half of byte j, uint8 [rows, ceil(columns / 2)]."""
+    """Table index, with the sign in bit 3; column 2 j is in the low half of byte j, uint8 [rows, ceil(columns / 2)]."""
     low: np.ndarray
-    """The weights' low bytes, uint8 [rows, columns]."""
+    """Low bytes of the weights, uint8 [rows, columns]."""
     places: np.ndarray
-    """Places of the exceptions, row * columns + column, ascending, int64 [exceptions]."""
+    """Positions of the exceptions, row * columns + column, ascending, int64 [exceptions]."""
     high: np.ndarray
-    """Their high bytes, uint8 [exceptions]."""
+    """High bytes of the exceptions, uint8 [exceptions]."""
 
     @classmethod
     def encode(cls, bits: np.ndarray) -> "Bf12":
-        """bits: uint16 [rows, columns], the bits of bfloat16."""
+        """Encodes a matrix. bits: the bits of bfloat16, uint16 [rows, columns]."""
         rows, columns = bits.shape
         high = (bits >> 8).astype(np.uint8)
         table = bf12_table(np.bincount(high.ravel() & 0x7F, minlength=128))
@@ -103,7 +104,7 @@ class Bf12:
         return cls(table, pairs[:, ::2] | pairs[:, 1::2] << 4, bits.astype(np.uint8), places, high.ravel()[places])
 
     def decode(self) -> np.ndarray:
-        """The bits of bfloat16, uint16 [rows, columns]."""
+        """The bits of the matrix in bfloat16, uint16 [rows, columns]."""
         codes = np.empty_like(self.low)
         codes[:, ::2] = self.codes & 15
         codes[:, 1::2] = self.codes[:, : codes.shape[1] // 2] >> 4
@@ -113,19 +114,21 @@ class Bf12:
 
 
 def bf12_table(counts: np.ndarray) -> np.ndarray:
-    """The table of a matrix in which e >> 1 = n occurs counts[n] times, int [128]; the smaller first among equals."""
+    """The table of a matrix in which e >> 1 = n occurs counts[n] times, int [128]. Of equal counts, the smaller n comes
+    first.
+    """
     return np.argsort(-counts, kind="stable")[:BF12_TABLE].astype(np.uint8)
 
 
 def bf12_exceptions(bits: np.ndarray) -> int:
-    """Weights of a matrix, the bits of bfloat16 as uint16, whose e >> 1 is not in the table."""
+    """Number of weights whose e >> 1 is not in the matrix's table. bits: the bits of bfloat16, uint16 of any shape."""
     counts = np.bincount((bits.ravel() >> 8 & 0x7F).astype(np.uint8), minlength=128)
     return int(counts.sum() - counts[bf12_table(counts)].sum())
 
 
 def bf12_rounded(bits: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """The bits of bfloat16, uint16, with each exception replaced by the nearest value of its sign that the table holds,
-    of two the smaller. Exceptions must be finite.
+    """The bits of bfloat16, uint16, with each exception replaced by the nearest value of equal sign that the table can
+    represent; of two equally near values, the smaller. Exceptions must be finite.
     """
     rounded, held = bits.copy(), np.zeros(128, bool)
     held[table] = True
@@ -148,27 +151,27 @@ def bf12_rounded(bits: np.ndarray, table: np.ndarray) -> np.ndarray:
 class Bf12Tiles:
     """Tiles of 16 rows of bfloat16 in 12 bits per weight, cut into units of 8 columns.
 
-    Byte 16 (r // 4) + 8 (c // 2) + 2 (r % 4) + c % 2 of a line is row r, column c of four.
+    Byte 16 (r // 4) + 8 (c // 2) + 2 (r % 4) + c % 2 of a line belongs to row r and column c of the line's 4 columns.
     """
 
     table: np.ndarray
-    """The values of e >> 1 that codes stand for, uint8 [8]."""
+    """The values of e >> 1 by table index, uint8 [8]."""
     units: np.ndarray
-    """Uint8 [tiles, units, 3, 64]: codes, those of columns 4 to 7 in the high halves; low bytes of columns 0 to 3; of 4
-    to 7.
+    """Uint8 [tiles, units, 3, 64]. Lines of a unit: codes, with columns 4 to 7 in the high halves; low bytes of columns
+    0 to 3; low bytes of columns 4 to 7.
     """
     exceptions: np.ndarray
-    """Words unit << 15 | slot << 8 | high byte, ascending in each tile, and BF12_END after each, uint32 [exceptions +
-    tiles]. Slot: the place of the weight's byte in the two lines of low bytes.
+    """For each tile, ascending words unit << 15 | slot << 8 | high byte, then BF12_END, uint32 [exceptions + tiles].
+    The slot is the index of the weight's byte in the unit's two lines of low bytes.
     """
 
     @classmethod
     def encode(cls, bits: np.ndarray, table: np.ndarray) -> "Bf12Tiles":
-        """bits: uint16 [tiles, 16, columns], columns a multiple of 8; `table[0] << 8` as padding has code 0 and low
-        byte 0.
+        """Encodes tiles. bits: the bits of bfloat16, uint16 [tiles, 16, columns], with columns a multiple of 8. Pad
+        with `table[0] << 8`, whose code and low byte are 0.
         """
         tiles, _, columns = bits.shape
-        # Two columns that are neighbours in a line are one uint32.
+        # Two neighbouring columns of a line are one uint32.
         pairs = np.ascontiguousarray(bits).view(np.uint32).reshape(tiles, 4, 4, columns // BF12_COLUMNS, 2, 2)
         lines = np.ascontiguousarray(pairs.transpose(0, 3, 4, 1, 5, 2)).view(np.uint16)
         lines = lines.reshape(tiles, columns // BF12_COLUMNS, 2, BF12_LINE)
@@ -187,7 +190,7 @@ class Bf12Tiles:
         return cls(np.asarray(table, np.uint8), units, exceptions)
 
     def decode(self, tiles: range) -> np.ndarray:
-        """The bits of bfloat16 of these tiles, uint16 [tiles, 16, columns]."""
+        """The bits of these tiles in bfloat16, uint16 [tiles, 16, columns]."""
         units = self.units[tiles.start : tiles.stop : tiles.step]
         count = units.shape[1]
         high = np.concatenate([self.table, self.table | 0x80])[np.stack([units[:, :, 0] & 15, units[:, :, 0] >> 4], 2)]
@@ -204,11 +207,11 @@ class Bf12Tiles:
 
     @cached_property
     def _ends(self) -> np.ndarray:
-        """Of each tile, where its word BF12_END is."""
+        """Index of each tile's BF12_END in the exceptions, int [tiles]."""
         return np.flatnonzero(self.exceptions == BF12_END)
 
     def problem(self, columns: int) -> str | None:
-        """What is wrong with the table or the exceptions of tiles with so many columns; None if nothing is."""
+        """What is wrong with the table or the exceptions of tiles with `columns` columns; None if nothing is."""
         if len(np.unique(self.table)) != BF12_TABLE or self.table.max() > 127:
             return f"the table {self.table.tolist()} must have {BF12_TABLE} different values up to 127"
         words = self.exceptions
@@ -224,18 +227,18 @@ class Bf12Tiles:
 
     @property
     def surely_finite(self) -> bool:
-        """Whether no weight can be infinite or NaN, by the table and the exceptions alone."""
+        """Whether the table and the exceptions rule out infinite and NaN weights."""
         listed = self.exceptions[self.exceptions != BF12_END]
         return 0x7F not in self.table and not (listed & 0x7F == 0x7F).any()
 
 
 @dataclass(frozen=True)
 class Bf12Product:
-    """The matrices of one product, in all lanes."""
+    """The matrices of one product, in all lanes, in 12 bits per weight."""
 
     paths: tuple[str, ...]
-    """Of the weights, in the order of their rows."""
+    """Paths of the weights, in the order of their rows."""
     interleaved: bool
-    """Tiles alternate between the matrices; otherwise their rows follow each other."""
+    """Whether tiles alternate between the matrices; otherwise the matrices' rows follow each other."""
     tiles: Bf12Tiles
-    """Lane by lane."""
+    """Tiles of all lanes, lane by lane."""

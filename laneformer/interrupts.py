@@ -1,8 +1,8 @@
-"""Ctrl-C while a program starts, and while it works in steps. Imports little itself, as it is not in force before it is
-imported.
+"""Handles Ctrl-C while a program starts, and while it works in steps. This module imports little, because its handlers
+are active only once it is imported.
 
-Libraries that a KeyboardInterrupt reaches while they are imported raise other errors, print fifty lines, or go on: the
-handler here ends the process instead.
+A KeyboardInterrupt during the import of a library may raise another error, print fifty lines, or have no effect. The
+handler in this file ends the process instead.
 """
 
 import os
@@ -19,24 +19,24 @@ INTERRUPTED = 130  # exit status
 LINE = "error: interrupted"
 STOPPING = "stopping after this step; press Ctrl-C again to stop without saving"
 STOPPED = "stopped without saving; run the same command again to resume"
-PATIENCE = 2.0  # seconds that Python's own handler has after a second Ctrl-C
+PATIENCE = 2.0  # seconds after a second Ctrl-C before the process ends without Python's handler
 
 
 def end_at_interrupt() -> None:
-    """Lets Ctrl-C end the process with a line and status 130, until `raise_at_interrupt`."""
+    """Makes Ctrl-C end the process with a line and status 130, until `raise_at_interrupt` is called."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_at_interrupt() -> None:
-    """Lets Ctrl-C raise KeyboardInterrupt again, as usual."""
+    """Makes Ctrl-C raise KeyboardInterrupt again, as usual."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager
 def importing(line: str = LINE) -> Iterator[None]:
-    """A block of imports, in which Ctrl-C ends the process with that line and status 130."""
+    """A context for imports, in which Ctrl-C ends the process with the given line and status 130."""
     before = signal.getsignal(signal.SIGINT)
     if before not in (signal.default_int_handler, _end) or threading.current_thread() is not threading.main_thread():
         yield
@@ -50,8 +50,8 @@ def importing(line: str = LINE) -> Iterator[None]:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """Yields the list of received SIGINT and SIGTERM; a second SIGINT raises KeyboardInterrupt, or ends the process
-    where a library keeps Python from it, as XLA does while it compiles.
+    """Yields the list of SIGINT and SIGTERM signals received so far. A second SIGINT raises KeyboardInterrupt, or ends
+    the process if a library keeps Python from running its handler, as XLA does while it compiles.
     """
     received: list[int] = []
 
@@ -71,7 +71,10 @@ def stop_signals() -> Iterator[list[int]]:
 
 @contextmanager
 def _answer_to_ctrl_c() -> Iterator[None]:
-    """Prints a line at the first Ctrl-C, from a thread: Python's own handlers wait until a library returns."""
+    """Prints a line at the first Ctrl-C. A thread does so, because Python's handlers run only after a library returns.
+
+    After a second Ctrl-C it ends the process, unless the context is left within PATIENCE.
+    """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     left = threading.Event()
@@ -98,11 +101,11 @@ def _answer_to_ctrl_c() -> Iterator[None]:
 
 
 def end(status: int) -> NoReturn:
-    """Ends a program. After Ctrl-C without Python's teardown, in which XLA crashes if it still computes."""
+    """Ends the program. After Ctrl-C it skips Python's teardown, in which XLA crashes if it is still computing."""
     if status != INTERRUPTED:
         sys.exit(status)
     if processes := sys.modules.get("multiprocessing.util"):
-        processes._exit_function()  # ends them and removes their semaphores
+        processes._exit_function()  # ends child processes and removes their semaphores
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
@@ -110,7 +113,7 @@ def end(status: int) -> NoReturn:
 
 
 def interrupt_again() -> None:
-    """Sends this process a Ctrl-C once more, a moment later."""
+    """Sends this process SIGINT again, 0.02 s later."""
     again = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
     again.daemon = True
     again.start()

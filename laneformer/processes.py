@@ -1,7 +1,8 @@
-"""The processes of a job: joining it, agreeing, failing together.
+"""The processes of a job: how they join, agree and fail together.
 
-`join_job` connects them through `jax.distributed`. `all_agree` and `fail_together` are for the whole job and use its
-devices; a `Group` is for the processes of a mesh and uses the key-value store of the job, on the host alone.
+`join_job` connects the processes through `jax.distributed`. `all_agree` and `fail_together` involve all processes of
+the job and use its devices. A `Group` involves the processes of a mesh and uses only the key-value store of the job, on
+the host.
 """
 
 import contextlib
@@ -20,36 +21,36 @@ from urllib.parse import urlsplit
 
 import jax
 import numpy as np
-from jax._src.clusters import ClusterEnv  # the launchers that JAX recognises have no public name
-from jax._src.distributed import global_state  # neither has the key-value store of the job
+from jax._src.clusters import ClusterEnv  # JAX's list of launchers has no public name
+from jax._src.distributed import global_state  # the key-value store of the job has no public name
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from laneformer.errors import ConfigError, LaneformerError
 
 JOB = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-JOIN_SECONDS = 300  # for all processes to join
-QUIET_SECONDS = 5  # before a process that waits to join reports it
-END_SECONDS = 10  # for processes that end something together
-POLL_SECONDS = 2  # in one call of the key-value store, which does not notice Ctrl-C
+JOIN_SECONDS = 300  # limit for all processes to join
+QUIET_SECONDS = 5  # wait before a process reports that it waits to join
+END_SECONDS = 10  # limit for the barrier at the end of a common task
+POLL_SECONDS = 2  # limit of one call of the key-value store, during which Ctrl-C has no effect
 log = logging.getLogger("laneformer")
 _groups = itertools.count()
 
 
 class GroupError(LaneformerError, RuntimeError):
-    """The processes of a job could not do something together; the message names the process, or the reason."""
+    """The processes of a job failed in a common task. The message names the process or the reason."""
 
 
 # ---- joining
 
 
 def join_job() -> None:
-    """Connects this process with the others of its job through `jax.distributed`, unless it is connected. Call it
+    """Connects this process with the others of its job through `jax.distributed`, if it is not connected yet. Call it
     before the first JAX operation.
 
-    JAX recognises SLURM, Open MPI and Kubernetes; anywhere else JAX_COORDINATOR_ADDRESS (host:port of process 0),
-    JAX_NUM_PROCESSES and JAX_PROCESS_ID name the job. Raises ConfigError when the others cannot be found, or do not
-    join in time.
+    JAX recognises SLURM, Open MPI and Kubernetes. Elsewhere, JAX_COORDINATOR_ADDRESS (host:port of process 0),
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID describe the job. Raises ConfigError if the other processes cannot be found or
+    do not join in time.
     """
     if jax.distributed.is_initialized():
         return
@@ -67,15 +68,15 @@ def join_job() -> None:
             f" Kubernetes, or set {found}"
         ) from None
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
-        # Process 0 alone would find its programs in the cache, and gloo does not match a program that was loaded with
-        # one that was compiled: the job aborts.
+        # Only process 0 would find its programs in the cache, and gloo does not match a loaded program with a compiled
+        # one: the job would abort.
         jax.config.update("jax_enable_compilation_cache", False)
 
 
 def job_index() -> int:
-    """The number that `join_job` will give this process; 0 if nothing names a job. Starts nothing."""
+    """The number that this process will have after `join_job`, or 0 if no job is found. Does not connect."""
     if named := os.environ.get(JOB[2]):
-        return int(named) if named.isdecimal() else 0  # join_job refuses it
+        return int(named) if named.isdecimal() else 0  # join_job raises an error for other values
     launcher = next(
         (kind for kind in ClusterEnv._cluster_types if not kind.opt_in_only_method and kind.is_env_present()), None
     )
@@ -83,9 +84,11 @@ def job_index() -> int:
 
 
 def _initialize(address: str | None, count: int | None, index: int | None) -> None:
-    """`jax.distributed.initialize` with a line while it waits, and a TimeoutError; raises what it raises.
+    """Calls `jax.distributed.initialize` and logs a line if that waits. Raises its errors, or TimeoutError after
+    JOIN_SECONDS.
 
-    A thread calls it: it does not notice Ctrl-C, and XLA ends the process when its own timeout expires.
+    The call runs in a thread, because it does not react to Ctrl-C, and because XLA ends the process when its own
+    timeout expires.
     """
     ended: queue.Queue[Exception | None] = queue.Queue()
 
@@ -126,15 +129,14 @@ def _answers(address: str) -> bool:
 
 
 def all_agree(claim: bool) -> bool:
-    """Whether the claim holds on every process of the job; returns once all have called it."""
+    """Whether the claim is true on every process of the job. Returns once all processes have called it."""
     return bool(_claims(claim).all())
 
 
 @contextlib.contextmanager
 def fail_together() -> Iterator[None]:
-    """Waits at its end for every process of the job; if one of them failed with a user's error, all of them fail.
-
-    That process raises its own error, the others a GroupError that names it.
+    """A context that waits at its end for every process of the job. If one failed with a user's error, all fail: that
+    process raises its own error, the others raise a GroupError that names it.
     """
     failure = None
     try:
@@ -159,15 +161,15 @@ def _claims(claim: bool) -> np.ndarray:
 
 
 class Group:
-    """The processes that have devices of a mesh, for something that they do together. All of them make the group at the
-    same point of their program. A group of one process waits for nothing.
+    """The processes that have devices of a mesh, for a common task. All of them must make the group at the same point
+    of their program. A group of one process never waits.
 
-    As a context it reports an exception within it to the other processes, so that they fail instead of waiting.
+    As a context, the group reports an exception in it to the other processes, so that they fail instead of waiting.
     """
 
     def __init__(self, mesh: Mesh | None, seconds: float, task: str):
-        """mesh: None for this process alone. seconds: how long to wait for the others. task: what they do together, a
-        verb phrase for messages. Raises GroupError if this process has no device of the mesh.
+        """mesh: None for this process alone. seconds: time limit for the other processes. task: verb phrase for
+        messages, the common task. Raises GroupError if this process has no device of the mesh.
         """
         self.index, self.seconds, self._task = jax.process_index(), seconds, task
         self.processes = (
@@ -182,7 +184,7 @@ class Group:
 
     @property
     def machine(self) -> str:
-        """An identifier that is the same in all processes of a machine, until it restarts."""
+        """An identifier that all processes of a machine share, until the machine restarts."""
         try:
             return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         except OSError:
@@ -190,7 +192,7 @@ class Group:
 
     @property
     def several(self) -> bool:
-        """Whether the group has other processes than this one."""
+        """Whether the group has more than one process."""
         return len(self.processes) > 1
 
     def __enter__(self) -> "Group":
@@ -203,10 +205,10 @@ class Group:
                 self._publish({"error": str(error)})
 
     def share(self, own: dict, seconds: float | None = None) -> dict[int, dict]:
-        """Publishes `own` and returns what every process published at this point, by its number. seconds: instead of
-        the group's.
+        """Publishes `own` and returns what every process published at this point: process number -> values. seconds:
+        time limit, by default the group's.
 
-        Raises GroupError if a process does not arrive, or has failed; from then on every call does.
+        Raises GroupError if a process does not publish in time or has failed. All later calls then raise it too.
         """
         if not self.several:
             return {self.index: own}
@@ -222,12 +224,12 @@ class Group:
             raise
         finally:
             self._round += 1
-        if self._round > 1:  # a process that has published in this round has read the one before
+        if self._round > 1:  # a process that has published in this round has read the previous one
             global_state.client.key_value_delete(self._key(self._round - 2, self.index))
         return shared
 
     def barrier(self) -> bool:
-        """Waits for all processes, up to END_SECONDS; whether all have arrived."""
+        """Waits for all processes, up to END_SECONDS. Returns whether all have arrived."""
         if not self.several:
             return True
         if self._failed:

@@ -1,5 +1,5 @@
-"""Matrices in 8 and 4 bits per weight: the record of one, and how weights are rounded to it (`rounding`). Plain data,
-imported where JAX is not.
+"""Matrices in 8 and 4 bits per weight: the record of a matrix (`record`), and how weights are rounded (`rounding`).
+This package is plain data and does not import JAX.
 """
 
 from laneformer.quantized.record import (

@@ -1,10 +1,10 @@
-"""Matrices in 8 and 4 bits per weight: one record for every packing in which models are published. Plain data, imported
-where JAX is not.
+"""Matrices in 8 and 4 bits per weight: one record for all packings in which models are published. This file is plain
+data and does not import JAX.
 
     weight = (value of the code - zero point) * scale / global scale
 
-E2M1 and E8M0 are those of the OCP Microscaling Formats 1.0, E4M3 (float8_e4m3fn, without infinities) is that of the OCP
-8-bit Floating Point Specification 1.0.
+E2M1 and E8M0 are defined by the OCP Microscaling Formats 1.0, E4M3 (float8_e4m3fn, without infinities) by the OCP 8-bit
+Floating Point Specification 1.0.
 """
 
 import math
@@ -17,14 +17,14 @@ import numpy as np
 from laneformer.formats import FORMATS, Format
 
 INT4_ZERO = 8
-"""Code of the integer 0 in int4, where a record has no zero points."""
+"""Code of the integer 0 in int4, in records without zero points."""
 NAN_E8M0, NAN_E4M3 = 0xFF, 0x7F
-"""Bits of NaN; those of E4M3 without the sign."""
+"""Bits of NaN in E8M0, and in E4M3 without the sign."""
 DTYPES = {"int4": "uint8", "int8": "int8", "fp8": "uint8", "mxfp4": "uint8", "nvfp4": "uint8"}
-"""Of the codes, by kind."""
+"""Dtype of the codes, by kind."""
 
 WHOLE = ("global_scale", "order")
-"""Fields of what all lanes share."""
+"""Names of the fields that all lanes share."""
 
 
 def _e2m1() -> np.ndarray:
@@ -46,31 +46,35 @@ E2M1, E4M3 = _e2m1(), _e4m3()
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A matrix [*lanes, rows, columns]; `lanes` is none, one axis, or two: lanes and experts. Arrays are NumPy's, or
-    JAX's in a model.
+    """A quantized matrix [*lanes, rows, columns], where `lanes` is no axis, a lane axis, or a lane and an expert axis.
+    The arrays are NumPy arrays, or JAX arrays in a model.
     """
 
     kind: str
     """A row of laneformer/formats.py: int4, int8, fp8, mxfp4 or nvfp4."""
     codes: np.ndarray
-    """4 bits: uint8 [*lanes, rows, ceil(columns / 2)], the even column in the low half of a byte, 0 where there is no
-    column; int8: [*lanes, rows, columns], two's complement; fp8: the bits of E4M3, uint8 [*lanes, rows, columns].
+    """4 bits: uint8 [*lanes, rows, ceil(columns / 2)], with the even column in the low half of a byte, and 0 in a half
+    without a column. int8: int8 [*lanes, rows, columns]. fp8: the bits of E4M3, uint8 [*lanes, rows, columns].
     """
     scales: np.ndarray
-    """[*lanes, ceil(rows / group[0]), ceil(columns / group[1])]: float32, bfloat16 or float16; mxfp4: the bits of E8M0,
-    uint8; nvfp4: the bits of E4M3, uint8.
+    """[*lanes, ceil(rows / group[0]), ceil(columns / group[1])] in float32, bfloat16 or float16. mxfp4: the bits of
+    E8M0, uint8. nvfp4: the bits of E4M3, uint8.
     """
     group: tuple[int, int]
-    """Rows and columns that share a scale: (1, 32), (1, columns) for a scale per row, (128, 128), (rows, columns) for
-    one scale. The last group of a row or column may be smaller.
+    """Rows and columns that share a scale, such as (1, 32), (1, columns) for one scale per row, (128, 128), or (rows,
+    columns) for a single scale. The last group of a row or column may be smaller.
     """
     columns: int
     zero_points: np.ndarray | None = None
-    """Shaped like the scales. int4: code of the integer 0, uint8 0 to 15, None for 8; int8: int8, None for 0."""
+    """Zero points in the shape of the scales. int4: code of the integer 0, uint8 0 to 15; None for 8. int8: int8; None
+    for 0.
+    """
     global_scale: np.ndarray | None = None
-    """nvfp4: what divides all weights, float32 []."""
+    """nvfp4: divisor of all weights, float32 []."""
     order: np.ndarray | None = None
-    """Column j multiplies entry order[j] of the vector: a permutation, int32 [columns]; None for the identity."""
+    """Permutation of the columns, int32 [columns]: column j multiplies entry order[j] of the vector. None for the
+    identity.
+    """
 
     @property
     def format(self) -> Format:
@@ -86,24 +90,24 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its arrays; zero points count with the bits of a code, as packings store them."""
+        """Bytes of the arrays. A zero point counts as many bits as a code, as packings store it."""
         zeros = 0 if self.zero_points is None else self.zero_points.size * self.format.bits // 8
         rest = sum(0 if array is None else array.nbytes for array in (self.global_scale, self.order))
         return self.codes.nbytes + self.scales.nbytes + zeros + rest
 
     @property
     def arrays(self) -> dict[str, np.ndarray]:
-        """Its arrays by the names of their fields, without those that are None."""
+        """Field name -> array, without the fields that are None."""
         names = ("codes", "scales", "zero_points", *WHOLE)
         return {name: array for name in names if (array := getattr(self, name)) is not None}
 
     def on_host(self) -> "Quantized":
-        """With NumPy's arrays, which decode."""
+        """The record with NumPy arrays, which the methods that decode and cut it require."""
         return replace(self, **{name: np.asarray(array) for name, array in self.arrays.items()})
 
     @property
     def name(self) -> str:
-        """The format with what shares a scale, for reports: int4 group 32, fp8 block 128 x 128, int8 row."""
+        """The format and the weights that share a scale, for reports: int4 group 32, fp8 block 128 x 128, int8 row."""
         rows, columns = self.group
         if rows == 1:
             shared = "row" if columns >= self.columns else f"group {columns}"
@@ -113,7 +117,7 @@ class Quantized:
         return f"{self.kind} {shared}{'' if self.zero_points is None else ', zero points'}"
 
     def problem(self) -> str | None:
-        """What is wrong with it, the values included; None if nothing is."""
+        """What is wrong with the record's shapes, dtypes or values; None if nothing is."""
         if self.kind not in DTYPES:
             return f"kind {self.kind!r} is not one of {', '.join(DTYPES)}"
         return self._wrong_shape() or self._wrong_value()
@@ -160,19 +164,20 @@ class Quantized:
         return None
 
     def each(self) -> np.ndarray:
-        """The codes one by one, [*lanes, rows, columns]: uint8, of int8 int8."""
+        """The codes as one number per weight, [*lanes, rows, columns]: int8 for kind int8, otherwise uint8."""
         return unpack4(self.codes, self.columns) if self.format.bits == 4 else self.codes
 
     def scale_values(self) -> np.ndarray:
-        """The scales, float32, without the global one."""
+        """The scales in float32, not divided by the global scale."""
         if self.kind == "mxfp4":
             return e8m0_values(self.scales)
         return E4M3[self.scales] if self.kind == "nvfp4" else self.scales.astype(np.float32)
 
     def dequantize(self, dtype=np.float64) -> np.ndarray:
-        """The weights [*lanes, rows, columns], columns in the order of the vector. float64 holds all but those of a
-        global scale exactly; other dtypes are rounded from float32, in which E2M1, 4 bits, and 8 bits with scales of 16
-        bits are exact.
+        """The weights [*lanes, rows, columns], with columns in the order of the vector.
+
+        Without a global scale, float64 is exact, and so is float32 for E2M1 and for other codes with 16-bit scales.
+        Other dtypes are rounded from float32.
         """
         real = np.float64 if np.dtype(dtype) == np.float64 else np.float32
         if self.format.code == "int":
@@ -194,15 +199,15 @@ class Quantized:
         return values.astype(dtype, copy=False)
 
     def _spread(self, grid: np.ndarray) -> np.ndarray:
-        """What is shaped like the scales, one for each weight."""
+        """An array shaped like the scales, repeated to one value per weight."""
         rows, columns = self.group
         grid = np.repeat(grid, rows, -2)[..., : self.shape[-2], :]
         return np.repeat(grid, columns, -1)[..., : self.columns]
 
-    # ---- the same weights at other places
+    # ---- the same weights, cut or in another order
 
     def regrouped(self, rows: int, columns: int) -> "Quantized":
-        """With smaller groups, whose sizes divide the present ones or are whole rows or columns."""
+        """The record with smaller groups, whose sizes divide the present sizes or span whole rows or columns."""
 
         def finer(grid: np.ndarray | None) -> np.ndarray | None:
             if grid is None:
@@ -218,7 +223,7 @@ class Quantized:
         return replace(self, scales=finer(self.scales), zero_points=finer(self.zero_points), group=(rows, columns))
 
     def split_rows(self, lanes: int) -> "Quantized":
-        """[..., rows, columns] as [lanes, ..., rows / lanes, columns]."""
+        """The record with its rows cut into lanes: [..., rows, columns] -> [lanes, ..., rows / lanes, columns]."""
         rows = self.shape[-2] // lanes
         found = self._dividing(0, rows)
         arrays = {name: array for name, array in found.arrays.items() if name not in WHOLE}
@@ -227,9 +232,11 @@ class Quantized:
         )
 
     def split_columns(self, lanes: int) -> "Quantized":
-        """[..., rows, columns] as [lanes, ..., rows, columns / lanes]; it must have no order unless lanes is 1."""
+        """The record with its columns cut into lanes: [..., rows, columns] -> [lanes, ..., rows, columns / lanes].
+        Raises ValueError for several lanes if the record has an order.
+        """
         if self.order is not None and lanes > 1:
-            raise ValueError(f"its columns are sorted by group, so that {lanes} lanes cannot have shares of them")
+            raise ValueError(f"its columns are sorted by group and cannot be cut into {lanes} lanes")
         columns = self.columns // lanes
         found = self._dividing(1, columns)
 
@@ -246,7 +253,7 @@ class Quantized:
         )
 
     def join_columns(self) -> "Quantized":
-        """The inverse of `split_columns`: [lanes, rows, columns] as [rows, lanes * columns]."""
+        """The inverse of `split_columns`: [lanes, rows, columns] -> [rows, lanes * columns]."""
         lanes, _, columns = self.shape
         found = self.regrouped(self.group[0], columns) if self.group[1] > columns else self
         if columns % found.group[1]:
@@ -265,8 +272,8 @@ class Quantized:
         )
 
     def cut(self, parts: int, first: int, count: int, transposed: bool) -> "Quantized":
-        """Of each of equal parts of the rows its rows from `first` on: [..., rows, columns] as
-        [..., parts, count, columns], or transposed as [..., parts, columns, count].
+        """`count` rows, from row `first` on, of each of `parts` equal parts of the rows: [..., rows, columns] ->
+        [..., parts, count, columns], or [..., parts, columns, count] if transposed.
         """
         each = self.shape[-2] // parts
         found = self if self.order is None or not transposed else self._in_order()
@@ -295,7 +302,7 @@ class Quantized:
         )
 
     def _in_order(self) -> "Quantized":
-        """With its columns in the order of the vector, each with its own scale."""
+        """The record with its columns in the order of the vector, one scale per column."""
         places, found = np.argsort(self.order), self.regrouped(self.group[0], 1)
 
         def sort(array: np.ndarray | None) -> np.ndarray | None:
@@ -311,7 +318,7 @@ class Quantized:
         )
 
     def _dividing(self, axis: int, share: int) -> "Quantized":
-        """With groups that do not cross a multiple of `share` rows (axis 0) or columns (1)."""
+        """The record with groups that do not cross multiples of `share` rows (axis 0) or columns (axis 1)."""
         size, group = self.shape[axis - 2], self.group[axis]
         if share == size or share % group == 0:
             return self
@@ -319,7 +326,7 @@ class Quantized:
         return self.regrouped(*((fitting, self.group[1]) if axis == 0 else (self.group[0], fitting)))
 
     def take_rows(self, rows: np.ndarray) -> "Quantized":
-        """[..., rows, columns] with these rows in their place, int [n]."""
+        """The record with the given rows in the given order. rows: row numbers, int [n]."""
         found = self
         if self.group[0] > 1 and (
             len(rows) != self.shape[-2] or (rows // self.group[0] != np.arange(len(rows)) // self.group[0]).any()
@@ -335,21 +342,23 @@ class Quantized:
 
 
 def e8m0_values(codes: np.ndarray) -> np.ndarray:
-    """2^(b - 127) of bits b, uint8, as float32: exponents as float32 has them, but for b = 0, a subnormal."""
+    """2^(b - 127) in float32 for codes b, uint8; NaN for b = 255. b is the exponent field of the float32, except for
+    b = 0, whose value is subnormal.
+    """
     bits = codes.astype(np.uint32) << 23
     bits[codes == 0], bits[codes == NAN_E8M0] = 1 << 22, 0x7FC00000
     return bits.view(np.float32)
 
 
 def split_axis(array: np.ndarray, axis: int, lanes: int) -> np.ndarray:
-    """An axis, counted from the end, cut into equal shares: [..., n, ...] as [lanes, ..., n / lanes, ...]."""
+    """Cuts an axis into equal shares: [..., n, ...] -> [lanes, ..., n / lanes, ...]. axis: negative, from the end."""
     axis += array.ndim
     return np.moveaxis(array.reshape(*array.shape[:axis], lanes, -1, *array.shape[axis + 1 :]), axis, 0)
 
 
 def stack(records: Sequence[Quantized]) -> Quantized:
-    """Records [rows, columns] as one [n, rows, columns]. Raises ValueError if they differ in format or have a global
-    scale or an order.
+    """Stacks n records [rows, columns] into one record [n, rows, columns]. Raises ValueError if they differ in format,
+    or have a global scale or an order.
     """
     first = records[0]
     for record in records:
@@ -369,7 +378,7 @@ def stack(records: Sequence[Quantized]) -> Quantized:
 
 
 def pack4(codes: np.ndarray) -> np.ndarray:
-    """Codes of 4 bits, uint8 [..., columns], two in a byte."""
+    """Packs 4-bit codes, uint8 [..., columns], two per byte: uint8 [..., ceil(columns / 2)]."""
     if codes.shape[-1] % 2:
         codes = np.concatenate([codes, np.zeros((*codes.shape[:-1], 1), np.uint8)], -1)
     return codes[..., ::2] | codes[..., 1::2] << 4
@@ -381,11 +390,11 @@ def unpack4(packed: np.ndarray, columns: int) -> np.ndarray:
 
 
 def narrow_scales(scales: np.ndarray) -> np.ndarray:
-    """Scales as bfloat16 where that loses nothing, otherwise as float32."""
+    """The scales in bfloat16 if that is exact for all of them, otherwise in float32."""
     narrow = scales.astype(ml_dtypes.bfloat16)
     return narrow if (narrow.astype(np.float32) == scales.astype(np.float32)).all() else scales.astype(np.float32)
 
 
 def _first(found: np.ndarray) -> tuple[int, ...] | None:
-    """The place of the first True."""
+    """The index of the first True, or None."""
     return tuple(map(int, np.unravel_index(found.argmax(), found.shape))) if found.any() else None

@@ -1,8 +1,8 @@
-"""Rounds matrices to 8 and 4 bits per weight: to the nearest code, with scales from the weights alone.
+"""Rounds matrices to 8 and 4 bits per weight: to the nearest code, with scales that depend only on the weights.
 
-A scale of int4 is the best of 26 from 0.5 to 1.0 of max|w| / 7 by the sum of squared errors, one of mxfp4 the better of
-2^floor(log2(max|w|)) / 4 and twice that (OCP Microscaling Formats 1.0 has the first). Of 8 bits and nvfp4 the largest
-weight gets the largest code. Nothing here imports JAX.
+An int4 scale is the best of 26 factors from 0.5 to 1.0 times max|w| / 7, by the sum of squared errors. An mxfp4 scale
+is the better of 2^floor(log2(max|w|)) / 4 (as in OCP Microscaling Formats 1.0) and twice that. With 8 bits and nvfp4,
+the largest weight of a group gets the largest code. This file does not import JAX.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,8 @@ from laneformer.quantized.record import INT4_ZERO, Quantized, pack4
 Kind = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4"]
 Shared = int | Literal["row", "block", "tensor"]
 USUAL: dict[str, Shared] = {"int4": 32, "int8": "row", "fp8": "block", "mxfp4": 32, "nvfp4": 16}
-"""What shares a scale if nothing is asked for: columns of a row, a row, a block of 128 x 128, or the tensor."""
+"""Default for the weights that share a scale: a number of columns in a row, a row, a block of 128 x 128, or the tensor.
+"""
 ALLOWED: dict[str, tuple[Shared, ...]] = {
     "int4": (32, 64, 128),
     "int8": ("row", 32, 64, 128),
@@ -29,23 +30,23 @@ ALLOWED: dict[str, tuple[Shared, ...]] = {
 SEARCHED = np.linspace(0.5, 1.0, 26, dtype=np.float32)
 BLOCK = 128
 LARGEST_E4M3, LARGEST_E2M1 = 448.0, 6.0
-_AT_ONCE = 1 << 22  # weights
+_AT_ONCE = 1 << 22  # weights that are rounded together
 
 
 class Arrays(NamedTuple):
-    """How arrays are computed with, so that training rounds as files are rounded (train/rounding.py)."""
+    """The array functions that rounding uses, so that training (train/rounding.py) rounds as files are rounded."""
 
     xp: Any = np
-    """numpy, or jax.numpy."""
+    """numpy or jax.numpy."""
     as_dtype: Callable[[Any, np.dtype], Any] = lambda x, dtype: x.astype(dtype).astype(np.float32)
-    """float32 values rounded to those of a dtype."""
+    """Rounds float32 values to values of a dtype, and returns them in float32."""
     fold: Callable[[Callable, np.ndarray, Any], Any] = reduce
-    """functools.reduce."""
+    """functools.reduce, or an equivalent of it in JAX."""
 
 
 def group_of(kind: Kind, shared: Shared | None, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of [..., rows, columns] that share a scale: with integers all columns, if they are fewer than
-    asked for. Raises ConfigError if the kind lacks such groups.
+    """Rows and columns of a matrix [..., rows, columns] that share a scale. With int4 and int8, a group larger than a
+    row is the whole row. Raises ConfigError if the kind does not support `shared`.
     """
     shared = USUAL[kind] if shared is None else shared
     if shared not in ALLOWED[kind]:
@@ -57,17 +58,19 @@ def group_of(kind: Kind, shared: Shared | None, shape: tuple[int, ...]) -> tuple
 
 
 def round_to(weights: np.ndarray, kind: Kind, shared: Shared | None = None, search: bool = True) -> Quantized:
-    """The record of weights [*lanes, rows, columns] of any float dtype. shared: one of ALLOWED, by default USUAL.
-    search: try several scales for int4, or take max|w| / 7, in a tenth of the time.
+    """Rounds weights [*lanes, rows, columns] of any float dtype to a record.
 
-    Scales are bfloat16 for groups, float32 for rows, blocks and tensors; the last group of a row may be short. nvfp4
-    has one more scale for the tensor. Raises ConfigError for weights that are not finite.
+    shared: weights that share a scale, one of ALLOWED[kind]; by default USUAL[kind]. search: try several scales for
+    int4; otherwise use max|w| / 7, which takes a tenth of the time.
+
+    Scales are bfloat16 for groups, and float32 for rows, blocks and tensors. The last group of a row may be smaller.
+    nvfp4 has one more scale for the tensor. Raises ConfigError for weights that are not finite.
     """
     group = group_of(kind, shared, weights.shape)
     *lead, rows, columns = weights.shape
     lanes = weights.reshape(-1, rows, columns)
     if not all(np.isfinite(lane.astype(np.float32)).all() for lane in lanes):
-        raise ConfigError("it has weights that are not finite: only finite ones can be rounded")
+        raise ConfigError("it has weights that are not finite: only finite weights can be rounded")
     whole = None
     if kind == "nvfp4":
         whole = whole_scale(np.float32(max(np.abs(lane.astype(np.float32)).max() for lane in lanes)), np)
@@ -95,15 +98,18 @@ def nearest(
     factors: np.ndarray = SEARCHED,
     arrays: Arrays = Arrays(),  # noqa: B008  immutable
 ) -> tuple[Any, Any]:
-    """Numbers that the codes of weights stand for, as `grouped` makes them, and their groups' scales [..., 1, 1], which
-    multiply them, without the tensor's; both float32. stored: dtype of the scales. whole: nvfp4's `whole_scale`.
+    """The values of the nearest codes, and the scales [..., 1, 1] of their groups, without the tensor's scale; both
+    float32.
+
+    w: weights as `grouped` returns them. stored: dtype of the scales. whole: for nvfp4, the result of `whole_scale`.
+    factors: scales that int4 tries, relative to max|w| / 7.
     """
     xp, as_dtype, fold = arrays
     largest = xp.abs(w).max((-2, -1), keepdims=True)
 
     def scaled(largest: Any, most: float) -> Any:
-        """Scales as they are stored, for which codes are chosen; 1 where all weights are 0. XLA would divide by a
-        constant in this way too.
+        """Scales after rounding to the stored dtype, or 1 for groups of zeros. Multiplication by the reciprocal gives
+        the same bits as XLA, which divides by a constant in this way.
         """
         scales = as_dtype(largest * np.float32(1 / most), stored)
         return xp.where(scales == 0, np.float32(1), scales)
@@ -112,7 +118,7 @@ def nearest(
         return xp.square(numbers * scales - w).sum((-2, -1), keepdims=True)
 
     def in_four_bits(scales: Any) -> Any:
-        """Nearest numbers of E2M1, the even code among equals: steps of 1/2 up to 2, of 1 up to 4, of 2 up to 6."""
+        """Nearest values of E2M1, with ties to the even code. Steps are 1/2 up to 2, 1 up to 4, and 2 up to 6."""
         exact = w / scales
         size = xp.minimum(xp.abs(exact), np.float32(LARGEST_E2M1))
         step = xp.where(size < 2, np.float32(0.5), xp.where(size < 4, np.float32(1), np.float32(2)))
@@ -147,19 +153,21 @@ def nearest(
 
 
 def whole_scale(largest: Any, xp: Any) -> Any:
-    """nvfp4's divisor of a tensor whose largest weight is this, float32."""
+    """nvfp4's divisor of all weights of a tensor, float32. largest: largest absolute weight of the tensor. xp: numpy or
+    jax.numpy.
+    """
     return xp.where(largest > 0, np.float32(LARGEST_E4M3 * LARGEST_E2M1) / xp.where(largest > 0, largest, 1), 1).astype(
         np.float32
     )
 
 
 def stored_dtype(group: tuple[int, int], columns: int) -> np.dtype:
-    """Of the scales of integers and fp8."""
+    """Dtype of the scales of int4, int8 and fp8."""
     return np.dtype(np.float32 if group[1] >= columns or group[0] > 1 else ml_dtypes.bfloat16)
 
 
 def grouped(w: Any, group: tuple[int, int], xp: Any) -> Any:
-    """[rows, columns] -> [groups of rows, groups of columns, *group], with zeros at the end."""
+    """[rows, columns] -> [groups of rows, groups of columns, *group], padded with zeros at the end."""
     rows, columns = w.shape
     short = [(0, -size % share) for size, share in zip(w.shape, group, strict=True)]
     return xp.pad(w, short).reshape(-(-rows // group[0]), group[0], -(-columns // group[1]), group[1]).swapaxes(1, 2)
@@ -172,7 +180,7 @@ def ungrouped(w: Any, shape: tuple[int, int]) -> Any:
 
 
 def _codes(numbers: np.ndarray, kind: Kind) -> np.ndarray:
-    """As records have them, of float32 [rows, columns]."""
+    """The codes of a record, from their values, float32 [rows, columns]."""
     if kind == "int4":
         return pack4((numbers + INT4_ZERO).astype(np.uint8))
     if kind == "int8":
@@ -183,7 +191,7 @@ def _codes(numbers: np.ndarray, kind: Kind) -> np.ndarray:
 
 
 def _stored(scales: np.ndarray, kind: Kind, group: tuple[int, int], columns: int) -> np.ndarray:
-    """As records have them, of float32 [groups of rows, groups of columns]."""
+    """The scales of a record, from float32 scales [groups of rows, groups of columns]."""
     if kind == "mxfp4":
         return (np.frexp(scales)[1] + 126).astype(np.uint8)  # 2^(bits - 127)
     if kind == "nvfp4":
@@ -192,6 +200,6 @@ def _stored(scales: np.ndarray, kind: Kind, group: tuple[int, int], columns: int
 
 
 def relative_error(weights: np.ndarray, record: Quantized) -> float:
-    """Root mean square of the error over that of the weights."""
+    """Root mean square of the rounding error, divided by the root mean square of the weights."""
     exact = weights.astype(np.float32)
     return float(np.linalg.norm(record.dequantize(np.float32) - exact) / max(np.linalg.norm(exact), 1e-30))

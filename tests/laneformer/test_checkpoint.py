@@ -108,7 +108,7 @@ def test_a_run_without_a_complete_step(tmp_path):
 def test_lanes_are_those_of_the_run(saved_run):
     with pytest.raises(CheckpointError, match=r"num_lanes = 2: .*10 was trained with 4 lanes"):
         load(saved_run, num_lanes=2)
-    with pytest.raises(ConfigError, match=r"mesh of 8 devices .* 4 lanes"):
+    with pytest.raises(ConfigError, match=r"lane axis of 8 devices .* 4 lanes"):
         load(saved_run, mesh=make_mesh(8))
 
 

@@ -63,9 +63,9 @@ def test_a_mesh_that_the_lanes_do_not_fill(devices):
     """Without the check it would run, with lanes lost or counted twice."""
     values = tiny.values()
     mesh = make_mesh(devices)
-    with pytest.raises(ConfigError, match=rf"mesh of {devices} devices .* 4 lanes.*make_mesh\(4\)"):
+    with pytest.raises(ConfigError, match=rf"lane axis of {devices} devices .* 4 lanes.*make_mesh\(4\)"):
         tiny.model_of(values, tiny.random_weights(values), mesh)
-    with pytest.raises(ConfigError, match=rf"mesh of {devices} devices .* 4 lanes"):
+    with pytest.raises(ConfigError, match=rf"lane axis of {devices} devices .* 4 lanes"):
         Laneformer.init(tiny.config(), mesh=mesh)
 
 
