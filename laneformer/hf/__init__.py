@@ -1,5 +1,5 @@
-"""Hugging Face checkpoints: the families that are known, and their config.json. A family is a file here and a line in
-FAMILIES. Does not import JAX; laneformer/hf/folder.py, which reads and writes folders, does.
+"""Hugging Face checkpoints: the supported families, and how their config.json is read. A family is a file in this
+folder and a line in FAMILIES. This file does not import JAX; folder.py, which reads and writes folders, does.
 """
 
 import logging
@@ -33,12 +33,12 @@ log = logging.getLogger("laneformer")
 
 
 class Vision(NamedTuple):
-    """A kind of model that also sees, of which the language model can be used alone."""
+    """Tensor names of a model that also takes images, whose language model can be used alone."""
 
     prefix: str
-    """What the names of the language model's tensors begin with."""
+    """Prefix of the names of the language model's tensors."""
     ignored: tuple[str, ...]
-    """What those of the others begin with."""
+    """Prefixes of the names of all other tensors."""
 
 
 MULTIMODAL = {"kimi_k25": Vision("language_model.", ("vision_tower.", "mm_projector."))}  # by model_type
@@ -74,7 +74,7 @@ def find_family(values: Mapping[str, Any]) -> Family:
 
 
 def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The values of the language model: of a model that also sees, those in `text_config`."""
+    """The config values of the language model. In models that also take images, `text_config` contains them."""
     text = values.get("text_config")
     if not isinstance(text, Mapping):
         return values
@@ -83,15 +83,15 @@ def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def tensor_prefixes(values: Mapping[str, Any]) -> Vision:
-    """What the names of the tensors of the language model begin with, and of those that it does not use."""
+    """The prefix of the language model's tensor names, and the prefixes of the tensors that it does not use."""
     vision = MULTIMODAL.get(str(values.get("model_type")), Vision("", ()))
     drafts = find_family(values).ignored(Fields(language_model(values)))
     return Vision(vision.prefix, (*vision.ignored, *(f"{vision.prefix}{name}" for name in drafts)))
 
 
 def config_from_hf(values: Mapping[str, Any], num_lanes: int | None = None) -> ModelConfig:
-    """ModelConfig for the parsed config.json `values`. `num_lanes` cuts a dense model into lanes; a Laneformer's own
-    number cannot be changed. Raises ConfigError.
+    """The ModelConfig of the parsed config.json `values`. `num_lanes` cuts a dense model into lanes; the number of
+    lanes of a Laneformer cannot be changed. Raises ConfigError.
     """
     family = find_family(values)
     if family.config_from is None:
@@ -100,7 +100,7 @@ def config_from_hf(values: Mapping[str, Any], num_lanes: int | None = None) -> M
             " `python -m infer roofline CONFIG.json` projects its speed"
         )
     if language_model(values) is not values and values.get("model_type") not in MULTIMODAL:
-        raise ConfigError("text_config: models that also take images cannot be run; use a language model's folder")
+        raise ConfigError("text_config: models that also take images are not supported; use a language model's folder")
     fields = Fields(language_model(values))
     config = family.config_from(fields, num_lanes)
     if unread := fields.unread():
@@ -109,7 +109,9 @@ def config_from_hf(values: Mapping[str, Any], num_lanes: int | None = None) -> M
 
 
 def dimensions_from_hf(values: Mapping[str, Any]) -> Dimensions:
-    """Dimensions of the mixture of experts with the parsed config.json `values`. Raises ConfigError."""
+    """The dimensions of the mixture of experts with the parsed config.json `values`. Raises ConfigError for other
+    models.
+    """
     family = find_family(values)
     if family.dimensions is None:
         raise ConfigError(f"model_type = {values.get('model_type')!r}: {family.name} is not a mixture of experts")
@@ -119,7 +121,7 @@ def dimensions_from_hf(values: Mapping[str, Any]) -> Dimensions:
 def read_hf_config(path: str | Path, num_lanes: int | None = None) -> ModelConfig:
     """The config of an HF folder; see `config_from_hf`.
 
-    Raises CheckpointError for a missing or unreadable file and ConfigError for values that cannot work.
+    Raises CheckpointError for a missing or unreadable config.json, and ConfigError for invalid values.
     """
     file = Path(path) / "config.json"
     values = read_values(file)
@@ -130,14 +132,14 @@ def read_hf_config(path: str | Path, num_lanes: int | None = None) -> ModelConfi
 
 
 def read_values(file: Path) -> dict[str, Any]:
-    """The parsed config.json. Raises CheckpointError."""
+    """The values of a config.json. Raises CheckpointError if the file is missing, unreadable or not a JSON object."""
     try:
         values = parse_json(read_file(file))
     except CheckpointError:
         raise
     except FileNotFoundError:
         raise CheckpointError(
-            f"{file} does not exist: a checkpoint folder needs a config.json beside its safetensors files"
+            f"{file} does not exist: a checkpoint folder needs a config.json next to its safetensors files"
         ) from None
     except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {file} as JSON ({error}): copy it again") from None

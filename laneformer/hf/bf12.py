@@ -1,8 +1,8 @@
-"""Matrices of bfloat16 in 12 bits per weight in safetensors files; docs/bf12.md describes the format.
+"""bfloat16 matrices in 12 bits per weight in safetensors files; docs/bf12.md describes the format.
 
-The matrices of one product (q, k and v; gate and up) are a group: they have one table, and their tiles are in the order
-in which the CPU kernel reads them, whatever its threads. A group is three tensors, and an entry in the metadata of its
-file, which names the matrices.
+The matrices of one product (q, k and v; gate and up) form a group. They share one table, and their tiles are in the
+order in which the CPU kernel reads them, which does not depend on its threads. A group is stored as three tensors and
+an entry in the metadata of its file, which names the matrices.
 """
 
 import json
@@ -32,26 +32,27 @@ from laneformer.formats import (
 from laneformer.hf.safetensors import ALIGNMENT, DTYPES, Output, Source, Tensor, map_file
 from laneformer.ops import Product
 
-KEY, VERSION = "bf12", 1  # of the metadata
+KEY, VERSION = "bf12", 1  # key in the metadata, and version of the format
 TILES, TABLE, EXCEPTIONS = "bf12_tiles", "bf12_table", "bf12_exceptions"
-_AT_ONCE = 32  # units of rows that are encoded or decoded together, in a cache
+_AT_ONCE = 32  # tiles of rows that are encoded or decoded together; they fit in a CPU cache
 _COUNTED = 1 << 20  # weights that are counted together
 
 
 @dataclass(frozen=True)
 class Group:
-    """Matrices of one product."""
+    """The matrices of one product."""
 
     shapes: dict[str, tuple[int, ...]]
-    """By tensor name, [lanes, rows, columns], or [rows, columns] for one lane; equal but for the rows."""
+    """Tensor name -> [lanes, rows, columns], or [rows, columns] for one lane; equal except for the rows."""
     interleaved: bool = False
-    """Tiles alternate between matrices of equal shapes, as of gate and up; otherwise their rows follow each other."""
+    """Whether tiles alternate between matrices of equal shapes (gate and up); otherwise their rows follow each other.
+    """
     rounded: int = 0
-    """Weights that were changed to the nearest value of the table when they were written."""
+    """Number of weights that were rounded to the nearest value of the table when they were written."""
 
     @property
     def name(self) -> str:
-        """Of its tensors, without the kinds."""
+        """Name of the group's tensors, without their kinds."""
         return next(iter(self.shapes))
 
     @property
@@ -64,14 +65,14 @@ class Group:
 
     @cached_property
     def rows(self) -> dict[str, range]:
-        """Rows of each matrix among those of a lane."""
+        """The rows of each matrix among all rows of a lane."""
         rows = [shape[-2] for shape in self.shapes.values()]
         ends = rows if self.interleaved else accumulate(rows)
         return {name: range(end - count, end) for name, count, end in zip(self.shapes, rows, ends, strict=True)}
 
     @property
     def units(self) -> int:
-        """Tiles of rows of a lane; of interleaved matrices each has as many."""
+        """Tiles of 16 rows in a lane; if interleaved, in a lane of each matrix."""
         return -(-max(rows.stop for rows in self.rows.values()) // BF12_ROWS)
 
     @property
@@ -84,7 +85,7 @@ class Group:
 
     @property
     def padded(self) -> int:
-        """Columns with padding."""
+        """Number of columns, including padding."""
         return -(-self.columns // BF12_COLUMNS) * BF12_COLUMNS
 
     @property
@@ -92,7 +93,9 @@ class Group:
         return self.tiles, self.padded // BF12_COLUMNS, 3, BF12_LINE
 
     def blocks(self, matrices: Mapping[str, np.ndarray], padding: int) -> Iterator[np.ndarray]:
-        """The tiles of matrices, uint16 [tiles, 16, padded], some at a time; padding: the bits of what is no weight."""
+        """The tiles of the matrices, uint16 [tiles, 16, padded], a few at a time. padding: bits that fill the rest of a
+        tile.
+        """
         lanes = {name: matrices[name].reshape(self.lanes, -1, self.columns) for name in self.shapes}
         for lane in range(self.lanes):
             for first in range(0, self.units, _AT_ONCE):
@@ -110,7 +113,7 @@ class Group:
                 yield tiles.reshape(-1, BF12_ROWS, self.padded)
 
     def decode(self, tiles: Bf12Tiles, name: str, bits: np.ndarray) -> None:
-        """Writes a matrix to uint16 [lanes, rows, columns]."""
+        """Decodes the matrix `name` from the group's tiles into `bits`, uint16 [lanes, rows, columns]."""
         rows, number = self.rows[name], list(self.shapes).index(name)
         step = len(self.shapes) if self.interleaved else 1
         for lane in range(self.lanes):
@@ -119,14 +122,14 @@ class Group:
                 begin = lane * self.units * step + (number if self.interleaved else 0)
                 found = tiles.decode(range(begin + first * step, lane * self.units * step + last * step, step))
                 found = found.reshape(-1, self.padded)[:, : self.columns]
-                at = first * BF12_ROWS - rows.start  # of the first row found, in the matrix
+                at = first * BF12_ROWS - rows.start  # place of the first decoded row in the matrix
                 part = found[max(-at, 0) : rows.stop - first * BF12_ROWS]
                 bits[lane, max(at, 0) : max(at, 0) + len(part)] = part
 
 
 def groups_of(config: ModelConfig, sources: Mapping[str, Source]) -> Iterator[Group]:
-    """The matrices of a Laneformer as its products read them, the embedding table first, without those of experts or of
-    heads. sources: by path.
+    """The embedding table, then the groups of matrices that a Laneformer's products read, without matrices of experts
+    and block-diagonal matrices of heads. sources: by path.
     """
     ops = decoder_ops(config)
     all_products = (op for layer in ops.layers for op in layer.ops if isinstance(op, Product))
@@ -144,7 +147,7 @@ def _group_of(paths: Iterable[str], sources: Mapping[str, Source], interleaved: 
 
 @dataclass(frozen=True)
 class StoredGroup:
-    """A group in a file, whose tensors fit each other."""
+    """A group in a file, whose tensors were checked against each other."""
 
     group: Group
     tiles: Tensor
@@ -152,12 +155,12 @@ class StoredGroup:
     exceptions: np.ndarray
 
     def within(self, pages: np.ndarray) -> Bf12Tiles:
-        """Its tiles in the mapped file."""
+        """The group's tiles in the mapped file. pages: bytes of the file, uint8."""
         return Bf12Tiles(self.table, self.tiles.within(pages).reshape(self.tiles.shape), self.exceptions)
 
     @property
     def unfit(self) -> str | None:
-        """Why a kernel cannot use the pages as they are; None if it can."""
+        """Why a kernel cannot use the mapped tiles; None if it can."""
         if self.tiles.start % ALIGNMENT:
             return f"its tiles begin at byte {self.tiles.start:,}, which is no multiple of {ALIGNMENT}"
         if not Bf12Tiles(self.table, np.empty(0, np.uint8), self.exceptions).surely_finite:
@@ -167,7 +170,7 @@ class StoredGroup:
 
 @dataclass(frozen=True)
 class PackedTensor(Tensor):
-    """A matrix of a group, as if its file had it in bfloat16."""
+    """A matrix of a group, read as if its file contained it in bfloat16."""
 
     name: str
     stored: StoredGroup
@@ -181,8 +184,8 @@ class PackedTensor(Tensor):
 def unpacked(
     tensors: Mapping[str, Tensor], metadata: Mapping[Path, Mapping[str, object]]
 ) -> tuple[dict[str, Tensor], list[StoredGroup]]:
-    """The tensors of a folder with matrices in place of their groups' tensors, and those groups. Raises
-    CheckpointError, naming file and tensor, for groups that do not fit their tensors.
+    """The tensors of a folder, with matrices in place of their groups' tensors, and the groups. Raises CheckpointError,
+    naming file and tensor, for groups that do not fit their tensors.
     """
     tensors, found = dict(tensors), []
     for file, texts in metadata.items():
@@ -203,7 +206,7 @@ def unpacked(
 
 
 def _groups(file: Path, text: object) -> Iterator[Group]:
-    """Those that the metadata of a file names."""
+    """The groups that the metadata of a file describe. text: the value of KEY in the metadata, or None."""
     if text is None:
         return
     try:
@@ -211,8 +214,8 @@ def _groups(file: Path, text: object) -> Iterator[Group]:
         version = values["format_version"]
         if version != VERSION:
             raise CheckpointError(
-                f"{file} has weights in version {version!s:.20} of bf12, this program reads {VERSION}: update it, or"
-                " convert the model again"
+                f"{file} has weights in version {version!s:.20} of bf12, this program reads {VERSION}: update the"
+                " program or convert the model again"
             )
         groups = [_group(entry) for entry in values["groups"]]
     except CheckpointError:
@@ -224,7 +227,7 @@ def _groups(file: Path, text: object) -> Iterator[Group]:
 
 
 def _group(entry: Mapping[str, Any]) -> Group:
-    """Raises ValueError, or what a wrong type causes."""
+    """The group of an entry in the metadata. Raises ValueError, KeyError, TypeError or AttributeError."""
     shapes = {name: tuple(shape) for name, shape in entry["matrices"].items()}
     interleaved, rounded = entry["interleaved"], entry.get("rounded", 0)
     sizes = [size for shape in shapes.values() for size in shape]
@@ -233,7 +236,7 @@ def _group(entry: Mapping[str, Any]) -> Group:
         or not all(type(size) is int and 0 < size < 1 << 40 for size in sizes)
         or type(interleaved) is not bool
     ):
-        raise ValueError(f"{shapes} are no shapes of matrices")
+        raise ValueError(f"{shapes} are not shapes of matrices")
     if type(rounded) is not int or rounded < 0:
         raise ValueError(f"rounded is {rounded!s:.20}, not a number of weights")
     rest = {(*shape[:-2], shape[-2] if interleaved else 0, shape[-1]) for shape in shapes.values() if len(shape) > 1}
@@ -266,7 +269,7 @@ def _wrong(file: Path, group: Group, kind: str, what: str) -> CheckpointError:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """How a group is to be written."""
+    """How a group is to be written: its table and the number of its exceptions."""
 
     group: Group
     table: np.ndarray
@@ -274,8 +277,8 @@ class GroupPlan:
 
     @classmethod
     def of(cls, group: Group, matrices: Mapping[str, np.ndarray], round_exceptions: bool = False) -> "GroupPlan":
-        """By its weights, whose bits are uint16. round_exceptions: change them, if they are few, to the nearest values
-        of the table. Raises CheckpointError if they are not finite then.
+        """The plan for given matrices, name -> bits, uint16. round_exceptions: round exceptions, if they are few, to
+        the nearest values of the table. Raises CheckpointError if they are not finite.
         """
         counts = np.zeros(128, np.int64)
         for name in group.shapes:
@@ -296,17 +299,17 @@ class GroupPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether it has few exceptions."""
+        """Whether the group has few enough exceptions."""
         return self.exceptions <= BF12_MOST_EXCEPTIONS * self.group.weights
 
     @property
     def size(self) -> int:
-        """Bytes of its tensors."""
+        """Bytes of the group's tensors."""
         return math.prod(self.group.tiles_shape) + 4 * (self.exceptions + self.group.tiles) + len(self.table)
 
     def outputs(self, matrices: Callable[[], Mapping[str, np.ndarray]]) -> dict[str, Output]:
-        """Its tensors by name. matrices: their bits, uint16. The exceptions are made with the tiles, so write them
-        afterwards.
+        """The group's tensors by name. matrices: returns name -> bits, uint16. Write the tiles before the exceptions,
+        which are computed with them.
         """
         group, words = self.group, []
 
@@ -326,7 +329,7 @@ class GroupPlan:
 
 
 def metadata_of(groups: Iterable[Group]) -> dict[str, str]:
-    """The entry in the metadata of the file that has them."""
+    """The entry for the groups in the metadata of their file."""
     entries = [
         {"matrices": {name: list(shape) for name, shape in group.shapes.items()}, "interleaved": group.interleaved}
         | ({"rounded": group.rounded} if group.rounded else {})

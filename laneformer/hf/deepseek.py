@@ -1,4 +1,4 @@
-"""DeepSeek V3 (with Kimi K2, of the same architecture): latent attention, experts beside a shared one."""
+"""DeepSeek V3, and Kimi K2 with the same architecture: latent attention, experts with a shared expert."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +21,8 @@ NAMES = EXPERT_NAMES | {
     "feed_forward.shared.w3": "mlp.shared_experts.up_proj",
     "feed_forward.shared.w2": "mlp.shared_experts.down_proj",
 }
-# Our path, without the layer -> the file's name, without model.layers.N; by_head: each lane has its share of the rows.
+# Path of a weight, without the layer -> name in files, without model.layers.N. All lanes share the tensors of SHARED;
+# each lane has its share of the rows of those in BY_HEAD.
 SHARED = {
     "attention.wq_a": "self_attn.q_a_proj.weight",
     "attention.q_norm": "self_attn.q_a_layernorm.weight",
@@ -56,7 +57,7 @@ def dimensions_v3(fields: Fields) -> Dimensions:
 
 
 def _dense_layers(fields: Fields, default: int) -> int:
-    """How many layers have an MLP, the first ones."""
+    """Number of layers with an MLP instead of experts, the first ones. Raises ConfigError for unsupported values."""
     if fields.size("moe_layer_freq", 1) != 1:
         raise ConfigError(f"moe_layer_freq = {fields.size('moe_layer_freq')}: only 1 is supported")
     dense = fields.size("first_k_dense_replace", default, 0)
@@ -66,7 +67,7 @@ def _dense_layers(fields: Fields, default: int) -> int:
 
 
 def more_v3(fields: Fields) -> dict[str, Any]:
-    """ModelConfig's fields; defaults are those of transformers."""
+    """Fields of ModelConfig; defaults are those of transformers. Raises ConfigError for unsupported values."""
     for name, known, default in (
         ("scoring_func", "sigmoid", "sigmoid"),
         ("topk_method", "noaux_tc", "noaux_tc"),
@@ -101,20 +102,22 @@ def more_v3(fields: Fields) -> dict[str, Any]:
 
 
 def drafts_v3(fields: Fields) -> tuple[str, ...]:
-    """The layers behind the model's own ones, which draft further tokens."""
+    """Prefixes of the layers after the model's own, which draft further tokens."""
     count = fields.size("num_nextn_predict_layers", 0, 0)
     return tuple(f"model.layers.{fields.layers + n}." for n in range(count))
 
 
 def sources_v3(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
-    """As a Llama's, but for latent attention, whose pairs that rotate are next to each other, and the correction."""
+    """The source of each weight, by path: as for a Llama, except for latent attention, whose rotary pairs are already
+    interleaved, and for the router's correction.
+    """
     own = {path: source for path, weight in table.items() if (source := _source(path, weight.shape))}
     rest = {path: weight for path, weight in table.items() if path not in own}
     return llama.sources(config, rest, NAMES) | own
 
 
 def _source(path: str, shape: tuple[int, ...]) -> Source | None:
-    """None: as a Llama's."""
+    """The source of one weight; None if it is the same as for a Llama."""
     prefix, name = without_layer(path)
     if name in SHARED:
         return Source(f"{prefix}{SHARED[name]}", shape)
@@ -125,7 +128,7 @@ def _source(path: str, shape: tuple[int, ...]) -> Source | None:
 
 
 def _latent_attention(fields: Fields) -> int:
-    """Weights of one layer. A null q_lora_rank is a query matrix without a rank."""
+    """Number of weights in one layer's attention. A null q_lora_rank means a single query matrix."""
     d, heads, kv_rank = fields.hidden, fields.size("num_attention_heads"), fields.size("kv_lora_rank")
     nope, rope, value = (fields.size(name) for name in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"))
     rank = fields.optional_size("q_lora_rank")

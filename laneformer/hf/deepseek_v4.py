@@ -1,4 +1,6 @@
-"""DeepSeek V4: four residual streams, attention to compressed entries, experts by a table in the first layers."""
+"""DeepSeek V4: four residual streams, attention to compressed entries, and experts, which a table chooses in the first
+layers.
+"""
 
 import dataclasses
 from collections.abc import Mapping
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 OVERLAP = 4  # the ratio whose windows overlap
 RATIOS = (0, OVERLAP, 128)
-# Our path, without the layer -> the file's name, without layers.N
+# Path of a weight, without the layer -> name in files, without layers.N
 NAMES = {
     "tok_embeddings": "embed.weight",
     "norm": "norm.weight",
@@ -36,7 +38,7 @@ NAMES = {
 STREAMS = {"attention_streams": "hc_attn", "ffn_streams": "hc_ffn", "head_streams": "hc_head"}
 OF_STREAMS = {"mix": "fn", "factors": "scale", "offsets": "base"}
 COMPRESSORS = {"attention.compressor": "attn.compressor", "attention.index_compressor": "attn.indexer.compressor"}
-CUT = {  # what lanes have shares of
+CUT = {  # tensors of which each lane has its share
     "attention.wq_b": ("attn.wq_b.weight", "rows"),
     "attention.sinks": ("attn.attn_sink", "rows"),
     "attention.wo_a": ("attn.wo_a.weight", "rows"),
@@ -46,16 +48,16 @@ CUT = {  # what lanes have shares of
 }
 
 
-# Matrices that the published files have in 16 or 32 bits beside FP8 and FP4.
+# Matrices that the published files store in 16 or 32 bits; the others are FP8 or FP4.
 NEVER_PACKED = (".router", ".mix", "compressor.wkv", "compressor.wgate", "indexer.weights")
-COMPRESSED = "compressed-tensors"  # a quant_method, which scripts.quantize writes
-EXPERTS = "ffn.experts"  # part of the names of their modules
+COMPRESSED = "compressed-tensors"  # the quant_method that scripts.quantize writes
+EXPERTS = "ffn.experts"  # part of the names of experts' modules
 EXPERT_DTYPES = {"fp4": "mxfp4", "fp8": "fp8"}
-"""Values of expert_dtype -> format."""
+"""Value of expert_dtype -> format."""
 
 
 def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
-    """Defaults are those of the published Flash."""
+    """The ModelConfig, in `num_lanes` lanes, by default 1. Defaults are those of the published V4 Flash."""
     fields.require("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "compress_ratios")
     for name, known in (
         *(("scoring_func", "sqrtsoftplus"), ("topk_method", "noaux_tc"), ("attention_bias", False)),
@@ -63,11 +65,11 @@ def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
     ):
         if (value := fields.get(name, known)) != known:
             raise ConfigError(f"{name} = {value!r}: only models with {name} = {known!r} are supported")
-    fields.given("num_nextn_predict_layers", "expert_dtype")  # of drafts, and of packed experts
+    fields.given("num_nextn_predict_layers", "expert_dtype")  # for drafts and packed experts; not used here
     longest = fields.size("max_position_embeddings", 1048576)
     _, scaling = read_rope(fields, longest)
     if scaling is not None:
-        scaling = dataclasses.replace(scaling, attention_factor=1.0)  # none on cos and sin
+        scaling = dataclasses.replace(scaling, attention_factor=1.0)  # cos and sin are not scaled
     width = fields.size("moe_intermediate_size", 2048)
     shared = fields.size("n_shared_experts", 1, 0) * width
     return ModelConfig(
@@ -131,7 +133,9 @@ def _attention(fields: Fields, scaling: RopeScaling | None) -> CompressedAttenti
 
 
 def sources(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
-    """All lanes read the same positions and entries; each has its share of the heads, their groups and the experts."""
+    """The source of each weight, by path. All lanes compute the same positions and entries. Each lane has its share of
+    the heads, of their groups, and of every expert's columns.
+    """
     return {path: _source(path, weight.shape) for path, weight in table.items()}
 
 
@@ -182,7 +186,7 @@ def dimensions(fields: Fields) -> Dimensions:
 
 
 def _wide_attention(fields: Fields) -> int:
-    """Weights of one layer's attention without its compressor."""
+    """Number of weights in one layer's attention, without its compressor."""
     d, heads, dim = fields.hidden, fields.size("num_attention_heads"), fields.size("head_dim")
     rank, out_rank, groups = fields.size("q_lora_rank"), fields.size("o_lora_rank"), fields.size("o_groups")
     kv = fields.size("num_key_value_heads")
@@ -190,8 +194,8 @@ def _wide_attention(fields: Fields) -> int:
 
 
 def _compressors(fields: Fields) -> int:
-    """Weights of all layers that join the keys and values of several positions, with a gate. Where windows overlap (a
-    ratio of 4) the matrices are twice as wide and there is an indexer.
+    """Number of weights in all layers' compressors, which combine the keys and values of several positions with a gate.
+    With overlapping windows (a ratio of 4), the matrices are twice as wide and there is an indexer.
     """
     d, dim, layers, ratios = fields.hidden, fields.size("head_dim"), fields.layers, fields.sequence("compress_ratios")
     if ratios is None or len(ratios) < layers:
@@ -203,7 +207,7 @@ def _compressors(fields: Fields) -> int:
 
 
 def _expert_format(fields: Fields) -> str | None:
-    """Format of the routed experts where they have their own beside the quantization of the rest."""
+    """The format of the routed experts, or None if it is that of the other matrices."""
     quantization = fields.mapping("quantization_config")
     if quantization is None or quantization.get("quant_method") == COMPRESSED:
         return None
@@ -218,9 +222,9 @@ def _expert_dtype(fields: Fields) -> str:
 
 
 def _rules(fields: Fields) -> Rules:
-    """quantization_config is about all matrices but those of routed experts in FP4, unless it is of compressed-tensors,
-    which states its own. Raises ConfigError for other settings than the published ones: FP8 in blocks of 128 x 128, and
-    the experts in FP4 or FP8.
+    """The packing of all matrices, unless quantization_config is that of compressed-tensors and states it itself. In
+    published files quantization_config does not apply to routed experts in FP4. Raises ConfigError for settings other
+    than the published ones: FP8 in blocks of 128 x 128, and experts in FP4 or FP8.
     """
     quantization = Fields(fields.mapping("quantization_config") or {})
     if quantization.get("quant_method") == COMPRESSED:

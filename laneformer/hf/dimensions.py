@@ -1,6 +1,7 @@
-"""Published mixtures of experts as dimensions: weights by part, the share that one token reads, and their formats.
+"""The dimensions of published mixtures of experts: weights by part, the share that one token reads, and their formats.
 
-Matrices count; norms, biases, gates of one value per head or expert, and blocks for multi-token prediction do not.
+Only matrices are counted, without norms, biases, gates of one value per head or expert, and blocks for multi-token
+prediction.
 """
 
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ from laneformer.hf.packed.quantization import Formats
 
 @dataclass(frozen=True)
 class Part:
-    """Matrices that are read alike."""
+    """Matrices of one format, of which a token reads the same share."""
 
     name: str
     parameters: int
-    """Weights, with all experts."""
+    """Number of weights, including all experts."""
     format: str
     """Number format, a key of laneformer.formats.FORMATS."""
     share: Fraction = Fraction(1)
@@ -26,7 +27,7 @@ class Part:
 
     @property
     def read(self) -> int:
-        """Weights that one token reads."""
+        """Number of weights that one token reads."""
         return int(self.parameters * self.share)
 
     @property
@@ -37,25 +38,25 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Dimensions:
-    """What one token of a model reads at batch 1."""
+    """The weights and cached values that one token of a model reads at batch 1."""
 
     layers: int
     parts: tuple[Part, ...]
     formats: str
-    """Where the formats are from, in words."""
+    """Explanation of the formats, for reports."""
     kv_full: int | None
-    """Cached values that a token reads of every earlier position; None: the config does not determine it."""
+    """Cached values that a token reads for every earlier position; None: the config does not determine them."""
     kv_window: tuple[int, int] = (0, 0)
-    """Cached values of a position in sliding layers, and their window in positions."""
+    """Cached values per position in all sliding layers, and their window in positions."""
     state: int = 0
-    """Values of recurrent state that a token reads and writes."""
+    """Number of recurrent state values that a token reads and writes."""
 
 
 def routed_experts(fields: Fields, layers: int, experts: int, width: int, format: str) -> Part:
-    """The experts of `layers` layers, each `width` columns wide, of which a token uses a few."""
+    """The experts of `layers` layers. experts: number per layer. width: columns of one expert."""
     used = fields.size("num_experts_per_tok")
     if used > experts:
-        raise ConfigError(f"num_experts_per_tok = {used}: there are {experts} experts")
+        raise ConfigError(f"num_experts_per_tok = {used} must be at most the number of experts, {experts}")
     weights = layers * experts * 3 * width * fields.hidden
     return Part(f"routed experts, {used} of {experts}", weights, format, Fraction(used, experts))
 
@@ -74,18 +75,18 @@ def dense_layers(fields: Fields, count: int, formats: Formats) -> list[Part]:
 
 
 def head(fields: Fields, formats: Formats) -> Part:
-    """The output head; of the embedding table a token reads one row, which does not count."""
+    """The output head. The embedding table is not counted, because a token reads only one row of it."""
     return Part("head", fields.size("vocab_size") * fields.hidden, formats.usual)
 
 
 def grouped_attention(fields: Fields) -> tuple[int, int]:
-    """Weights of one layer's attention with grouped queries, and cached values of a position."""
+    """Number of weights in one layer's grouped-query attention, and of its cached values per position."""
     heads, kv, dim = fields.size("num_attention_heads"), fields.kv_heads, fields.head_dim
     return fields.hidden * dim * (2 * heads + 2 * kv), 2 * kv * dim
 
 
 def layers_of_type(fields: Fields, kind: str) -> int:
-    """How many layers `layer_types` gives as `kind`."""
+    """Number of layers whose type in `layer_types` is `kind`."""
     types = fields.sequence("layer_types")
     if types is None or len(types) != fields.layers:
         raise ConfigError(f"layer_types = {types!r}: name the type of each of the {fields.layers} layers")
@@ -93,6 +94,6 @@ def layers_of_type(fields: Fields, kind: str) -> int:
 
 
 def sparse_layers(fields: Fields) -> int:
-    """Layers with experts in Qwen's mixtures: every decoder_sparse_step-th but for mlp_only_layers."""
+    """Number of layers with experts in Qwen's mixtures: every decoder_sparse_step-th layer, except mlp_only_layers."""
     step, dense = fields.size("decoder_sparse_step", 1), fields.sequence("mlp_only_layers") or []
     return sum((n + 1) % step == 0 and n not in dense for n in range(fields.layers))

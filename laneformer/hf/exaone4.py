@@ -1,5 +1,5 @@
-"""EXAONE 4 (arXiv 2507.11407): norms after the modules instead of before them. Where some layers have a window, the
-others have no rotation.
+"""EXAONE 4 (arXiv 2507.11407): norms after the modules instead of before them. If some layers have a window, the other
+layers do not rotate q and k.
 """
 
 from laneformer.hf.fields import Fields
@@ -9,17 +9,19 @@ WINDOW, PATTERN = 4096, 4
 
 
 def windows(fields: Fields) -> tuple[int | None, list[str]]:
-    """The layers of `layer_types`, by default all but every sliding_window_pattern-th; a window of null is none."""
+    """A window on the layers that `layer_types` names, by default on all but every sliding_window_pattern-th layer;
+    null means no window.
+    """
     window = fields.optional_size("sliding_window", WINDOW)
     if window is None or fields.sequence("layer_types") is not None:
-        fields.get("sliding_window_pattern")  # layer_types decides; it may be a text such as LLLG
+        fields.get("sliding_window_pattern")  # read but not used; it may be a text such as LLLG
         return window, layer_types(fields, [FULL] * fields.layers)
     every = fields.size("sliding_window_pattern", PATTERN)
     return window, layer_types(fields, [FULL if (n + 1) % every == 0 else SLIDING for n in range(fields.layers)])
 
 
 def nope_layers(fields: Fields) -> tuple[int, ...]:
-    """The full layers, where others slide."""
+    """The full layers, if the model has a window."""
     window, types = windows(fields)
     return tuple(n for n, kind in enumerate(types) if window is not None and kind == FULL)
 

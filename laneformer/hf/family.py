@@ -1,4 +1,4 @@
-"""What the registry in laneformer/hf/__init__.py knows of a family of checkpoints."""
+"""The description of a family of checkpoints, as the registry in laneformer/hf/__init__.py contains it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,21 +16,21 @@ if TYPE_CHECKING:  # imports JAX
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family that `laneformer.load` opens has `config_from` and `sources`; a mixture of experts has `dimensions`."""
+    """A family that `laneformer.load` opens has `config_from` and `sources`. A mixture of experts has `dimensions`."""
 
     name: str
-    """As people write it."""
+    """Name for messages, as people write it."""
     config_from: Callable[[Fields, int | None], ModelConfig] | None = None
-    """The config, with a dense model cut into the given number of lanes."""
+    """Makes the config; a dense model is cut into the given number of lanes."""
     sources: "Callable[[ModelConfig, Mapping[str, Weight]], dict[str, Source]] | None" = None
-    """Path of each weight -> the tensor that it comes from, for a config and its `parameter_table`."""
+    """Maps each weight's path to the tensor that contains the weight, for a config and its `parameter_table`."""
     ignored: Callable[[Fields], tuple[str, ...]] = lambda fields: ()
-    """What the names of tensors begin with that the model does not use: those that draft further tokens."""
+    """Prefixes of the names of tensors that the model does not use, such as those that draft further tokens."""
     never_packed: tuple[str, ...] = ()
-    """What the paths of matrices end with that are 16 bits wide, though the quantization does not except them. Files
-    that have them quantized are refused.
+    """Suffixes of the paths of matrices that are not quantized, although the config's quantization does not except
+    them. Files in which they are quantized are refused.
     """
     rules: Callable[[Fields], Rules] = lambda fields: []
-    """How matrices are packed of which fields outside of quantization_config say so, where there is one."""
+    """Packings of matrices that fields outside of quantization_config determine, for quantized models."""
     dimensions: Callable[[Fields], Dimensions] | None = None
-    """Sizes and formats of what `laneformer.load` cannot open yet, for the roofline."""
+    """Sizes and formats of a mixture of experts, for the roofline."""

@@ -7,7 +7,7 @@ from laneformer.config import LARGEST, LARGEST_OTHER
 from laneformer.errors import ConfigError
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-NO_EFFECT = frozenset(  # bookkeeping, dropout and training
+NO_EFFECT = frozenset(  # fields without effect on inference, such as bookkeeping, dropout and training
     {
         "architectures",
         "model_type",
@@ -36,7 +36,7 @@ NO_EFFECT = frozenset(  # bookkeeping, dropout and training
     }
 )
 
-ROUTERS: dict[str, tuple] = {  # how experts are chosen, under the names of several families: what softmax routers have
+ROUTERS: dict[str, tuple] = {  # fields of several families that choose the kind of router -> values of a softmax router
     **{"scoring_func": ("softmax",), "score_func": ("softmax",), "router_activation": ("softmax",)},
     **{
         "router_type": ("softmax", "topk", "top_k"),
@@ -49,28 +49,28 @@ SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # two name
 
 
 class Fields:
-    """A config.json whose values are asked for by name. Raises ConfigError, naming field and value, for a wrong one."""
+    """Typed access to the values of a config.json. Wrong values raise ConfigError, naming field and value."""
 
     def __init__(self, values: Mapping[str, Any]):
         self._values = values
         self._read: set[str] = set()
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The value as it is, unchecked."""
+        """The value, unchecked."""
         self._read.add(name)
         value = self._values.get(name)
         return default if value is None else value
 
     def given(self, *names: str) -> dict[str, Any]:
-        """Name -> value, unchecked, of those that are neither missing nor null."""
+        """Name -> unchecked value of the named fields that are neither missing nor null."""
         return {name: value for name in names if (value := self.get(name)) is not None}
 
     def is_null(self, name: str) -> bool:
-        """Whether the field is null rather than missing, for the few where this makes a difference."""
+        """Whether the field is null and not missing, for the few fields where this makes a difference."""
         return name in self._values and self._values[name] is None
 
     def size(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number."""
+        """A whole number, at least `least` and at most LARGEST of that name. Raises ConfigError if it is missing."""
         value = self.get(name, default)
         if value is None:
             raise ConfigError(f"{name} is missing")
@@ -81,7 +81,7 @@ class Fields:
         return value
 
     def optional_size(self, name: str, default: int | None = None) -> int | None:
-        """A whole number of at least 1, or None where the field is null or there is no default."""
+        """A whole number of at least 1, or None if the field is null, or missing without a default."""
         return None if self.is_null(name) or self.get(name, default) is None else self.size(name, default)
 
     def flag(self, name: str, default: bool = False) -> bool:
@@ -106,24 +106,24 @@ class Fields:
         return value
 
     def require(self, *names: str) -> None:
-        """Raises ConfigError that names all of them that are missing."""
+        """Raises ConfigError if any of these fields is missing, naming all missing ones."""
         missing = [name for name in names if self.get(name) is None]
         if missing:
             raise ConfigError(f"{', '.join(missing)} missing: add {'it' if len(missing) == 1 else 'them'}")
 
     def activation(self, default: str = "silu") -> str:
-        """`hidden_act` under its name in ModelConfig, which checks it."""
+        """The value of `hidden_act`, as ModelConfig spells it. ModelConfig checks it."""
         name = self.word("hidden_act", default)
         return SAME_ACTIVATION.get(name, name)
 
     def refuse_other_routers(self) -> None:
-        """Raises ConfigError for a router that is not a softmax over its logits."""
+        """Raises ConfigError if the router is not a softmax over its logits."""
         for name, known in ROUTERS.items():
             if (value := self.get(name, known[0])) not in known:
                 raise ConfigError(f"{name} = {value!r}: only models with {name} = {known[0]!r} are supported")
 
     def unread(self) -> list[str]:
-        """Names of fields that have a value, were never asked for, and may matter."""
+        """Names of the fields that have a value, were not read, and may have an effect."""
         given = {name for name, value in self._values.items() if value is not None}
         return sorted(given - self._read - NO_EFFECT)
 
@@ -145,6 +145,6 @@ class Fields:
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Tokens that end a text: one, a list, or none."""
+        """Tokens that end a text; the field is a token, a list of tokens, or missing."""
         eos = self.get("eos_token_id", [])
         return tuple(eos) if isinstance(eos, list) else (eos,)

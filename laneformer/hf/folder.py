@@ -49,20 +49,20 @@ from laneformer.weights import packing_order, parameter_table
 log = logging.getLogger("laneformer")
 
 _FILE_BYTES = 5_000_000_000
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # of dtypes in files
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}  # dtype -> its name in files
 
 
 class HfFolder:
-    """A folder with config.json and safetensors. Opening it checks the files' headers; weights are read afterwards.
+    """A folder with config.json and safetensors files. Opening it checks the files' headers; weights are read later.
 
-    config; table: of all weights, by path; sources: where each is from, by path; tensors: those of the files by name, a
-    packed weight as one of them.
+    Attributes: `config`; `table`, path -> Weight; `sources`, path -> Source, the tensor that contains the weight;
+    `tensors`, name -> Tensor of the files, in which all tensors of a packed weight are one Tensor.
     """
 
     def __init__(
         self, path: str | Path, dtype=None, num_lanes: int | None = None, weights: Literal["bfloat16"] | None = None
     ):
-        """Arguments and errors are those of laneformer.load."""
+        """Arguments and errors are those of `laneformer.load`."""
         path, values = Path(path), read_values(Path(path) / "config.json")
         self.path, self.config = path, read_hf_config(path, num_lanes)
         self.table = parameter_table(self.config)
@@ -89,12 +89,12 @@ class HfFolder:
 
     @property
     def never_packed(self) -> tuple[str, ...]:
-        """What the paths of matrices end with that are refused where they are quantized."""
+        """Suffixes of the paths of matrices that are refused if they are quantized."""
         return self._family.never_packed
 
     @property
     def dtype(self) -> str:
-        """Name of the dtype that weights are read in; where the files have several, that of the embedding table."""
+        """Name of the dtype in which weights are read; by default the stored dtype of the embedding table."""
         stored = DTYPES.get(self.tensors[self.sources["tok_embeddings"].name].dtype, np.dtype(jnp.bfloat16))
         return (self._dtype or stored).name
 
@@ -105,20 +105,20 @@ class HfFolder:
 
     @property
     def packed_weights(self) -> int:
-        """Weights that the files have in 12 bits each."""
+        """Number of weights that the files store in 12 bits."""
         return sum(stored.group.weights for stored in self._groups)
 
     @property
     def rounded_weights(self) -> int:
-        """Weights whose values were changed when they were written in 12 bits."""
+        """Number of weights whose values were changed when they were written in 12 bits."""
         return sum(stored.group.rounded for stored in self._groups)
 
     def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, np.ndarray | Quantized]]:
-        """Path and array of each weight, or the record of a quantized one, lane-first and contiguous, in
-        `packing_order`, but for the paths in `without`.
+        """Path and array (or record, if it is quantized) of each weight, lane-first and contiguous, in `packing_order`,
+        except the paths in `without`.
 
-        Those of the layers are read into the same memory, and so are table and head: an array is valid until the next
-        one is read.
+        An array is valid until the next one is read, because weights of the layers share one memory, and so do the
+        embedding table and the head.
         """
         paths = [path for path in packing_order(self.config) if path not in without]
         for _, alike in groupby(paths, lambda path: self.table[path].group == "embedding"):
@@ -127,8 +127,8 @@ class HfFolder:
             yield from self._read(partial(_beginning, memory), names)
 
     def packed(self) -> Iterator[Bf12Product]:
-        """The matrices that the files have in 12 bits per weight, product by product, as pages of the files. A product
-        that no kernel can use so is left out, with a line in the log.
+        """The matrices that the files store in 12 bits per weight, product by product, as mapped pages of the files.
+        Products that no kernel can use in this form are left out and logged.
         """
         paths = {source.name: path for path, source in self.sources.items()}
         if self._family is not own.FAMILY or self._dtype not in (None, jnp.bfloat16):
@@ -146,7 +146,7 @@ class HfFolder:
             )
 
     def model(self, mesh: Mesh | None = None, precision: Precision | None = None) -> Laneformer:
-        """All weights as a model; see laneformer.load."""
+        """The model with all weights; see `laneformer.load`."""
         weights = {}
         for path, weight in self._read(_aligned, self.table):
             weights[path] = put_weight(weight, self.table[path].spec, mesh)  # at most one is in memory twice
@@ -155,7 +155,7 @@ class HfFolder:
     def _read(
         self, memory: Callable[[int], np.ndarray], paths: Collection[str]
     ) -> Iterator[tuple[str, np.ndarray | Quantized]]:
-        """memory: returns uint8 memory of the given size in bytes."""
+        """Path and array or record of each weight. memory: returns uint8 memory of the given size in bytes."""
         for path in paths:
             source = self.sources[path]
             tensor = self.tensors[source.name]
@@ -189,7 +189,7 @@ def _beginning(memory: np.ndarray, size: int) -> np.ndarray:
 
 
 def _aligned(size: int) -> np.ndarray:
-    """Fresh memory, uint8 [size], aligned to a cache line: JAX on a CPU adopts such memory instead of copying it."""
+    """Fresh memory, uint8 [size], aligned to a cache line. JAX on a CPU uses such memory instead of copying it."""
     memory = np.empty(size + 64, np.uint8)
     start = -memory.ctypes.data % 64
     return memory[start : start + size]
@@ -203,19 +203,24 @@ def save_hf(
     weights: Literal["bfloat16", "bf12"] | None = None,
     round_exceptions: bool = False,
 ) -> Path:
-    """Writes config.json and model.safetensors (several files with an index above 5 GB) and returns the folder.
+    """Writes config.json and model.safetensors (above 5 GB several files and an index) and returns the folder.
 
-    The weights keep their dtype and load again bit for bit. weights: bf12 to write bfloat16 matrices in 12 bits each
-    (docs/bf12.md), bfloat16 to refuse other dtypes. round_exceptions: changes values: at most 1e-3 of the weights of a
-    matrix in bf12 become the nearest value that its table holds. Files are replaced only once their successors are
-    complete. Raises ConfigError for `weights` of another dtype and for round_exceptions without bf12, CheckpointError
-    if the folder cannot be written.
+    The weights keep their dtype and can be loaded again bit for bit. A file is replaced only once its successor is
+    complete.
+
+    spelling: the model_type in config.json.
+    weights: bf12 writes bfloat16 matrices in 12 bits per weight (docs/bf12.md). Both values require bfloat16 weights.
+    round_exceptions: with bf12, round up to 1e-3 of a matrix's weights to the nearest value that its table can
+    represent. This changes values.
+
+    Raises ConfigError for weights of another dtype and for round_exceptions without bf12, and CheckpointError if the
+    folder cannot be written.
     """
     path, dtype = Path(path), model.tok_embeddings[...].dtype.name
     if weights is not None and dtype != "bfloat16":
         raise ConfigError(f"weights {weights} must be bfloat16, got {dtype}: convert them with --dtype bfloat16")
     if round_exceptions and weights != "bf12":
-        raise ConfigError("exceptions are rounded in weights of 12 bits alone: add --weights bf12")
+        raise ConfigError("round_exceptions requires weights of 12 bits: add --weights bf12")
     try:
         path.mkdir(parents=True, exist_ok=True)
         files = list(_bf12_files(model, round_exceptions) if weights == "bf12" else _plain_files(model))
@@ -233,7 +238,7 @@ def save_hf(
             stale.discard(path / INDEX)
         values = config_to_hf(model.config, spelling) | {"torch_dtype": dtype} | _Tensors(model).quantization
         _write_text(path / "config.json", json.dumps(values, indent=1) + "\n")
-        for file in stale:  # of an earlier, differently split save
+        for file in stale:  # files of an earlier save that was split differently
             file.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {path} ({error}): make room or choose another folder") from None
@@ -244,14 +249,15 @@ class _File(NamedTuple):
     """A file to be written."""
 
     names: list[str]
-    """Of its tensors."""
+    """Names of its tensors."""
     size: int
-    """Bytes of them."""
+    """Bytes of its tensors."""
     write: Callable[[Path], None]
+    """Writes the file at a path."""
 
 
 class _Tensors:
-    """The weights of a model as files have them, by tensor name: arrays and records."""
+    """The weights of a model in the form of files: tensor name -> array or record."""
 
     def __init__(self, model: Laneformer):
         self._config, self._weights = model.config, model.weights()
@@ -271,7 +277,7 @@ class _Tensors:
         return np.ascontiguousarray(own.to_file(self._config, path, np.asarray(weight)))
 
     def written(self, name: str) -> dict[str, np.ndarray]:
-        """The tensors of a weight: several if it is a record."""
+        """Name -> array of a weight's tensors, several for a record. name: the weight's name in files."""
         weight = self[name]
         if not isinstance(weight, Quantized):
             return {name: weight}
@@ -284,7 +290,7 @@ class _Tensors:
 
     @property
     def quantization(self) -> dict[str, Any]:
-        """What config.json says about records; empty without any."""
+        """The `quantization_config` of config.json for the records; empty without records."""
         records = [name for name in self.paths if name not in self.dtypes]
         settings = {name.removesuffix(".weight"): settings_of(self[name]) for name in records}
         plain = {name.removesuffix(".weight") for name in self.matrices & {*self.dtypes}}
@@ -303,7 +309,7 @@ def _plain_files(model: Laneformer) -> Iterator[_File]:
 
 
 def _by_file(sizes: dict[str, int]) -> Iterator[list[str]]:
-    """What goes into each file, by its bytes."""
+    """Names of the weights in each file. sizes: name -> bytes."""
     names, total = [], 0
     for name, size in sizes.items():
         if names and total + size > _FILE_BYTES:
@@ -315,7 +321,7 @@ def _by_file(sizes: dict[str, int]) -> Iterator[list[str]]:
 
 
 def _bf12_files(model: Laneformer, round_exceptions: bool) -> Iterator[_File]:
-    """Groups that have few exceptions in 12 bits, everything else as it is."""
+    """Files with groups of few exceptions in 12 bits per weight, and all other weights unchanged."""
     tensors, plans = _Tensors(model), {}
     for group in groups_of(model.config, own.sources(model.config, parameter_table(model.config))):
         if all(tensors.dtypes.get(name) == jnp.bfloat16 for name in group.shapes):
@@ -345,7 +351,7 @@ def _bf12_files(model: Laneformer, round_exceptions: bool) -> Iterator[_File]:
 
 
 def _bits(tensors: _Tensors, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Tensors as the bits of bfloat16, uint16."""
+    """Name -> bits of bfloat16, uint16, of these tensors."""
     return {name: tensors[name].view(np.uint16) for name in names}
 
 

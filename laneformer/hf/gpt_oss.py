@@ -1,4 +1,4 @@
-"""gpt-oss: grouped-query attention with sinks, every other layer in a window, experts in every layer."""
+"""gpt-oss: grouped-query attention with sinks, a window in every other layer, experts in every layer."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ from laneformer.hf.safetensors import Source
 if TYPE_CHECKING:
     from laneformer.blocks.block import Weight
 
-ROPE = {  # where the config has neither rope_scaling nor rope_parameters
+ROPE = {  # default, if the config has neither rope_scaling nor rope_parameters
     "rope_type": "yarn",
     "factor": 32.0,
     "beta_fast": 32.0,
@@ -25,7 +25,7 @@ ROPE = {  # where the config has neither rope_scaling nor rope_parameters
     "original_max_position_embeddings": 4096,
 }
 NAMES = llama.NAMES | {"feed_forward.router": "mlp.router"}
-# Tensor of all experts, and the rows in it: those of gate and up take turns.
+# Weight -> tensor of all experts, and its rows (first, step): rows of gate and up alternate.
 EXPERTS = {"w1": ("gate_up_proj", (0, 2)), "w3": ("gate_up_proj", (1, 2)), "w2": ("down_proj", None)}
 
 
@@ -48,9 +48,9 @@ def dimensions(fields: Fields) -> Dimensions:
 
 
 def more(fields: Fields) -> dict[str, Any]:
-    """ModelConfig's fields; defaults are those of transformers."""
+    """Fields of ModelConfig; defaults are those of transformers."""
     fields.refuse_other_routers()
-    fields.get("initial_context_length")  # repeats rope_scaling.original_max_position_embeddings
+    fields.get("initial_context_length")  # the same as rope_scaling.original_max_position_embeddings
     biased = fields.flag("attention_bias", True)
     found = {
         "qkv_bias": biased,
@@ -72,23 +72,23 @@ def more(fields: Fields) -> dict[str, Any]:
 
 
 def windows(fields: Fields) -> tuple[int | None, list[str]]:
-    """A window on the layers that `layer_types` names, by default on every other one, from the first."""
+    """A window on the layers that `layer_types` names, by default on every other layer, starting with the first."""
     window = fields.optional_size("sliding_window", 128)
     types = layer_types(fields, [FULL if n % 2 else SLIDING for n in range(fields.layers)])
     if window is None and SLIDING in types:
-        raise ConfigError(f"sliding_window = null, but layer_types has {SLIDING}: give the keys that such a layer sees")
+        raise ConfigError(f"sliding_window = null, but layer_types has {SLIDING}: set sliding_window to its keys")
     return window, types
 
 
 def sources(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
-    """As a Llama's, but for sinks and experts."""
+    """The source of each weight, by path: as for a Llama, except for sinks and experts."""
     own = {path: source for path in table if (source := _source(config, path))}
     rest = {path: weight for path, weight in table.items() if path not in own}
     return llama.sources(config, rest, NAMES) | own
 
 
 def _source(config: ModelConfig, path: str) -> Source | None:
-    """None: as a Llama's."""
+    """The source of one weight; None if it is the same as for a Llama."""
     prefix, name = without_layer(path)
     lanes, columns = config.num_lanes, config.moe_intermediate_size
     if name == "attention.sinks":

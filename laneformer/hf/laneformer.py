@@ -1,6 +1,6 @@
 """Laneformer, in both published spellings of its config.json: `laneformer_tp` and `laneformer`.
 
-Weights have our own names and lie lane-first in files too, but for the lane head.
+Tensors in files have the names of this project. They are lane-first, like the weights, except the lane head.
 """
 
 import dataclasses
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from laneformer.blocks.block import Weight
 
 ARCHITECTURES = {"laneformer_tp": "LaneformerTPForCausalLM", "laneformer": "LaneformerForCausalLM"}
-SAME_NAME = tuple(  # fields of config.json under the names of ModelConfig
+SAME_NAME = tuple(  # fields of config.json with the names of ModelConfig
     field.name for field in dataclasses.fields(ModelConfig) if field.name not in ("rope_scaling", "eos_token_id")
 )
 
 
 def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
-    """num_lanes: as trained, or None."""
+    """The ModelConfig of a Laneformer. num_lanes: None, or the number of lanes it was trained with."""
     fields.require(*REQUIRED)
     found = {"num_key_value_heads": fields.get("num_attention_heads"), "norm_eps": fields.get("rms_norm_eps")}
     found = {name: value for name, value in found.items() if value is not None} | fields.given(*SAME_NAME)
     own = found.get("num_lanes", ModelConfig.num_lanes)
     if num_lanes not in (None, own):
         raise ConfigError(f"num_lanes = {num_lanes}: this Laneformer was trained with {own} lanes; leave it out")
-    one_switch = fields.get("use_comm")  # the older spelling of two
+    one_switch = fields.get("use_comm")  # the older spelling, one switch for both exchanges
     if one_switch is not None:
         found = {"use_attention_comm": one_switch, "use_mlp_comm": one_switch} | found
-    if "swa_layers" in found:  # newer files may carry the older field beside the list, which decides
+    if "swa_layers" in found:  # newer files may also contain the older field; the list decides
         found.pop("sliding_window_n_layers", None)
     longest = found.get("max_position_embeddings", ModelConfig.max_position_embeddings)
     found["rope_theta"], found["rope_scaling"] = read_rope(fields, longest)
@@ -46,8 +46,8 @@ def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
 
 
 def config_to_hf(config: ModelConfig, spelling: str = "laneformer_tp") -> dict:
-    """The config.json of a Laneformer folder. `spelling` is the model_type; laneformer_tp has one switch, use_comm,
-    where both exchanges are alike.
+    """The values of a Laneformer's config.json. `spelling` is the model_type. laneformer_tp has a single switch,
+    use_comm, if both kinds of modules are exchanged or neither is.
     """
     if spelling not in ARCHITECTURES:
         raise ConfigError(f"unknown spelling {spelling!r}; choose {', '.join(ARCHITECTURES)}")
@@ -66,7 +66,7 @@ def config_to_hf(config: ModelConfig, spelling: str = "laneformer_tp") -> dict:
 
 
 def sources(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
-    """In files the lane head is [v, l d], with the lanes end to end."""
+    """The source of each weight, by path. In files the lane head is [v, l d], with the lanes end to end."""
     found = {
         path: Source(weight.file_name, weight.shape, integers=weight.dtype == "int32") for path, weight in table.items()
     }
@@ -77,14 +77,14 @@ def sources(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Sou
 
 
 def to_file(config: ModelConfig, path: str, w: np.ndarray) -> np.ndarray:
-    """A weight as it lies in a file: the inverse of its source's `convert`."""
+    """The tensor of a weight in a file: the inverse of `Source.convert`."""
     if path == "lm_head" and config.lm_head_type == "lane":
         return w.swapaxes(0, 1).reshape(w.shape[1], -1)
     return w
 
 
 def record_to_file(config: ModelConfig, path: str, record: Quantized) -> Quantized:
-    """The same of a quantized weight."""
+    """Like `to_file`, for a quantized weight."""
     return record.join_columns() if path == "lm_head" and config.lm_head_type == "lane" else record
 
 

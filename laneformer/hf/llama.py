@@ -1,7 +1,7 @@
-"""Llama and the dense families that are spelled like it: Arcee, Mistral, Ministral, Qwen2, Qwen3, SmolLM2, SmolLM3.
+"""Llama and the dense families that use its names: Arcee, Mistral, Ministral, Qwen2, Qwen3, SmolLM2, SmolLM3.
 
-They become lanes with layout tp: lane l has the l-th share of the heads and of the feed-forward columns. Defaults are
-those of transformers' configuration classes, which decide what a field that is missing or null means.
+They are cut into lanes with layout tp: lane l has the l-th share of the heads and of the feed-forward columns. The
+defaults of missing and null fields are those of transformers' configuration classes.
 """
 
 import functools
@@ -20,7 +20,7 @@ from laneformer.hf.safetensors import Source
 if TYPE_CHECKING:
     from laneformer.blocks.block import Weight
 
-# Our path, without the layer -> the file's name, without model.layers.N and .weight or .bias
+# Path of a weight, without the layer -> name in files, without model.layers.N and .weight or .bias
 NAMES = {
     "tok_embeddings": "model.embed_tokens",
     "norm": "model.norm",
@@ -37,13 +37,13 @@ NAMES = {
     "feed_forward.w3": "mlp.up_proj",
     "feed_forward.w2": "mlp.down_proj",
 }
-EXPERT_NAMES = NAMES | {  # of families with experts; * is the expert's number
+EXPERT_NAMES = NAMES | {  # names of families with experts; * is the expert's number
     "feed_forward.router": "mlp.gate",
     "feed_forward.experts.w1": "mlp.experts.*.gate_proj",
     "feed_forward.experts.w3": "mlp.experts.*.up_proj",
     "feed_forward.experts.w2": "mlp.experts.*.down_proj",
 }
-AFTER_NAMES = NAMES | {  # of families with norms after their modules alone
+AFTER_NAMES = NAMES | {  # names of families that have norms only after their modules
     "attention_post_norm": "post_attention_layernorm",
     "ffn_post_norm": "post_feedforward_layernorm",
 }
@@ -56,31 +56,34 @@ READ = (*REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings", "bo
 
 @dataclass(frozen=True, kw_only=True)
 class Dialect:
-    """What is particular to one of these families."""
+    """The peculiarities of one of these families."""
 
     longest: int
     """Default of max_position_embeddings."""
     defaults: Mapping[str, Any]
-    """Other defaults, under ModelConfig's names, and what the family fixes."""
+    """Other defaults and fixed values of the family, by the names of ModelConfig."""
     refused: tuple[str, ...] = ()
-    """Switches that must be off."""
+    """Fields that must be false."""
     theta: float = THETA
     """Default of rope_theta."""
     norm_eps: float = 1e-6
     """Default of rms_norm_eps."""
     windows: Callable[[Fields], tuple[int | None, list[str]]] = lambda fields: (None, [])
-    """The window in positions and the type of each layer; also refuses what else the family may ask for."""
+    """Returns the window in positions, if any, and the type of each layer. Raises ConfigError for unsupported types."""
     nope_layers: Callable[[Fields], tuple[int, ...]] = lambda fields: ()
-    """Layers without rotation."""
+    """Returns the layers without rotation."""
     rope: Mapping[str, Any] | None = None
-    """rope_scaling where the config has none."""
+    """Default of rope_scaling."""
     partial_rotary: bool = False
-    """`more` reads how many channels of a head rotate."""
+    """Whether `more` reads how many channels of a head are rotated."""
     more: Callable[[Fields], dict[str, Any]] = lambda fields: {}
-    """ModelConfig's fields that the family has beside a Llama's or reads in another way, as those of experts."""
+    """Returns the fields of ModelConfig that a Llama does not have or that the family reads differently, such as those
+    of experts.
+    """
 
 
 def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> ModelConfig:
+    """The ModelConfig of a family with this dialect, in `num_lanes` lanes, by default 1. Raises ConfigError."""
     fields.require(*REQUIRED)
     for name in dialect.refused:
         if fields.flag(name):
@@ -107,7 +110,7 @@ def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> Mode
 
 
 def layer_types(fields: Fields, default: list[str]) -> list[str]:
-    """The type of each layer: `layer_types`, or the default of its family."""
+    """The type of each layer: `layer_types`, or the default of the family. Raises ConfigError for unknown types."""
     types = fields.sequence("layer_types") or default
     if len(types) != fields.layers:
         raise ConfigError(f"layer_types has {len(types)} entries: name the type of each of the {fields.layers} layers")
@@ -118,7 +121,7 @@ def layer_types(fields: Fields, default: list[str]) -> list[str]:
 
 
 def mistral_windows(fields: Fields) -> tuple[int | None, list[str]]:
-    """One window on all layers; null is none."""
+    """One window on all layers; null means no window."""
     window = fields.optional_size("sliding_window", MISTRAL_WINDOW)
     uniform = [FULL if window is None else SLIDING] * fields.layers
     types = layer_types(fields, uniform)
@@ -130,13 +133,13 @@ def mistral_windows(fields: Fields) -> tuple[int | None, list[str]]:
 
 
 def ministral_windows(fields: Fields) -> tuple[int | None, list[str]]:
-    """A window on the layers that `layer_types` names, by default on all; null is none."""
+    """A window on the layers that `layer_types` names, by default on all layers; null means no window."""
     window = fields.optional_size("sliding_window", MISTRAL_WINDOW)
     return window, layer_types(fields, [FULL if window is None else SLIDING] * fields.layers)
 
 
 def qwen_windows(fields: Fields) -> tuple[int | None, list[str]]:
-    """A window only with use_sliding_window, by default from layer max_window_layers on."""
+    """A window only if use_sliding_window is true, by default on the layers from max_window_layers on."""
     window = fields.optional_size("sliding_window", QWEN_WINDOW)
     first = fields.size("max_window_layers", QWEN_FULL_LAYERS, least=0)
     if not fields.flag("use_sliding_window"):
@@ -146,7 +149,7 @@ def qwen_windows(fields: Fields) -> tuple[int | None, list[str]]:
 
 
 def smollm3_windows(fields: Fields) -> tuple[int | None, list[str]]:
-    """A window only with use_sliding_window, on the layers of `layer_types`."""
+    """A window only if use_sliding_window is true, on the layers that `layer_types` names."""
     window = fields.optional_size("sliding_window")
     if not fields.flag("use_sliding_window"):
         window = None
@@ -154,7 +157,7 @@ def smollm3_windows(fields: Fields) -> tuple[int | None, list[str]]:
 
 
 def smollm3_nope_layers(fields: Fields) -> tuple[int, ...]:
-    """Those with 0 in `no_rope_layers`, which is by default 0 in every no_rope_layer_interval-th layer."""
+    """The layers with 0 in `no_rope_layers`. By default these are every no_rope_layer_interval-th layer."""
     layers, interval = fields.layers, fields.size("no_rope_layer_interval", NOPE_INTERVAL)
     rotates = fields.sequence("no_rope_layers") or [int((n + 1) % interval != 0) for n in range(layers)]
     if len(rotates) < layers:
@@ -163,14 +166,17 @@ def smollm3_nope_layers(fields: Fields) -> tuple[int, ...]:
 
 
 def sources(config: ModelConfig, table: "Mapping[str, Weight]", names: Mapping[str, str] = NAMES) -> dict[str, Source]:
-    """Lane l gets the l-th share of the output rows (q, k, v, gate, up) or input columns (o, down). Where there are
-    fewer key/value heads than lanes, each is in the lanes whose query heads read it. names: as NAMES.
+    """The source of each weight, by path. Lane l gets the l-th share of the output rows (q, k, v, gate, up) or of the
+    input columns (o, down). With fewer key/value heads than lanes, each lane gets the head that its query heads read.
+    names: like NAMES.
     """
     return {path: _source(config, path, weight.shape, names) for path, weight in table.items()}
 
 
 def without_layer(path: str) -> tuple[str, str]:
-    """What the names of a layer's tensors begin with, and the rest of the weight's path; "" and the path elsewhere."""
+    """The prefix of the tensor names of a weight's layer, and the rest of the weight's path. For weights outside of the
+    layers: "" and the path.
+    """
     if not path.startswith("layers."):
         return "", path
     _, n, name = path.split(".", 2)
@@ -178,7 +184,7 @@ def without_layer(path: str) -> tuple[str, str]:
 
 
 def _source(config: ModelConfig, path: str, shape: tuple[int, ...], names: Mapping[str, str]) -> Source:
-    """shape: of the weight, lane-first."""
+    """The source of one weight. shape: shape of the weight, lane-first."""
     prefix, name = without_layer(path)
     kind, name = ("bias" if name.endswith("_bias") else "weight"), name.removesuffix("_bias")
     names = names if config.gated_mlp else {**names, "feed_forward.w1": "mlp.up_proj"}
@@ -209,7 +215,7 @@ def _source(config: ModelConfig, path: str, shape: tuple[int, ...], names: Mappi
 def make_family(
     name: str, names: Mapping[str, str] = NAMES, dimensions: Callable[[Fields], Dimensions] | None = None, **own
 ) -> Family:
-    """A family with these tensors' names; own: of its Dialect."""
+    """A family with these names of tensors. own: fields of its Dialect."""
     return Family(
         name=name,
         dimensions=dimensions,

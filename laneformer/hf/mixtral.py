@@ -27,7 +27,7 @@ def dimensions(fields: Fields) -> Dimensions:
 
 
 def experts(fields: Fields) -> dict[str, Any]:
-    """ModelConfig's fields; defaults are those of transformers."""
+    """Fields of ModelConfig; defaults are those of transformers."""
     fields.refuse_other_routers()
     return {
         "num_experts": fields.size("num_local_experts", 8),
@@ -37,7 +37,7 @@ def experts(fields: Fields) -> dict[str, Any]:
 
 
 def windows(fields: Fields) -> tuple[int | None, list[str]]:
-    """One window on all layers, by default none."""
+    """One window on all layers; by default no window."""
     window = fields.optional_size("sliding_window")
     return window, [FULL if window is None else SLIDING] * fields.layers
 

@@ -1,5 +1,5 @@
-"""OLMo-2 (arXiv 2501.00656): norms after the modules instead of before them, and a q/k norm over all heads together,
-which lanes cannot compute alone: it loads with one lane.
+"""OLMo-2 (arXiv 2501.00656): norms after the modules instead of before them, and norms of q and k over all heads
+together. A lane cannot compute these norms alone, so the model loads with one lane only.
 """
 
 from laneformer.hf.llama import AFTER_NAMES, make_family

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention, experts in every layer but those that the config names as dense."""
+"""Qwen3-MoE: Qwen3's attention, and experts in every layer except those that the config names as dense."""
 
 from typing import Any
 
@@ -38,12 +38,12 @@ def dimensions(fields: Fields) -> Dimensions:
 
 
 def num_experts(fields: Fields) -> int:
-    """transformers 5 writes them under Mixtral's name."""
+    """Number of experts. transformers 5 writes it under Mixtral's name, num_local_experts."""
     return fields.size("num_experts", fields.size("num_local_experts", 128))
 
 
 def experts(fields: Fields) -> dict[str, Any]:
-    """ModelConfig's fields; defaults are those of transformers."""
+    """Fields of ModelConfig; defaults are those of transformers."""
     fields.refuse_other_routers()
     if fields.flag("use_sliding_window"):
         raise ConfigError("use_sliding_window = true: Qwen3-MoE is supported without windows only")

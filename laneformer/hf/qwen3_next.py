@@ -1,4 +1,4 @@
-"""Qwen3-Next: three of four layers gated DeltaNet, the fourth gated attention; experts beside a shared one."""
+"""Qwen3-Next: gated DeltaNet in three of four layers, gated attention in the fourth; experts with a shared expert."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from laneformer.blocks.block import Weight
 
 LINEAR = "linear_attention"
-SIZES = {  # of DeltaNetSizes -> their names in config.json, and their defaults
+SIZES = {  # field of DeltaNetSizes -> its name in config.json, and its default
     "key_heads": ("linear_num_key_heads", 16),
     "value_heads": ("linear_num_value_heads", 32),
     "key_dim": ("linear_key_head_dim", 128),
@@ -74,7 +74,7 @@ def dimensions(fields: Fields) -> Dimensions:
 
 
 def _delta_net(fields: Fields) -> tuple[int, int]:
-    """Weights of one layer (q k, v z out, two gates; convolution) and values of its state."""
+    """Number of weights in one layer (q and k; v, z and out; two gates; convolution), and of values in its state."""
     key_dim, value_dim = fields.size("linear_key_head_dim"), fields.size("linear_value_head_dim")
     keys, value_heads = fields.size("linear_num_key_heads") * key_dim, fields.size("linear_num_value_heads")
     values, kernel = value_heads * value_dim, fields.size("linear_conv_kernel_dim")
@@ -83,7 +83,7 @@ def _delta_net(fields: Fields) -> tuple[int, int]:
 
 
 def delta_layers(fields: Fields) -> tuple[int, ...]:
-    """Those of `layer_types`, by default all but every full_attention_interval-th."""
+    """The DeltaNet layers of `layer_types`, by default all but every full_attention_interval-th layer."""
     interval = fields.size("full_attention_interval", 4)
     types = fields.sequence("layer_types") or [
         FULL if (n + 1) % interval == 0 else LINEAR for n in range(fields.layers)
@@ -97,7 +97,7 @@ def delta_layers(fields: Fields) -> tuple[int, ...]:
 
 
 def more(fields: Fields) -> dict[str, Any]:
-    """ModelConfig's fields; defaults are those of transformers."""
+    """Fields of ModelConfig; defaults are those of transformers."""
     found = qwen3_moe.experts(fields)
     return found | {
         "num_experts": fields.size("num_experts", 512),
@@ -113,14 +113,16 @@ def more(fields: Fields) -> dict[str, Any]:
 
 
 def sources(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
-    """As those of Qwen3-MoE, but for the mixers: a lane has the heads of its key heads."""
+    """The source of each weight, by path: as for Qwen3-MoE, except for attention and DeltaNet. A lane has its share of
+    the key heads and the value heads that belong to them.
+    """
     own = {path: source for path, weight in table.items() if (source := _source(config, path, weight.shape))}
     rest = {path: weight for path, weight in table.items() if path not in own}
     return llama.sources(config, rest, NAMES) | own
 
 
 def _source(config: ModelConfig, path: str, shape: tuple[int, ...]) -> Source | None:
-    """None: as those of Qwen3-MoE. shape: of the weight."""
+    """The source of one weight; None if it is the same as for Qwen3-MoE. shape: shape of the weight, lane-first."""
     prefix, name = without_layer(path)
     block, _, name = name.rpartition(".")
     if block != "attention":
@@ -131,7 +133,7 @@ def _source(config: ModelConfig, path: str, shape: tuple[int, ...]) -> Source | 
     module, heads, kv = f"{prefix}self_attn", config.num_attention_heads, config.num_key_value_heads
     rotated = config.rotary_size
     match name:
-        case "wq" | "wg":  # one matrix, head by head
+        case "wq" | "wg":  # one tensor, in which each head has its rows of wq, then of wg
             taken = _rows_of_heads(heads, 2 * e, 0, e, rotated) if name == "wq" else _rows_of_heads(heads, 2 * e, e, e)
             return Source(f"{module}.q_proj.weight", (2 * heads * e, d), cut="rows", lanes=lanes, taken=taken)
         case "wk":
@@ -162,8 +164,8 @@ def _delta_source(config: ModelConfig, module: str, name: str, shape: tuple[int,
 
 @cache
 def _rows_of_heads(heads: int, stride: int, first: int, rows: int, rotated: int = 0) -> tuple[int, ...]:
-    """The rows `first`, first + 1, ... of each head, of which there are `stride`; the first `rotated` of them, which
-    are half-split rotary pairs, become neighbours.
+    """Numbers of the rows first, ..., first + rows - 1 of each head, which has `stride` rows. The first `rotated` of
+    them are half-split rotary pairs; they are reordered so that the channels of a pair are neighbours.
     """
     own = np.arange(rows)
     if rotated:
@@ -173,7 +175,7 @@ def _rows_of_heads(heads: int, stride: int, first: int, rows: int, rotated: int 
 
 @cache
 def _channels_by_lane(sizes: DeltaNetSizes, lanes: int) -> tuple[int, ...]:
-    """The channels of all q, k and v as each lane has them: its own q, k and v."""
+    """Numbers of the channels of q, k and v, lane by lane: each lane has its own q, k and v."""
     keys, values = sizes.key_heads * sizes.key_dim, sizes.value_heads * sizes.value_dim
     parts = np.split(np.arange(2 * keys + values), [keys, 2 * keys])
     return tuple(np.concatenate([part.reshape(lanes, -1) for part in parts], 1).ravel().tolist())

@@ -1,4 +1,4 @@
-"""Rotary positions in Hugging Face's terms: the spellings of base and scaling, and the order of channels."""
+"""Rotary positions in Hugging Face's files: the spellings of base and scaling, and the order of channels."""
 
 import dataclasses
 import logging
@@ -15,16 +15,17 @@ log = logging.getLogger("laneformer")
 
 THETA = 10000.0
 _NAMES = tuple(field.name for field in dataclasses.fields(RopeScaling))
-_OLD_NAMES = ("old_context_len", "old_context_length")  # of original_max_position_embeddings
+_OLD_NAMES = ("old_context_len", "old_context_length")  # older names of original_max_position_embeddings
 
 
 def read_rope(
     fields: Fields, longest: int, theta: float = THETA, usual: Mapping[str, Any] | None = None, partial: bool = False
 ) -> tuple[float, RopeScaling | None]:
-    """Base and scaling from `rope_parameters` (transformers 5), `rope_scaling` (4) or `rope_scaling_args` (Laneformer:
-    llama3). longest: the longest context in tokens; theta: the family's default base; usual: its scaling where the
-    config has none; partial: the family may rotate some channels of a head, see `rotated_channels`. Raises
-    ConfigError.
+    """The base and scaling of the rotary frequencies, from `rope_parameters` (transformers 5), `rope_scaling`
+    (transformers 4) or `rope_scaling_args` (Laneformer: llama3). Raises ConfigError.
+
+    longest: longest context in tokens. theta: the family's default base. usual: the family's default scaling. partial:
+    whether the family supports rotating only some channels of a head, see `rotated_channels`.
     """
     parameters, older, args = (_given(fields, f"rope_{name}") for name in ("parameters", "scaling", "scaling_args"))
     scaling = parameters or older or dict(usual or {})
@@ -34,7 +35,7 @@ def read_rope(
     scaling |= args
     for where in (scaling.pop("partial_rotary_factor", None), fields.get("partial_rotary_factor")):
         if where not in (None, 1) and not partial:
-            raise ConfigError(f"partial_rotary_factor = {where!r}: only 1 is supported, all channels of a head rotate")
+            raise ConfigError(f"partial_rotary_factor = {where!r}: only 1 is supported, which rotates all channels")
     if kind == "default":
         return theta, None
     for name in _OLD_NAMES:
@@ -53,7 +54,9 @@ def read_rope(
 
 
 def rotated_channels(fields: Fields, head_dim: int, usual: float) -> int | None:
-    """Channels of a head that rotate, by `partial_rotary_factor`; None for all. usual: its default."""
+    """Channels of a head that are rotated, from `partial_rotary_factor`; None for all. usual: default of that field.
+    Raises ConfigError.
+    """
     share = _given(fields, "rope_parameters").get("partial_rotary_factor")
     share = fields.get("partial_rotary_factor", usual) if share is None else share
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
@@ -63,7 +66,7 @@ def rotated_channels(fields: Fields, head_dim: int, usual: float) -> int | None:
 
 
 def _given(fields: Fields, name: str) -> dict[str, Any]:
-    """A field's named values without nulls."""
+    """The values of a field that is an object, without nulls. Raises ConfigError for nested objects."""
     found = {key: value for key, value in (fields.mapping(name) or {}).items() if value is not None}
     for key, value in found.items():
         if isinstance(value, Mapping):
@@ -72,7 +75,7 @@ def _given(fields: Fields, name: str) -> dict[str, Any]:
 
 
 def rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    """The field `rope_scaling`."""
+    """The value of the field `rope_scaling` in a config.json."""
     if scaling is None:
         return None
     given = {name: value for name in _NAMES if (value := getattr(scaling, name)) is not None}
@@ -80,5 +83,5 @@ def rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def interleave(w: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows [heads * head_dim, ...] of half-split rotary pairs (i, i + e/2) as pairs (2i, 2i + 1) of each head."""
+    """Reorders rows [heads * head_dim, ...]: half-split rotary pairs (i, i + e/2) of each head become (2i, 2i + 1)."""
     return w.reshape(-1, 2, head_dim // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)

@@ -1,6 +1,7 @@
-"""Safetensors files: headers that are checked before any weight is read, tensors one at a time, and writing.
+"""Reads and writes safetensors files: headers are checked before any weight is read, tensors are read one at a time.
 
-The format: 8 bytes with the header's length, a JSON header of dtype, shape and byte range per tensor, the bytes.
+The format is 8 bytes with the header's length, a JSON header with dtype, shape and byte range of each tensor, and the
+bytes of the tensors.
 """
 
 import contextlib
@@ -27,71 +28,73 @@ from laneformer.hf.rope import interleave
 from laneformer.quantized import WHOLE, Quantized, split_axis
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(ml_dtypes.bfloat16)}
-PACKED = {  # what quantized weights are made of; of 8-bit floats the bits
+PACKED = {  # dtypes of the tensors of quantized weights; 8-bit floats are read as their bits
     **DTYPES,
     **{"I64": np.dtype(np.int64), "I32": np.dtype(np.int32), "I8": np.dtype(np.int8), "U8": np.dtype(np.uint8)},
     **{"F8_E4M3": np.dtype(np.uint8), "F8_E8M0": np.dtype(np.uint8)},
 }
 INTEGERS = ("I32", "I64")
 QUANTIZED = "quantized"
-"""In place of a dtype: the weight is several tensors, laneformer/hf/packed/packings.py."""
+"""Used instead of a dtype for weights that consist of several tensors; see laneformer/hf/packed/packings.py."""
 INDEX = "model.safetensors.index.json"
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 _PIECE = 2**20  # bytes that are compared at once
-_WRITTEN = 2**23  # bytes that are written at once: Linux then caches a file in large pages, which maps it in such
+_WRITTEN = 2**23  # bytes that are written at once, so that Linux caches a file in large pages and maps it in these
 ALIGNMENT = 64
-"""Bytes of a cache's line, at multiples of which tensors that kernels map begin."""
-_IGNORED = ("rotary_emb.inv_freq",)  # buffers of old Llama files that the config already determines
+"""Bytes of a cache line. Tensors that kernels map begin at multiples of it."""
+_IGNORED = ("rotary_emb.inv_freq",)  # buffers of old Llama files, which the config already determines
 
 
 @dataclass(frozen=True)
 class Source:
-    """The tensor that a weight comes from."""
+    """The tensor in a file that contains a weight, and how it becomes the weight."""
 
     name: str
-    """Of the tensor in its file."""
+    """Name of the tensor in its file."""
     shape: tuple[int, ...]
-    """The tensor's shape there: [..., rows, columns] of a matrix, [..., rows] of a vector."""
+    """Shape of the tensor: [..., rows, columns] for a matrix, [..., rows] for a vector."""
     head_dim: int | None = None
-    """Channels of a head whose rotary pairs the tensor has half-split; None: it has no such pairs."""
+    """Channels of a head, if the tensor's rotary pairs are half-split; None: there are no such pairs."""
     cut: Literal["rows", "columns", "whole"] | None = None
-    """What each lane has its share of; whole: the first lane has all of it, the others zeros, for what is added up
-    over the lanes; None: the tensor is lane-first already, or shared.
+    """The axis that is cut into the lanes' shares. whole: the first lane has the whole tensor, the others have zeros,
+    for weights whose results are summed over the lanes. None: the tensor is already lane-first, or shared.
     """
     lanes: int = 1
     copies: int = 1
-    """Lanes, one after the other, that have the same share."""
+    """Consecutive lanes that have the same share."""
     experts: int | None = None
-    """The tensor is one of each expert, whose number stands for the * of its name; None: it is one."""
+    """Number of experts, if each has its own tensor, whose name contains the expert's number in place of *; None: there
+    is one tensor.
+    """
     vector: bool = False
-    """The last axis is that of the rows."""
+    """Whether the last axis is that of the rows."""
     taken: tuple[int, ...] | None = None
-    """The rows that the weight has, in its order; None: all of them as they are. Before they are cut."""
+    """Rows of the tensor that the weight contains, in the weight's order, before the cut; None: all rows, in order."""
     lies: tuple[int, ...] | None = None
-    """The tensor's shape in its file, where `shape` leaves out axes of one."""
+    """Shape of the tensor in its file, if `shape` omits axes of size 1."""
     every: tuple[int, int] | None = None
-    """The first row that the weight has, and the step to the next; None: it has all."""
+    """First row that the weight contains, and the step to the next row; None: all rows."""
     integers: bool = False
-    """The tensor has whole numbers."""
+    """Whether the tensor contains integers."""
     transposed: bool = False
-    """An array has its columns before its rows; a record never has."""
+    """Whether the columns of an array precede its rows; those of a quantized tensor never do."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tensors in the files."""
+        """Names of the tensors in the files, one per expert if each expert has its own."""
         if self.experts is None:
             return (self.name,)
         return tuple(self.name.replace("*", str(number)) for number in range(self.experts))
 
     def shape_as(self, dtype: str) -> tuple[int, ...]:
-        """The shape of a tensor of this dtype, a key of DTYPES or QUANTIZED."""
+        """The expected shape of the tensor in its file. dtype: a key of DTYPES, or QUANTIZED."""
         if self.lies:
             return self.lies
         transposed = self.transposed and dtype != QUANTIZED
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if transposed else self.shape
 
     def convert(self, w: np.ndarray) -> np.ndarray:
-        """Makes it lane-first, with rotary pairs next to each other."""
+        """The weight from its tensor: lane-first, with the channels of rotary pairs next to each other."""
         w = w.reshape(self.shape) if self.lies else w
         w = w.swapaxes(-1, -2) if self.transposed else w
         w = np.take(w, self.taken, -1 if self.vector else -2) if self.taken else w
@@ -106,7 +109,7 @@ class Source:
         return np.repeat(w, self.copies, 0) if self.copies > 1 else w
 
     def convert_record(self, record: Quantized) -> Quantized:
-        """The same of a quantized matrix. Raises ValueError if its columns cannot be cut."""
+        """Like `convert`, for a quantized matrix. Raises ValueError if its columns cannot be cut."""
         if self.head_dim:
             record = record.take_rows(interleave(np.arange(record.shape[-2]), self.head_dim))
         if self.taken:
@@ -127,23 +130,25 @@ class Tensor:
 
     file: Path
     dtype: str
-    """A key of DTYPES, or QUANTIZED, where it can be a weight."""
+    """Dtype as the header names it, or QUANTIZED. Weights have a key of DTYPES or INTEGERS, or QUANTIZED."""
     shape: tuple[int, ...]
     start: int
-    """First byte, counted from the file's beginning."""
+    """Offset of the first byte from the start of the file."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
 
     def read(self, memory: np.ndarray) -> np.ndarray:
-        """The tensor in memory uint8 [size]."""
+        """Reads the tensor into memory uint8 [size]; returns it in a dtype of PACKED."""
         return self.read_bytes(memory).view(PACKED[self.dtype]).reshape(self.shape)
 
     def values(self) -> np.ndarray:
-        """The tensor in its own memory, in a dtype of PACKED."""
+        """Reads the tensor into new memory; returns it in a dtype of PACKED."""
         return self.read_bytes(np.empty(self.size, np.uint8)).view(PACKED[self.dtype]).reshape(self.shape)
 
     def read_bytes(self, memory: np.ndarray) -> np.ndarray:
-        """Its bytes in that memory, read past any mapping: mapped pages that were read count as memory in use."""
+        """Reads the tensor's bytes into memory uint8 [size] without mapping the file, because mapped pages that were
+        read count as memory in use. Raises CheckpointError if the file cannot be read or is truncated.
+        """
         try:
             with self.file.open("rb") as file:
                 file.seek(self.start)
@@ -155,13 +160,13 @@ class Tensor:
         return memory
 
     def within(self, pages: np.ndarray) -> np.ndarray:
-        """The tensor's bytes in its mapped file, uint8 [size]. Raises CheckpointError if that has become shorter."""
+        """The tensor's bytes in its mapped file, uint8 [size]. Raises CheckpointError if the file is too short now."""
         if len(pages) < self.start + self.size:
             raise _truncated(self.file, len(pages), self.start + self.size)
         return pages[self.start : self.start + self.size]
 
     def same_bytes(self, other: "Tensor") -> bool:
-        """Whether two tensors are the same, without holding either in memory; not known of packed ones."""
+        """Whether two tensors have equal bytes; neither is held in memory. False if one of them is packed."""
         if (self.dtype, self.shape) != (other.dtype, other.shape) or not type(self) is type(other) is Tensor:
             return False
         with self.file.open("rb") as first, other.file.open("rb") as second:
@@ -173,9 +178,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Stack(Tensor):
-    """Tensors of equal dtype and shape, one of each expert, as if their files had one tensor for them."""
+    """The tensors of all experts, of equal dtype and shape, as if they were one tensor [experts, ...]."""
 
     parts: tuple[Tensor, ...]
+    """One tensor per expert."""
 
     @classmethod
     def of(cls, parts: Sequence[Tensor]) -> "Stack":
@@ -189,11 +195,13 @@ class Stack(Tensor):
 
 
 def with_stacks(folder: Path, sources: Mapping[str, Source], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a folder with a Stack in place of those of the experts. Raises CheckpointError."""
+    """The tensors of a folder, with a Stack in place of the tensors of the experts. Raises CheckpointError if these
+    differ in dtype or shape.
+    """
     found = dict(tensors)
     for source in sources.values():
         if source.experts is None or not all(name in found for name in source.names):
-            continue  # what is missing is found by the check of all tensors
+            continue  # check_tensors reports missing tensors
         parts = [found.pop(name) for name in source.names]
         for name, part in zip(source.names, parts, strict=True):
             if (part.dtype, part.shape) != (parts[0].dtype, parts[0].shape):
@@ -206,10 +214,10 @@ def with_stacks(folder: Path, sources: Mapping[str, Source], tensors: Mapping[st
 
 
 def map_file(file: Path) -> np.ndarray:
-    """The bytes of a file, uint8 [size], as its pages: read when first used, and shared with other processes that map
-    them. The file must not change as long as the array exists. Raises CheckpointError.
+    """The bytes of a file, uint8 [size], as mapped pages. Pages are read when first used, and shared with other
+    processes that map them. The file must not change while the array exists. Raises CheckpointError.
 
-    In one piece: pages are as large as the system's cache has them only where addresses fit the places in the file.
+    The file is mapped in one piece, because large pages require addresses that fit the offsets in the file.
     """
     try:
         with file.open("rb") as opened:
@@ -217,33 +225,35 @@ def map_file(file: Path) -> np.ndarray:
     except (OSError, ValueError) as error:  # ValueError: it is empty
         raise _damaged(file, error) from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
+        with contextlib.suppress(OSError):  # a kernel without huge pages
             pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)
 
 
 class Header(NamedTuple):
-    """What the header of a file has."""
+    """The content of a file's header."""
 
     tensors: dict[str, Tensor]
-    """By name."""
+    """Tensors by name."""
     metadata: dict[str, object]
-    """Texts about the file."""
+    """Metadata of the file, usually texts by name."""
 
 
 def find_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[Path, dict[str, object]]]:
-    """Tensor name -> where it is, and the metadata of each file, for all files of a folder. Raises CheckpointError."""
+    """The tensors of all files of a folder by name, and the metadata of each file. Raises CheckpointError for missing
+    or damaged files, and for duplicate tensors.
+    """
     index = folder / INDEX
     names = _indexed_files(index) if index.exists() else sorted(file.name for file in folder.glob("*.safetensors"))
     if not names:
-        raise CheckpointError(f"{folder} has no .safetensors files: copy them beside its config.json")
+        raise CheckpointError(f"{folder} has no .safetensors files: copy them next to its config.json")
     tensors: dict[str, Tensor] = {}
     metadata: dict[Path, dict[str, object]] = {}
     for name in names:
         try:
             found, metadata[folder / name] = read_header(folder / name)
         except FileNotFoundError:
-            named = f"but {INDEX} names it" if index.exists() else "the link leads nowhere"
+            named = f"but {INDEX} names it" if index.exists() else "its symbolic link is broken"
             raise CheckpointError(f"{folder / name} does not exist, {named}: copy it again") from None
         except (SafetensorError, OSError) as error:
             raise _damaged(folder / name, error) from None
@@ -258,7 +268,7 @@ def find_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[Path, dict[str, 
 
 
 def _indexed_files(index: Path) -> list[str]:
-    """Names of the files that an index lists, all of them inside its folder."""
+    """Names of the files that an index lists. Raises CheckpointError if a name leads out of the folder."""
     try:
         names = sorted({str(name) for name in parse_json(read_file(index))["weight_map"].values()})
     except CheckpointError:
@@ -276,7 +286,9 @@ def _indexed_files(index: Path) -> list[str]:
 
 
 def read_header(file: Path) -> Header:
-    """Raises CheckpointError for a truncated file, SafetensorError or OSError for one that is damaged otherwise."""
+    """Reads and checks the header of a file. Raises CheckpointError for a truncated file, and CheckpointError,
+    SafetensorError or OSError for other damage.
+    """
     found = file.stat()
     if not stat.S_ISREG(found.st_mode):
         raise CheckpointError(f"{file} is not a regular file: copy it again")
@@ -292,7 +304,7 @@ def read_header(file: Path) -> Header:
     if ranges and size < (wanted := begin + max(end for _, end in ranges)):
         raise _truncated(file, size, wanted)
     with safe_open(file, framework="numpy"):
-        pass  # checks that dtypes, shapes and offsets agree with each other and with the file's size
+        pass  # checks that dtypes, shapes and offsets fit each other and the size of the file
     tensors = {
         name: Tensor(file, entry["dtype"], tuple(entry["shape"]), begin + start, end - start)
         for (name, entry), (start, end) in zip(header.items(), ranges, strict=True)
@@ -301,7 +313,7 @@ def read_header(file: Path) -> Header:
 
 
 def _parse_header(file: Path, text: bytes) -> tuple[dict[str, dict], dict[str, object]]:
-    """The tensors of a header, and its metadata."""
+    """The entries of a header by tensor name, and its metadata."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         names = [name for name, _ in pairs]
@@ -327,8 +339,8 @@ def _parse_header(file: Path, text: bytes) -> tuple[dict[str, dict], dict[str, o
 
 
 def check_tensors(folder: Path, sources: Mapping[str, Source], tensors: Mapping[str, Tensor], *, tied: bool) -> None:
-    """Raises CheckpointError unless the files have exactly the weights that the config asks for. tied: a copy of the
-    embedding table may be there as lm_head.weight.
+    """Raises CheckpointError unless the files contain exactly the weights that the config requires, with the right
+    shapes and dtypes. tied: the files may also contain a copy of the embedding table as lm_head.weight.
     """
     found = set(tensors)
     wanted = {name for source in sources.values() for name in ([source.name] if source.name in found else source.names)}
@@ -357,7 +369,7 @@ def check_tensors(folder: Path, sources: Mapping[str, Source], tensors: Mapping[
 
 
 def write_tensors(file: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Replaces a file once its successor is complete. Raises OSError or SafetensorError."""
+    """Writes a file; an existing one is replaced once its successor is complete. Raises OSError or SafetensorError."""
     part = file.with_name(f"{file.name}.part")
     save_file(dict(tensors), part, metadata={"format": "pt"})
     os.replace(part, file)
@@ -367,17 +379,17 @@ class Output(NamedTuple):
     """A tensor to be written."""
 
     dtype: str
-    """As a header names it."""
+    """Dtype as a header names it."""
     shape: tuple[int, ...]
     size: int
-    """Bytes."""
+    """Size in bytes."""
     pieces: Callable[[], Iterable[np.ndarray]]
-    """Makes its bytes, piece by piece."""
+    """Returns the tensor's values, piece by piece."""
 
 
 def write_outputs(file: Path, tensors: Mapping[str, Output], metadata: Mapping[str, str]) -> None:
-    """As `write_tensors`, one piece in memory at a time. Every tensor begins at a multiple of its dtype's size, and at
-    one of ALIGNMENT if its own size is. Raises OSError.
+    """Like `write_tensors`, with one piece in memory at a time. Every tensor begins at a multiple of its dtype's size,
+    and at a multiple of ALIGNMENT if its own size is one. Raises OSError.
     """
     tensors = dict(sorted(tensors.items(), key=lambda entry: -math.gcd(entry[1].size, ALIGNMENT)))
     header, end = {"__metadata__": {"format": "pt", **metadata}}, 0
@@ -396,7 +408,7 @@ def write_outputs(file: Path, tensors: Mapping[str, Output], metadata: Mapping[s
 
 
 def _joined(pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """The bytes of arrays, _WRITTEN at a time, in the same memory."""
+    """The bytes of the arrays, end to end, in parts of _WRITTEN bytes that share one memory."""
     memory, filled = np.empty(_WRITTEN, np.uint8), 0
     for piece in pieces:
         rest = np.ascontiguousarray(piece).reshape(-1).view(np.uint8)

@@ -90,5 +90,5 @@ def test_deep_json_is_one_line(folder, name):
 def test_link_to_a_missing_file_is_named(folder):
     (folder / "model.safetensors").unlink()
     (folder / "model.safetensors").symlink_to("nowhere")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors does not exist, the link leads nowhere"):
+    with pytest.raises(CheckpointError, match=r"model\.safetensors does not exist, its symbolic link is broken"):
         load(folder)

@@ -1,1 +1,1 @@
-"""Published quantized weights: the schemes of config.json, and the packings of their tensors, read and written."""
+"""Reads and writes published quantized weights: the schemes in config.json, and the packings of tensors."""

@@ -1,4 +1,4 @@
-"""Quantized weights as compressed-tensors writes them: tensors of a module, and the `quantization_config`."""
+"""Writes quantized weights in the form of compressed-tensors: a module's tensors, and the `quantization_config`."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -21,7 +21,7 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def tensors_of(record: Quantized) -> dict[str, np.ndarray]:
-    """Its tensors by their suffixes; `laneformer/hf/packed/packings.py` makes the same record of them."""
+    """The tensors of a record by their suffixes. laneformer/hf/packed/packings.py reads the same record from them."""
     record = _unsorted(record)
     if record.kind == "fp8":
         return {"weight": record.codes.view(E4M3), "weight_scale": record.scales}
@@ -48,7 +48,7 @@ def tensors_of(record: Quantized) -> dict[str, np.ndarray]:
 
 
 def _unsorted(record: Quantized) -> Quantized:
-    """The record with its columns in the order of the vector; its order still says how they were sorted."""
+    """The record with its codes in the order of the vector. `order` is unchanged and still gives the sorted order."""
     if record.order is None:
         return record
     codes = np.empty_like(record.each())
@@ -57,20 +57,22 @@ def _unsorted(record: Quantized) -> Quantized:
 
 
 def _words(codes: np.ndarray, kind: str) -> np.ndarray:
-    """Codes of 4 bits, two in a byte, or of 8 bits, as words of 32 bits, padded with 0."""
+    """Codes of 4 bits (two per byte) or 8 bits as int32 words, padded with 0."""
     codes = codes ^ np.int8(-128) if kind == "int8" else codes
     padding = [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % 4)]
     return np.pad(codes.view(np.uint8), padding).view(np.int32)
 
 
 def settings_of(record: Quantized) -> str:
-    """Its group in the `quantization_config` without targets, in JSON; equal for records that can be in one group."""
+    """A record's group in the `quantization_config`, without targets, as JSON. Records with equal settings can be in
+    one group.
+    """
     return json.dumps({"format": FORMATS[record.kind], "weights": _settings(record), "input_activations": None})
 
 
 def config_of(settings: Mapping[str, str], plain: Iterable[str]) -> dict[str, Any]:
-    """The `quantization_config` of records, whose settings are given by module, and of the modules of matrices that are
-    none.
+    """The `quantization_config` of a model. settings: module -> `settings_of` its record. plain: modules of the
+    matrices that are not quantized.
     """
     groups: dict[str, list[str]] = {}
     for module, text in settings.items():

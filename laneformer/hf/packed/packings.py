@@ -1,7 +1,7 @@
 """Published packings of quantized weights: the tensors of a module become one record of laneformer/quantized.
 
-A packing is a function in PACKINGS: it takes the tensors that it needs from a `Module`, which checks their dtypes and
-shapes in the headers, and returns the weight's shape and what reads it later.
+A packing is a function in PACKINGS. It takes the tensors that it needs from a `Module`, which checks the dtypes and
+shapes in their headers. It returns the weight's shape, and a function that reads the record later.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,8 +19,8 @@ from laneformer.quantized import INT4_ZERO, Quantized, e8m0_values, pack4, unpac
 REMEDY = "add --weights bfloat16 to round its weights to 16 bits"
 FLOATS, BF16 = tuple(DTYPES), DTYPES["BF16"]
 E4M3, E8M0 = "F8_E4M3", "F8_E8M0"
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the outputs 0 to 7 among the nibbles of a word
-ACTIVATIONS = (  # of activations, keys and values, which are not rounded here
+AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that contains output 0, 1, ..., 7
+ACTIVATIONS = (  # suffixes of tensors for activations, keys and values, which are not quantized here
     *("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"),
     *("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point"),
 )
@@ -31,13 +31,14 @@ Found = tuple[Shape, Callable[[], Quantized]]
 
 @dataclass(frozen=True)
 class QuantizedTensor(Tensor):
-    """A packed weight, as if its file had one tensor for it."""
+    """A packed weight, as if it were one tensor of its file."""
 
     name: str
     make: Callable[[], Quantized]
+    """Reads the record."""
 
     def record(self) -> Quantized:
-        """Raises CheckpointError, naming file and tensor, for values that are no weights."""
+        """Reads and checks the record. Raises CheckpointError, naming file and tensor, for invalid values."""
         found = self.make()
         if problem := found.problem():
             raise CheckpointError(f"{self.file}: tensor {self.name} is damaged: {problem}; copy it again")
@@ -45,16 +46,18 @@ class QuantizedTensor(Tensor):
 
 
 class Module:
-    """The tensors of a module, taken one by one out of those of the folder."""
+    """The tensors of a module, which are removed one by one from the folder's tensors."""
 
     def __init__(
         self, name: str, tensors: dict[str, Tensor], folder: Path, texts: Mapping[str, object], joint: str = "."
     ):
-        """texts: the metadata of the module's file; joint: between its name and a tensor's suffix."""
+        """texts: the metadata of the module's file. joint: separator of the module's name and a tensor's suffix."""
         self.name, self.folder, self.texts, self._tensors, self._joint = name, folder, texts, tensors, joint
 
     def find(self, suffix: str, dtypes: Iterable[str], *shapes: Shape) -> Tensor | None:
-        """The tensor with this suffix, in one of the dtypes and, if any are given, shapes. Raises CheckpointError."""
+        """Removes and returns the tensor with this suffix, or None if there is none. Raises CheckpointError unless it
+        has one of the dtypes and, if any are given, one of the shapes.
+        """
         tensor = self._tensors.pop(f"{self.name}{self._joint}{suffix}", None)
         if tensor is None:
             return None
@@ -67,7 +70,7 @@ class Module:
         return tensor
 
     def take(self, suffix: str, dtypes: Iterable[str], *shapes: Shape) -> Tensor:
-        """The same for a tensor that must be there."""
+        """Like `find`, for a required tensor. Raises CheckpointError if it is missing."""
         tensor = self.find(suffix, dtypes, *shapes)
         if tensor is None:
             raise self.error(f"tensor {self.name}{self._joint}{suffix} is missing")
@@ -79,11 +82,13 @@ class Module:
         return CheckpointError(f"{self.folder}: {what}; {remedy}")
 
 
-# ---- scales of codes that are stored as they are
+# ---- packings
 
 
 def _scales(module: Module, suffixes: Iterable[str], dtypes: Iterable[str], shape: Shape, scheme: Scheme):
-    """The tensor of the scales of a weight of this shape, its shape in a record, and what shares one."""
+    """The tensor with the scales of a weight of this shape, the scales' shape in a record, and the rows and columns
+    that share a scale. Raises CheckpointError.
+    """
     *lead, rows, columns = shape
     groups = [scheme.block or (1, scheme.group)] if scheme.block or scheme.group else [(1, columns), (rows, columns)]
     grids = {(*lead, -(-rows // group[0]), -(-columns // group[1])): group for group in groups}
@@ -98,8 +103,8 @@ def _scales(module: Module, suffixes: Iterable[str], dtypes: Iterable[str], shap
 
 
 def float8(module: Module, scheme: Scheme) -> Found:
-    """E4M3 with scales per block, row or tensor: fp8, fbgemm_fp8, compressed-tensors' float-quantized; and DeepSeek
-    V4's, whose scales are E8M0: in a record bfloat16, which has all of their values.
+    """E4M3 with scales per block, row or tensor: fp8, fbgemm_fp8, compressed-tensors' float-quantized, and DeepSeek
+    V4's FP8. Its scales are E8M0, which a record stores exactly in bfloat16.
     """
     codes = module.take("weight", (E4M3,))
     suffixes = ("weight_scale_inv", "weight_scale", "scale")
@@ -117,7 +122,7 @@ def float8(module: Module, scheme: Scheme) -> Found:
 
 
 def integers(module: Module, scheme: Scheme) -> Found:
-    """compressed-tensors' int-quantized: int8 as it is."""
+    """compressed-tensors' int-quantized: int8, one code per byte."""
     codes = module.take("weight", ("I8",))
     scales, grid, group = _scales(module, ("weight_scale",), FLOATS, codes.shape, scheme)
     zeros = module.find("weight_zero_point", ("I8",), scales.shape)
@@ -131,7 +136,7 @@ def integers(module: Module, scheme: Scheme) -> Found:
 
 
 def words(module: Module, scheme: Scheme) -> Found:
-    """compressed-tensors' pack-quantized: integers of 4 or 8 bits, plus half their range, in words of 32 bits."""
+    """compressed-tensors' pack-quantized: integers of 4 or 8 bits, plus half their range, packed in 32-bit words."""
     bits, kind = scheme.bits, _integer_kind(module, scheme)
     size = module.take("weight_shape", ("I64", "I32"))
     packed = module.take("weight_packed", ("I32",))
@@ -159,7 +164,9 @@ def words(module: Module, scheme: Scheme) -> Found:
 
 
 def float4(module: Module, scheme: Scheme) -> Found:
-    """compressed-tensors' mxfp4-pack-quantized and nvfp4-pack-quantized: E2M1, the even column in the low half."""
+    """compressed-tensors' mxfp4-pack-quantized and nvfp4-pack-quantized: E2M1, with the even column in the low half of
+    a byte.
+    """
     kind, size = ("nvfp4", 16) if scheme.packing.startswith("nvfp4") else ("mxfp4", 32)
     packed = module.take("weight_packed", ("U8",))
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
@@ -175,7 +182,9 @@ def float4(module: Module, scheme: Scheme) -> Found:
 
 
 def bytes4(module: Module, scheme: Scheme) -> Found:
-    """The experts of DeepSeek V4: E2M1, the even column in the low half of a byte, with E8M0 scales of 32 columns."""
+    """The FP4 experts of DeepSeek V4: E2M1, with the even column in the low half of a byte, and an E8M0 scale per 32
+    columns.
+    """
     packed = module.take("weight", ("I8", "U8"))
     shape = (*packed.shape[:-1], 2 * packed.shape[-1])
     scales, _, group = _scales(module, ("scale",), (E8M0, "U8"), shape, replace(scheme, group=32))
@@ -183,7 +192,9 @@ def bytes4(module: Module, scheme: Scheme) -> Found:
 
 
 def blocks(module: Module, scheme: Scheme) -> Found:
-    """gpt-oss's mxfp4: E2M1 in blocks of 32 columns, the even column in the low half; U8 [..., rows, blocks, 16]."""
+    """gpt-oss's mxfp4: E2M1 in blocks of 32 columns, U8 [..., rows, blocks, 16], with the even column in the low half
+    of a byte.
+    """
     packed = module.take("blocks", ("U8",))
     if len(packed.shape) < 3 or packed.shape[-1] != 16:
         raise module.error(f"tensor {module.name}_blocks has shape {list(packed.shape)}, not [..., rows, blocks, 16]")
@@ -198,7 +209,7 @@ def blocks(module: Module, scheme: Scheme) -> Found:
 
 
 def gptq(module: Module, scheme: Scheme) -> Found:
-    """GPTQ's qweight, packed along the columns; the zero points of its first version are one less."""
+    """GPTQ's qweight, packed along the columns. Its first version stores zero points minus 1."""
     bits, kind = scheme.bits, _integer_kind(module, scheme)
     packed = module.take("qweight", ("I32",))
     columns, rows = packed.shape[0] * 32 // bits, packed.shape[1]
@@ -221,7 +232,7 @@ def gptq(module: Module, scheme: Scheme) -> Found:
 
 
 def awq(module: Module, scheme: Scheme) -> Found:
-    """AWQ's gemm version, packed along the rows in an order of its own."""
+    """AWQ's gemm version, packed along the rows in the order AWQ_PLACES."""
     packed = module.take("qweight", ("I32",))
     columns, rows = packed.shape[0], 8 * packed.shape[1]
     group = scheme.group or columns
@@ -241,7 +252,7 @@ def awq(module: Module, scheme: Scheme) -> Found:
 
 
 def torchao(module: Module, scheme: Scheme) -> Found:
-    """torchao's Float8Tensor; the file's metadata names the class of each weight."""
+    """torchao's Float8Tensor. The file's metadata names the class of each weight."""
     try:
         kind = str(parse_json(str(module.texts[f"{module.name}.weight"]))["_type"])
     except (KeyError, TypeError, ValueError) as error:
@@ -272,7 +283,7 @@ PACKINGS: dict[str, Callable[[Module, Scheme], Found]] = {
 }
 
 
-# ---- what the packings of integers share
+# ---- functions that the packings of integers share
 
 
 def _integer_kind(module: Module, scheme: Scheme) -> str:
@@ -285,14 +296,16 @@ def _integer_kind(module: Module, scheme: Scheme) -> str:
 
 
 def _codes(codes: np.ndarray, kind: str) -> np.ndarray:
-    """Unsigned codes, uint8, as a record has them."""
+    """The codes of a record from unsigned codes, uint8."""
     return (codes ^ np.uint8(0x80)).view(np.int8) if kind == "int8" else codes
 
 
 def _record(
     kind: str, packed: np.ndarray, columns: int, scales: np.ndarray, group: tuple[int, int], points: np.ndarray | None
 ) -> Quantized:
-    """packed: int32 [*lanes, rows, words], the lowest bits of a word first."""
+    """A record of integers. packed: int32 [*lanes, rows, words], the lowest bits of a word first. points: its zero
+    points.
+    """
     codes = np.ascontiguousarray(packed.view(np.uint8)[..., : columns if kind == "int8" else -(-columns // 2)])
     if kind == "int4" and columns % 2:
         codes[..., -1] &= 15
@@ -306,16 +319,18 @@ def _without_usual_zeros(record: Quantized) -> Quantized:
 
 
 def in_groups(record: Quantized, index: np.ndarray | None, module: Module) -> Quantized:
-    """The record with its columns sorted by the group that `index` gives each, int32 [columns]."""
+    """The record with its columns sorted by group. index: group of each column, int32 [columns], or None if they are
+    sorted already.
+    """
     places = np.arange(record.columns) // record.group[1]
-    if index is None or (index == places).all() or (index < 0).all():  # -1: it was written, but not used
+    if index is None or (index == places).all() or (index < 0).all():  # -1: an unused index was written
         return record
     if index.min() < 0 or index.max() >= record.scales.shape[-1]:
         raise module.error(
             f"tensor {module.name}.weight has groups from {index.min()} to {index.max()}", "copy it again"
         )
     order = np.argsort(index, kind="stable").astype(np.int32)
-    if (index[order] != places).any():  # a scale for each column: exact, and too large to be kept
+    if (index[order] != places).any():  # groups of unequal size: a scale per column is exact, but too large to be kept
         grids = {name: record.arrays[name][..., index] for name in ("scales", "zero_points") if name in record.arrays}
         return replace(record, group=(1, 1), **grids)
     codes = record.each()[..., order]
@@ -332,18 +347,18 @@ def with_records(
     tensors: Mapping[str, Tensor],
     metadata: Mapping[Path, Mapping[str, object]],
 ) -> dict[str, Tensor]:
-    """The tensors of a folder with a QuantizedTensor in place of those of each packed weight. Raises CheckpointError,
-    naming tensor and format, for one that does not fit its packing.
+    """The tensors of a folder, with one QuantizedTensor in place of the tensors of each packed weight. Raises
+    CheckpointError, naming tensor and format, for tensors that do not fit their packing.
     """
     found, names = dict(tensors), {name for source in sources.values() for name in source.names}
     files = {name.rpartition(joint)[0]: tensor.file for name, tensor in tensors.items() for joint in "._"}
     for name in sorted(names):
         module, _, kind = name.rpartition(".")
-        # A weight of all experts is a parameter of their module: NAME_blocks instead of NAME.weight_packed.
+        # The weight of all experts is a parameter of their module, with NAME_blocks instead of NAME.weight_packed.
         module, joint = (module, ".") if kind == "weight" else (name, "_")
         scheme = schemes.of(module)
         if scheme is None or module not in files:
-            continue  # a weight that is missing is found by the check of all tensors
+            continue  # not packed; check_tensors reports missing weights
         if name in found and found[name].dtype in DTYPES:
             continue
         own = Module(module, found, folder, metadata.get(files[module], {}), joint)
@@ -356,5 +371,5 @@ def with_records(
         found[name] = QuantizedTensor(files[module], QUANTIZED, shape, 0, 0, name, make)
         bias = f"{module}.bias"
         if bias in found and bias not in names and not found[bias].values().any():
-            del found[bias]  # GPTQ's tools write one for every module
+            del found[bias]  # GPTQ's tools write a bias of zeros for every module
     return {name: tensor for name, tensor in found.items() if name.rpartition(".")[2] not in ACTIVATIONS}

@@ -1,5 +1,5 @@
-"""The `quantization_config` of a published model: which matrices are packed how (`Schemes`, to load them), and the
-number formats of its parts (`Formats`, for the roofline).
+"""Reads the `quantization_config` of a published model: how each matrix is packed (`Schemes`, to load it), and the
+number formats of the model's parts (`Formats`, for the roofline).
 """
 
 import fnmatch
@@ -16,7 +16,7 @@ from laneformer.hf.fields import Fields
 
 FP8_METHODS = ("fp8", "finegrained_fp8", "fbgemm_fp8")
 DTYPES = ("bfloat16", "float16", "float32")
-# A module that stands for a part's matrices where a config lists modules that keep the model's dtype.
+# For each part, the name of a representative module, to compare with a config's list of unquantized modules.
 MODULES = {
     "routed": "model.layers.{n}.mlp.experts.0.gate_proj",
     "shared": "model.layers.{n}.mlp.shared_experts.gate_proj",
@@ -29,27 +29,27 @@ MODULES = {
 
 @dataclass(frozen=True)
 class Formats:
-    """Format of every part of a model."""
+    """The number formats of a model's parts."""
 
     usual: str
-    """The model's dtype, in which router, head and all that is not quantized are."""
+    """Dtype of the model: of the router, the head and all other matrices that are not quantized."""
     quantized: str
     """Format of the quantized matrices."""
     kept: tuple[str, ...]
-    """Patterns of modules that keep the model's dtype."""
+    """Patterns of modules that are not quantized."""
     layers: int
-    """Layers of the model."""
+    """Number of layers."""
     rule: str
-    """All of this in words."""
+    """Description of these formats, for reports."""
 
     def of(self, part: str) -> str:
-        """Format of a part, a key of MODULES."""
+        """The format of a part, a key of MODULES."""
         module = MODULES[part].format(n=self.layers - 1)
         return self.usual if any(_matches(pattern, module) for pattern in self.kept) else self.quantized
 
 
 def read_formats(fields: Fields) -> Formats:
-    """Raises ConfigError, naming the field, for a format that is not supported."""
+    """The formats of a model, from its config.json. Raises ConfigError, naming the field, for unsupported formats."""
     usual = fields.word("dtype", fields.word("torch_dtype", "bfloat16"))
     if usual not in DTYPES:
         raise ConfigError(f"unknown dtype {usual!r}; choose {', '.join(DTYPES)}")
@@ -74,7 +74,7 @@ def read_formats(fields: Fields) -> Formats:
 
 
 def _compressed(quantization: Fields) -> str:
-    """The format of compressed-tensors' one group."""
+    """The format of compressed-tensors' only group. Raises ConfigError for several groups or unsupported settings."""
     where = "quantization_config.config_groups"
     groups = quantization.mapping("config_groups") or {}
     if len(groups) != 1:
@@ -95,29 +95,29 @@ def _compressed(quantization: Fields) -> str:
 
 
 E2M1 = {"mxfp4": "mxfp4", "mxfp4-pack-quantized": "mxfp4", "fp4": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
-"""Packings of such codes -> their format."""
+"""Packing of E2M1 codes -> format."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How weights are packed."""
+    """How the weights of a module are packed."""
 
     packing: str
-    """A key of PACKINGS in laneformer/hf/packed/packings.py; anything else cannot be read."""
+    """A key of PACKINGS in laneformer/hf/packed/packings.py; other packings cannot be read."""
     bits: int = 8
-    """Of one integer."""
+    """Bits of one integer code."""
     group: int | None = None
-    """Columns that share a scale; None: all."""
+    """Columns that share a scale; None for all."""
     block: tuple[int, int] | None = None
-    """Rows and columns that share a scale."""
+    """Rows and columns that share a scale; None without blocks."""
     zeros_less_one: bool = False
-    """Zero points are stored as one less."""
+    """Whether zero points are stored minus 1."""
     zero_points: bool = False
-    """Whether some are not the usual ones."""
+    """Whether zero points may differ from the middle of the range."""
 
     @property
     def bytes(self) -> float:
-        """Bytes of one weight with its share of a group's scale, of 16 bits, and zero point."""
+        """Bytes of one weight, including its share of the group's zero point and scale (16 bits)."""
         if self.packing in E2M1:
             return FORMATS[E2M1[self.packing]].bytes
         return (self.bits + ((16 + self.bits * self.zero_points) / self.group if self.group else 0)) / 8
@@ -125,23 +125,24 @@ class Scheme:
 
 @dataclass(frozen=True)
 class Schemes:
-    """What a folder says about its weights."""
+    """How the weights of a folder are packed."""
 
     rules: tuple[tuple[str, Scheme | None], ...]
-    """Pattern of modules -> how they are packed; None: not at all. The first that fits a module decides."""
+    """(pattern of modules, packing), where None means not packed. The first pattern that matches a module decides."""
 
     def of(self, module: str) -> Scheme | None:
+        """The scheme of a module; None if it is not packed."""
         return next((scheme for pattern, scheme in self.rules if pattern == "*" or _matches(pattern, module)), None)
 
     def bytes(self, names: Mapping[str, str]) -> dict[str, float]:
-        """Bytes of one weight of each matrix that is packed, by path. names: path -> tensor, as in module.weight, or
+        """Path -> bytes per weight of each packed matrix. names: path -> name of the tensor, which is module.weight or
         the parameter of all experts.
         """
         found = {path: self.of(name.removesuffix(".weight")) for path, name in names.items()}
         return {path: scheme.bytes for path, scheme in found.items() if scheme is not None}
 
 
-# Beside config.json in older folders: the method, and the names of its fields there -> those of today.
+# Files of older folders next to config.json -> the method, and old -> new names of its fields
 OLD_FILES = {
     "quantize_config.json": ("gptq", {}),
     "quant_config.json": ("awq", {"w_bit": "bits", "q_group_size": "group_size"}),
@@ -154,10 +155,11 @@ Rules = list[tuple[str, Scheme | None]]
 def read_schemes(
     folder: Path, values: Mapping[str, Any], own_rules: Callable[[Fields], Rules] = lambda fields: []
 ) -> Schemes | None:
-    """The schemes of a folder with the parsed config.json `values`; None if it has none. Raises ConfigError, naming
-    file and field, for settings that are not understood.
+    """The schemes of a folder with the parsed config.json `values`; None if the model is not quantized. Raises
+    ConfigError, naming file and field, for unknown settings.
 
-    own_rules: of a family, from the fields of its config; they decide before those of the quantization's method.
+    own_rules: rules of a family, from the fields of its config. They take precedence over the rules of the quantization
+    method.
     """
     file = folder / "config.json"
     given = values.get("quantization_config", values.get("compression_config"))
@@ -191,7 +193,7 @@ def _old_values(file: Path) -> dict[str, Any]:
 
 
 def _kept(fields: Fields) -> list:
-    """Patterns of the modules that are not packed."""
+    """Patterns of modules that are not packed."""
     return [
         pattern
         for name in ("ignore", "modules_to_not_convert", "ignored_layers")
@@ -204,7 +206,9 @@ def _fp8(fields: Fields, method: str) -> Rules:
 
 
 def _gptq(fields: Fields, method: str) -> Rules:
-    """`dynamic` has regular expressions of modules: "-:" are not packed, "+:" or neither have other settings."""
+    """The rules of GPTQ. `dynamic` maps regular expressions of modules to their own settings, with or without a prefix
+    "+:". Modules with the prefix "-:" are not packed.
+    """
     version = fields.word("checkpoint_format", "gptq")
     usual = Scheme(
         "gptq",
@@ -230,7 +234,7 @@ def _awq(fields: Fields, method: str) -> Rules:
 
 
 def _compressed_tensors(fields: Fields, method: str) -> Rules:
-    """Names and regular expressions of targets decide before classes such as Linear."""
+    """The rules of compressed-tensors. Targets that are names or regular expressions precede classes such as Linear."""
     named, classes = [], []
     for values in (fields.mapping("config_groups") or {}).values():
         group = Fields(values if isinstance(values, Mapping) else {})
@@ -277,7 +281,7 @@ _RULES = {
 
 
 def _group(fields: Fields, default: int | None = None) -> int | None:
-    """group_size; -1 is the whole column."""
+    """The field group_size: columns that share a scale. -1 or a missing field is `default`, where None means all."""
     return default if fields.get("group_size", -1) == -1 else fields.size("group_size")
 
 
@@ -289,12 +293,14 @@ def _block(fields: Fields, name: str) -> tuple[int, int] | None:
 
 
 def _matches(pattern: str, module: str) -> bool:
-    """Whether a pattern names the module, as Hugging Face's libraries read it: a regular expression after re:, else a
-    name or part of one, also with *.
+    """Whether a pattern matches the module, as Hugging Face's libraries read it: a regular expression after re:,
+    otherwise a name or a part of one, which may contain *.
     """
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], module) is not None
         except re.error as error:
-            raise ConfigError(f"quantization_config.ignore: {pattern!r} is no regular expression ({error})") from None
+            raise ConfigError(
+                f"quantization_config.ignore: {pattern!r} is not a regular expression ({error})"
+            ) from None
     return fnmatch.fnmatch(f".{module}.", f"*.{pattern}.*")
