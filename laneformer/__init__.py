@@ -1,4 +1,4 @@
-"""A decoder cut into lanes, any parallelism layout as a schedule table, on any mesh that divides the lanes."""
+"""A decoder cut into lanes. Parallelism layouts are schedule tables; any mesh that divides the lanes can run them."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -20,10 +20,11 @@ LARGEST = {
     "moe_intermediate_size": 2**24,
     "shared_expert_intermediate_size": 2**24,
 }
-LARGEST_OTHER = 2**40  # of other sizes in a config.json
+LARGEST_OTHER = 2**40  # largest allowed value of other sizes in a config.json
 
 
 def require_int(name: str, value, *, at_least: int | None = None, at_most: int | None = None):
+    """Raises ConfigError, naming the field, unless the value is an int within these bounds (inclusive)."""
     lowest = "" if at_least is None else f" of at least {at_least}"
     highest = "" if at_most is None else f" and at most {at_most}"
     too_low = isinstance(value, int) and at_least is not None and value < at_least
@@ -33,6 +34,7 @@ def require_int(name: str, value, *, at_least: int | None = None, at_most: int |
 
 
 def require_number(name: str, value, *, above: float = -math.inf, at_least: float = -math.inf):
+    """Raises ConfigError, naming the field, unless the value is a finite number within these bounds."""
     # NaN is never <=; an int may be too large for a float.
     finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max
     if isinstance(value, bool) or not finite or value <= above or value < at_least:

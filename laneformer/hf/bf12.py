@@ -199,7 +199,7 @@ def unpacked(
             stored = _read_group(group, parts)
             for name, shape in group.shapes.items():
                 if name in tensors:
-                    raise CheckpointError(f"{file}: tensor {name} is there twice, once in 12 bits; remove one of them")
+                    raise CheckpointError(f"{file}: tensor {name} appears twice, once in 12 bits; remove one of them")
                 tensors[name] = PackedTensor(file, "BF16", shape, 0, 2 * math.prod(shape), name, stored)
             found.append(stored)
     return tensors, found

@@ -363,9 +363,9 @@ def stack(records: Sequence[Quantized]) -> Quantized:
     first = records[0]
     for record in records:
         if (record.kind, record.group, record.scales.dtype) != (first.kind, first.group, first.scales.dtype):
-            raise ValueError(f"they are {first.name} and {record.name}")
+            raise ValueError(f"{first.name} and {record.name} cannot be stacked")
         if any(name in record.arrays for name in WHOLE):
-            raise ValueError(f"each has its own {' or '.join(name for name in WHOLE if name in record.arrays)}")
+            raise ValueError(f"{' or '.join(name for name in WHOLE if name in record.arrays)} cannot be stacked")
     names = ("codes", "scales", "zero_points")
     usual = np.uint8(INT4_ZERO) if first.kind == "int4" else np.int8(0)
     if any(record.zero_points is not None for record in records):

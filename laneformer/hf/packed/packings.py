@@ -145,7 +145,7 @@ def words(module: Module, scheme: Scheme) -> Found:
     columns = shape[-1] if shape else 0
     if shape != (*lead, rows, columns) or packed.shape[-1] != -(-columns * bits // 32):
         raise module.error(
-            f"tensor {module.name}.weight_packed has shape {list(packed.shape)}, not that of {list(shape)}"
+            f"tensor {module.name}.weight_packed has shape {list(packed.shape)}, which does not fit {list(shape)}"
         )
     scales, grid, group = _scales(module, ("weight_scale",), FLOATS, shape, scheme)
     zeros = module.find("weight_zero_point", ("I32",), (*lead, -(-rows * bits // 32), grid[-1]))

@@ -263,7 +263,7 @@ DAMAGE = {
     "outside the columns": (word(4 << 15), f"{WORDS} is damaged: an exception is outside the 32"),
     "far outside": (word(BF12_END - 1), f"{WORDS} is damaged: an exception is outside the 32"),
     "descending": (swap_words, f"{WORDS} is damaged: the exceptions of a tile must ascend"),
-    "a matrix twice": (renamed("model.norm.weight", GROUP), f"tensor {GROUP} is there twice"),
+    "a matrix twice": (renamed("model.norm.weight", GROUP), f"tensor {GROUP} appears twice"),
     "a group twice": (lambda parts: parts.packed["groups"].append(parts.group), f"{GROUP}.bf12_tiles is missing"),
 }
 
