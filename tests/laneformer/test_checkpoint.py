@@ -41,12 +41,12 @@ def meta_of(config, weights):
 
 
 def write_meta(step, values):
-    """What Orbax's JsonSave writes for the item meta."""
+    """Writes the item meta of a step, as Orbax's JsonSave does."""
     (step / "meta").mkdir(parents=True, exist_ok=True)
     (step / "meta" / "metadata").write_text(values if isinstance(values, str) else json.dumps(values))
 
 
-def test_runs_and_steps(saved_run, model):
+def test_runs_and_steps_are_loaded(saved_run, model):
     assert complete_steps(saved_run) == [5, 10]
     assert newest_step(saved_run) == saved_run / "checkpoints" / "10"
     for path, factor in ((saved_run, 10), (str(saved_run), 10), (saved_run / "checkpoints" / "5", 5)):
@@ -57,7 +57,7 @@ def test_runs_and_steps(saved_run, model):
         )
 
 
-def test_a_run_on_a_mesh_in_another_dtype(saved_run, model):
+def test_run_is_loaded_on_a_mesh_in_another_dtype(saved_run, model):
     loaded = load(saved_run, "bfloat16", mesh=make_mesh(4, data=2, lane=4), num_lanes=4)
     w = loaded.weights()["layers.0.attention.wq"]
     assert w.dtype == "bfloat16" and w.sharding.shard_shape(w.shape) == (1, 8, 16)
@@ -66,7 +66,7 @@ def test_a_run_on_a_mesh_in_another_dtype(saved_run, model):
 
 
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_weights_one_by_one(saved_run, dtype):
+def test_weights_one_by_one_equal_the_loaded_model(saved_run, dtype):
     loaded, checkpoint = load(saved_run, dtype).weights(), open_checkpoint(saved_run, dtype)
     assert checkpoint.dtype == (dtype or "float32") and checkpoint.config == load(saved_run).config
     given = list(checkpoint.weights())
@@ -82,12 +82,12 @@ def test_each_weight_of_a_run_is_freed_with_the_next(saved_run, monkeypatch):
         assert len(restored) == count - n - 1
 
 
-def test_folder_of_the_tokenizer(saved_run):
+def test_tokenizer_of_a_step_is_in_the_folder_of_its_run(saved_run):
     assert checkpoint_files(saved_run / "checkpoints" / "5") == saved_run
     assert checkpoint_files(saved_run) == saved_run
 
 
-def test_folders_that_are_no_checkpoints(tmp_path):
+def test_folders_without_a_checkpoint_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"nowhere is not a folder; .*HF folder .* or a training run"):
         load(tmp_path / "nowhere")
     file = tmp_path / "file"
@@ -99,13 +99,13 @@ def test_folders_that_are_no_checkpoints(tmp_path):
         load(tmp_path / "empty")
 
 
-def test_a_run_without_a_complete_step(tmp_path):
+def test_run_without_a_complete_step_is_refused(tmp_path):
     (tmp_path / "checkpoints" / "5").mkdir(parents=True)
     with pytest.raises(CheckpointError, match="no complete checkpoint yet"):
         load(tmp_path)
 
 
-def test_lanes_are_those_of_the_run(saved_run):
+def test_other_numbers_of_lanes_are_refused(saved_run):
     with pytest.raises(CheckpointError, match=r"num_lanes = 2: .*10 was trained with 4 lanes"):
         load(saved_run, num_lanes=2)
     with pytest.raises(ConfigError, match=r"lane axis of 8 devices .* 4 lanes"):
@@ -113,14 +113,14 @@ def test_lanes_are_those_of_the_run(saved_run):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", "{}", '{"config": 3}', '{"param_dtype": "float32"}'])
-def test_damaged_meta(tmp_path, text):
+def test_damaged_meta_is_refused(tmp_path, text):
     step = tmp_path / "checkpoints" / "5"
     write_meta(step, text)
     with pytest.raises(CheckpointError, match=r"checkpoints.5 is damaged .*; restore a copy"):
         load(tmp_path)
 
 
-def test_weights_that_do_not_fit_or_are_gone(tmp_path, model):
+def test_missing_or_unfit_weights_are_refused(tmp_path, model):
     step = tmp_path / "checkpoints" / "5"
     write_meta(step, meta_of(model.config, model.weights()))
     with pytest.raises(CheckpointError, match=r"checkpoints.5 is damaged or does not fit its config"):
@@ -133,7 +133,7 @@ def test_weights_that_do_not_fit_or_are_gone(tmp_path, model):
 
 
 @pytest.mark.parametrize("damage", ["meta/metadata", "params"])
-def test_a_damaged_step_names_the_newest_other_one_in_one_line(tmp_path, saved_run, damage):
+def test_damaged_step_names_the_newest_other_one_in_one_line(tmp_path, saved_run, damage):
     run = shutil.copytree(saved_run, tmp_path / "run")
     step = run / "checkpoints" / "10"
     if damage == "params":
@@ -149,13 +149,13 @@ def test_a_damaged_step_names_the_newest_other_one_in_one_line(tmp_path, saved_r
         load(shutil.copytree(step, tmp_path / "alone"))
 
 
-def test_an_hf_folder_is_taken_before_anything_else(tmp_path, saved_run):
+def test_hf_folder_is_loaded(tmp_path, saved_run):
     model = tiny.random_model(tiny.values())
     save_hf(model, tmp_path)
     assert load(tmp_path).config == model.config
 
 
-def test_weights_other_than_those_saved(tmp_path, model):
+def test_changed_weights_are_refused(tmp_path, model):
     step = tmp_path / "checkpoints" / "5"
     with ocp.StandardCheckpointer() as writer:
         writer.save(step / "params", model.weights() | {"norm": model.weights()["norm"] + 1e-6})
@@ -165,7 +165,7 @@ def test_weights_other_than_those_saved(tmp_path, model):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_fingerprint_changes_with_every_bit(dtype):
+def test_fingerprint_changes_with_every_bit(dtype):
     tree = {"a": jnp.linspace(-1, 1, 6, dtype=dtype).reshape(2, 3), "b": jnp.ones((3,), dtype)}
     word = f"uint{8 * tree['a'].dtype.itemsize}"
     before = fingerprint(tree)

@@ -23,7 +23,7 @@ FIELDS = {name: value for name, value in tiny.BASE.items() if name != "model_typ
 
 
 def make(**changes) -> ModelConfig:
-    """A config from keyword arguments, as Python code makes it."""
+    """A config from keyword arguments instead of a config.json."""
     return ModelConfig(**(FIELDS | changes))
 
 
@@ -46,8 +46,8 @@ def test_impossible_sizes_are_refused_before_tables_are_made(name):
             Fields({"other": value}).size("other")
 
 
-def test_largest_models_to_come_have_tables():
-    """10^12 weights in 64 lanes, and the deepest config, at once."""
+def test_tables_of_the_largest_models_are_built_quickly():
+    """For 10^12 weights in 64 lanes, and for the deepest config."""
     began = time.process_time()
     large = ModelConfig(
         vocab_size=2**18,
@@ -73,7 +73,7 @@ def test_largest_models_to_come_have_tables():
     listed=st.none() | st.sets(st.integers(0, 7)),
     window=st.none() | st.integers(1, 9),
 )
-def test_windows_of_the_layers(n, s, unclamped, listed, window):
+def test_layer_windows_equal_the_reference(n, s, unclamped, listed, window):
     unclamped = sorted(layer for layer in unclamped if layer < n)
     listed = None if listed is None or window is None else sorted(layer for layer in listed if layer < n)
     values = {"num_hidden_layers": n, "sliding_window": window, "unclamped_layers": unclamped}
@@ -82,7 +82,7 @@ def test_windows_of_the_layers(n, s, unclamped, listed, window):
     assert config.layer_windows == tuple(reference.window_of_layer(FIELDS | values, layer) for layer in range(n))
 
 
-def test_windows_written_out():
+def test_layer_windows_of_simple_configs_are_exact():
     def windows(**changes) -> tuple:
         return make(num_hidden_layers=4, sliding_window=7, **changes).layer_windows
 
@@ -92,7 +92,7 @@ def test_windows_written_out():
     assert windows() == (None,) * 4
 
 
-def test_head_size_and_norm_scales():
+def test_head_size_and_norm_scales_follow_the_options():
     assert make().head_size == 4
     assert make(head_dim=6).head_size == 6
     assert make().lane_norm_scales == (False, False)
@@ -125,7 +125,7 @@ def test_layers_are_the_shares_of_one_lane():
     assert [layer.attention for layer in others] == [dataclasses.replace(first.attention, window=None)] * 2
 
 
-def test_norms():
+def test_norms_follow_the_options():
     lane_scales = {"replicated_rmsn_scale": False, "norm_eps": 1e-3}
     own = NormOptions(hidden_size=32, num_lanes=4, eps=1e-3, per_lane=True)
     shared = dataclasses.replace(own, per_lane=False)
@@ -144,7 +144,7 @@ def test_norms():
         make(qk_norm=True, qk_norm_over="projection")
 
 
-def test_configs_are_values():
+def test_configs_are_immutable_values():
     assert make() == make() and hash(make()) == hash(make())
     assert make(unclamped_layers=[0, 1]) == make(unclamped_layers=(0, 1))
     assert hash(make(unclamped_layers=[0, 1], swa_layers=[], eos_token_id=[2])) is not None
@@ -155,8 +155,8 @@ def test_configs_are_values():
         make().layout = "tp"
 
 
-def test_every_field_says_what_it_is():
-    """--help is made of these texts."""
+def test_every_field_is_documented():
+    """--help shows these texts."""
     classes = ModelConfig.__mro__[:-1]  # all but object
     body = [node for one in classes for node in ast.parse(inspect.getsource(one)).body[0].body]
     for field in dataclasses.fields(ModelConfig):
@@ -255,18 +255,18 @@ TOGETHER = [
 ]
 
 
-def test_values_that_contradict_each_other_are_named():
+def test_contradicting_values_are_named():
     for changes, message in TOGETHER:
         with pytest.raises(ConfigError, match=message):
             make(**changes)
 
 
-def test_odd_vocabularies_are_fine_where_no_lane_owns_a_part():
+def test_odd_vocabulary_is_valid_unless_it_is_cut():
     assert make(vocab_size=41).vocab_size == 41
     assert make(vocab_size=41, lm_head_type="lane").vocab_size == 41
 
 
-def test_later_fields_are_recorded_where_they_differ_from_their_default():
+def test_later_fields_are_recorded_only_if_they_differ():
     @dataclasses.dataclass
     class Settings:
         size: int

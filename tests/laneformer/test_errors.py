@@ -1,4 +1,4 @@
-"""Errors as one line, and the exit status and output of a command line."""
+"""Errors in one line, and the exit status and output of command lines."""
 
 import errno
 import os
@@ -21,11 +21,11 @@ from tests.support.paths import ROOT
         (ValueError("NOT_FOUND: cause [tensorstore_spec='{\"a\": 1}']"), "NOT_FOUND: cause"),
     ],
 )
-def test_an_error_in_one_line(error, text):
+def test_error_in_one_line_keeps_its_cause(error, text):
     assert one_line(error) == text
 
 
-def test_a_long_error_keeps_its_beginning_and_its_cause():
+def test_long_error_keeps_its_beginning_and_its_cause():
     text = one_line(ValueError("Reading " + 1000 * "long " + "cause [source locations=x]"))
     assert text.startswith("Reading long") and text.endswith("long cause") and len(text) < 300
 
@@ -39,7 +39,7 @@ def test_a_long_error_keeps_its_beginning_and_its_cause():
         (errno.EACCES, "give another --out"),
     ],
 )
-def test_what_cannot_be_written_is_named_with_what_to_do(number, remedy):
+def test_failed_write_names_file_and_remedy(number, remedy):
     with pytest.raises(LaneformerError) as raised, writing(Path("some/file"), "give another --out"):
         raise OSError(number, os.strerror(number))
     assert str(raised.value) == f"cannot write some/file: {os.strerror(number)}; {remedy}"
@@ -126,7 +126,7 @@ def test_missing_options_are_named(capsys, arguments, message):
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-def test_run_command_with_closed_output(closed):
+def test_run_command_succeeds_with_closed_output(closed):
     code = "import sys, laneformer.errors as e; sys.exit(e.run_command(lambda: sys.stdout.isatty() or print('text')))"
     done = subprocess.run(
         ["bash", "-c", f'"$0" -c "$1" {closed}', sys.executable, code], cwd=ROOT, capture_output=True, check=False

@@ -1,4 +1,4 @@
-"""The executor and every layout against literal per-device transcriptions, and the all-reduces that it issues."""
+"""The executor with every layout, against literal per-device transcriptions, and the all-reduces that it issues."""
 
 import math
 from unittest import mock
@@ -18,7 +18,7 @@ D = 8  # channels of the toy streams
 
 
 def toy_run(schedule, x0, weights):
-    """run_schedule on toy modules tanh(weights[m, lane] x); -> final streams and the log of modules and reductions."""
+    """Runs toy modules tanh(weights[m, lane] x). Returns the final streams and the log of modules and reductions."""
     log = []
 
     def module(m, x):
@@ -35,7 +35,7 @@ def toy_run(schedule, x0, weights):
 
 
 def toy_transcription(run, x0, weights):
-    """`run(X)`, a layout of the reference, with the same toy modules in place of attention and MLP."""
+    """The streams of `run(X)`, a layout of the reference, with the toy modules instead of attention and MLP."""
 
     def module(config, _, m, X):
         return [np.tanh(x @ weights[m, l].T) for l, x in enumerate(X)]
@@ -46,7 +46,7 @@ def toy_transcription(run, x0, weights):
 
 
 def expected_log(schedule, width=D):
-    """Every module, and each reduction as soon as its last part exists."""
+    """The log of a schedule: every module, and each reduction as soon as its last part exists."""
     log = []
     for m in range(schedule.num_modules):
         log.append(("module", m))
@@ -62,7 +62,7 @@ def toy(lanes, n, seed):
     )
 
 
-# The package's spelling and the reference's arguments, for a depth of n layers.
+# Layouts: the package's spelling, and the reference's arguments.
 rows = st.one_of(
     st.sampled_from([("tp", {}), ("parallel", {}), ("ladder", {}), ("kraken", {}), ("none", {})]),
     st.integers(1, 9).map(lambda k: (f"desync({k})", {"n": k})),
@@ -77,7 +77,7 @@ rows = st.one_of(
 @given(row=rows, lanes=st.sampled_from([1, 2, 4]), n=st.integers(1, 4), seed=st.integers(0, 99))
 @example(row=("desync(4)", {"n": 4}), lanes=4, n=3, seed=0)
 @example(row=("kraken", {}), lanes=4, n=3, seed=0)
-def test_rows_against_literal_transcriptions(row, lanes, n, seed):
+def test_layouts_equal_their_literal_transcriptions(row, lanes, n, seed):
     layout, args = row
     if layout == "spd":
         args = {"drop": {layer for layer in args["drop"] if layer < n}}
@@ -122,8 +122,8 @@ def laneformer_literally(X, n, d, early, twice, exchanged):
 @example(lanes=4, n=5, d=2, early=True, twice=True, exchanged=(True, True), seed=0)
 @example(lanes=4, n=5, d=2, early=True, twice=False, exchanged=(True, True), seed=0)
 @example(lanes=4, n=4, d=1, early=False, twice=True, exchanged=(False, True), seed=0)
-def test_laneformer_against_its_literal_transcription(lanes, n, d, early, twice, exchanged, seed):
-    """Includes a sum that lands early and late, and must be right in both places."""
+def test_laneformer_equals_its_literal_transcription(lanes, n, d, early, twice, exchanged, seed):
+    """The examples include a sum that lands early and late."""
     schedule = tiny.config(
         model_type="laneformer",
         num_hidden_layers=n,
@@ -149,8 +149,10 @@ def test_laneformer_against_its_literal_transcription(lanes, n, d, early, twice,
     a=st.sampled_from([0.25, 0.5, 0.75]),
     seed=st.integers(0, 9),
 )
-def test_fractional_delay_against_its_literal_transcription(lanes, n, k, a, seed):
-    """Weight 1 - a of the others lands after k modules, a after k + 1; a part that no other joins counts sqrt(L)."""
+def test_fractional_delay_equals_its_literal_transcription(lanes, n, k, a, seed):
+    """The other lanes' parts land with weight 1 - a after k modules and with weight a after k + 1. While none of them
+    has landed, the lane's own part is scaled by sqrt(L).
+    """
 
     def literally(X):
         sent = []
@@ -173,7 +175,7 @@ def test_fractional_delay_against_its_literal_transcription(lanes, n, k, a, seed
 
 
 @pytest.mark.parametrize("k", [0, 2])
-def test_fractional_delay_tends_to_the_whole_ones(k):
+def test_fractional_delay_tends_to_whole_delays(k):
     weights, x0 = toy(4, 3, 0)
     for a, whole in ((1e-7, k), (1 - 1e-7, k + 1)):
         near, limit = (
@@ -182,7 +184,7 @@ def test_fractional_delay_tends_to_the_whole_ones(k):
         assert tiny.difference(near, limit) < 1e-4
 
 
-def test_lanes_stay_equal_where_everything_is_summed_at_once():
+def test_lanes_stay_equal_if_every_output_is_summed():
     weights, x0 = toy(4, 3, 1)
     for layout in ("tp", "parallel", "ladder"):
         streams, _ = toy_run(tiny.config(layout=layout).schedule, x0, weights)
@@ -211,8 +213,8 @@ LANE_NORMS = {"replicated_rmsn_scale": False, "sliding_window": 5, "sliding_wind
 @pytest.mark.parametrize(
     ("layout", "devices"), [*((layout, 4) for layout in LAYOUTS), ("desync(2)", None), ("caat(0.5)", None)]
 )
-def test_every_row_in_the_model(layout, devices):
-    """With different norm scales in every lane, so that mistaking one lane for another changes the logits."""
+def test_model_with_every_layout_equals_the_reference(layout, devices):
+    """Norm scales differ between lanes, so that confusing two lanes changes the logits."""
     values = tiny.values(layout=layout, **LANE_NORMS)
     ids = tiny.token_ids(40)
     expected = reference.layout_logits(layout.split("(")[0], LAYOUTS[layout], values, tiny.random_weights(values), ids)
@@ -220,8 +222,8 @@ def test_every_row_in_the_model(layout, devices):
 
 
 @pytest.mark.parametrize("layout", ["desync(2)", pytest.param("dtp(1.5)", marks=pytest.mark.slow)])
-def test_rows_on_two_devices_and_in_pieces(layout):
-    """A cached prefill and steps on two devices give the uncached logits of one."""
+def test_pieces_on_two_devices_equal_the_uncached_model(layout):
+    """A cached prefill and cached steps on two devices, against the uncached logits of one device."""
     values = tiny.values(layout=layout, **LANE_NORMS)
     ids, two = tiny.token_ids(40), tiny.random_model(values, lane_devices=2)
     expected = tiny.random_model(values)(ids)
@@ -232,7 +234,7 @@ def test_rows_on_two_devices_and_in_pieces(layout):
     assert tiny.difference(np.concatenate(pieces, 1), expected) < 1e-4
 
 
-AFTER = {  # layout: norms
+AFTER = {  # layout -> norms
     "tp": {"norm_before": False, "norm_after": "sum"},
     "ladder": {"norm_after": "sum"},
     "laneformer": {"norm_after": "lane"},
@@ -240,8 +242,10 @@ AFTER = {  # layout: norms
 
 
 @pytest.mark.parametrize("layout", ["tp", pytest.param("ladder", marks=pytest.mark.slow), "laneformer"])
-def test_norms_after_modules_on_meshes_and_in_pieces(layout):
-    """8 lanes from a cache on 4 devices; whole texts on 8, which the gradients of tp with norms of sums need too."""
+def test_norms_after_modules_equal_the_reference(layout):
+    """8 lanes, with a cache on 4 devices, and for layout laneformer also whole texts on 8 devices. The tests of
+    gradients run tp with norms of sums on 8 devices.
+    """
     sizes = {"num_lanes": 8, "num_key_value_heads": 8, "num_hidden_layers": 2}
     values = tiny.values(layout=layout, **sizes, **AFTER[layout], **LANE_NORMS)
     ids, weights = tiny.token_ids(40), tiny.random_weights(values)
@@ -256,7 +260,7 @@ def test_norms_after_modules_on_meshes_and_in_pieces(layout):
     assert tiny.all_reduces(tiny.lowered(model)) == model.config.schedule.num_reductions + 1
 
 
-def test_norms_of_sums_need_whole_sums():
+def test_norms_of_sums_require_whole_sums():
     whole = ("tp", "ladder", "dtp(0)", "desync(1)", "caat(1)", "spd")
     parts = ("parallel", "desync(2)", "spd(1)", "caat(0.5)", "kraken", "track(1)", "dtp(1)", "laneformer", "none")
     for layout in whole:
@@ -272,7 +276,7 @@ IN_ORDER = ("tp", "desync(3)", "spd(1)", "caat(0.4)", "kraken", "track(2)", "dtp
 
 @pytest.mark.parametrize("layout", IN_ORDER)
 def test_one_lane_runs_its_modules_in_order(layout):
-    """All layouts but parallel and ladder, whose modules read an earlier stream by design."""
+    """All layouts except parallel and ladder, whose modules read an earlier stream by design."""
     weights, x0 = toy(1, 3, 0)
     expected = toy_transcription(lambda X: reference.LAYOUTS["tp"]({"num_hidden_layers": 3}, None, X), x0, weights)
     schedule = tiny.config(layout=layout, num_lanes=1, broadcast_delay=2).schedule
@@ -283,7 +287,7 @@ def test_one_lane_runs_its_modules_in_order(layout):
     ("layout", "wiring", "lanes"),
     [("tp", "sequential", 4), ("parallel", "parallel", 4), ("ladder", "ladder", 4), ("ladder", "ladder", 1)],
 )
-def test_layouts_without_drift_are_dense_models_with_any_lanes(layout, wiring, lanes):
+def test_layouts_without_drift_equal_dense_models(layout, wiring, lanes):
     values = tiny.values(layout=layout, num_lanes=lanes)
     ids, weights = tiny.token_ids(40), tiny.random_weights(values)
     assert tiny.difference(tiny.random_model(values)(ids), reference.dense_logits(values, weights, ids, wiring)) < 1e-4
@@ -302,7 +306,7 @@ HEADS = {"replicate": 1, "lane": 1, "vocab_parallel": 0}
 
 
 def _counted_with_heads():
-    """Every row with every head; if not slow, the first with each and the others with one."""
+    """Every layout with every head. All but one head are slow, except for the first layout."""
     for layout, changes in COUNTED:
         for head in HEADS:
             marks = () if head == "replicate" or layout == COUNTED[0][0] else pytest.mark.slow
@@ -310,7 +314,7 @@ def _counted_with_heads():
 
 
 @pytest.mark.parametrize(("layout", "changes", "head"), list(_counted_with_heads()))
-def test_all_reduces_in_stablehlo(layout, changes, head):
+def test_all_reduces_equal_those_of_the_schedule(layout, changes, head):
     model = tiny.random_model(tiny.values(layout=layout, lm_head_type=head, **changes), lane_devices=2)
     assert tiny.all_reduces(tiny.lowered(model)) == model.config.schedule.num_reductions + HEADS[head]
 
@@ -318,15 +322,15 @@ def test_all_reduces_in_stablehlo(layout, changes, head):
 @pytest.mark.parametrize(
     "changes", [{"vocab_size": 41}, {"pre_norm_lane_agg": True}, {"tie_word_embeddings": True}], ids=str
 )
-def test_all_reduces_of_other_heads(changes):
+def test_other_heads_add_one_all_reduce(changes):
     model = tiny.random_model(tiny.values(**changes), lane_devices=4)
     text = tiny.lowered(model)
     assert tiny.all_reduces(text) == model.config.schedule.num_reductions + 1
     assert "all_gather" not in text and "all_to_all" not in text
 
 
-def test_all_reduce_payloads():
-    """caat sends only its share of the channels; one device without a mesh sends nothing."""
+def test_all_reduces_send_only_their_channels():
+    """caat sends only its share of the channels. One device without a mesh sends nothing."""
     text = tiny.lowered(tiny.random_model(tiny.values(layout="caat(0.25)"), lane_devices=4), length=6)
     assert text.count("}) : (tensor<1x1x6x8xf32>) -> tensor<1x1x6x8xf32>") == 6
     assert tiny.all_reduces(tiny.lowered(tiny.random_model(tiny.values(layout="tp")))) == 0

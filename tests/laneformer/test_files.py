@@ -1,4 +1,4 @@
-"""Files that others wrote: pipes, devices, links and deep JSON are refused in a line, without waiting."""
+"""Files of a checkpoint: pipes, devices, loops of links and deep JSON are refused in one line, without waiting."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def test_regular_files_are_read(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("opening", "closing"), ["[]", ('{"a":', "}")])
-def test_json_has_a_depth(opening, closing):
+def test_deeply_nested_json_is_refused(opening, closing):
     text = opening * DEEPEST + "1" + closing * DEEPEST
     assert parse_json(text) == parse_json(text.encode()) == json.loads(text)
     for depth in (DEEPEST + 1, 950, 100_000):
@@ -58,7 +58,7 @@ def test_pipes_and_devices_are_refused_at_once(folder, name):
 
 
 @pytest.mark.parametrize("name", [*NAMES, "tokenizer.json"])
-def test_loop_of_links_names_the_link(folder, name):
+def test_loop_of_links_is_refused_by_name(folder, name):
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(folder / "second")
     (folder / "second").symlink_to(name)
@@ -66,7 +66,7 @@ def test_loop_of_links_names_the_link(folder, name):
         load(folder)
 
 
-def test_loop_of_links_to_a_folder_names_the_link(tmp_path):
+def test_folder_in_a_loop_of_links_is_refused_by_name(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
     for path in (tmp_path / "loop", tmp_path / "loop" / "below" / "it"):
         with pytest.raises(CheckpointError, match=f"^{tmp_path}/loop is a symbolic link"):
@@ -76,7 +76,7 @@ def test_loop_of_links_to_a_folder_names_the_link(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json", "model.safetensors"])
-def test_deep_json_is_one_line(folder, name):
+def test_deep_json_in_a_checkpoint_is_refused_in_one_line(folder, name):
     text = b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     if name == "model.safetensors":
         text = len(text).to_bytes(8, "little") + text

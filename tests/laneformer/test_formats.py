@@ -1,4 +1,4 @@
-"""Weight formats: widths, scales, ids of the kernels; bf12 gives every bit back."""
+"""Weight formats: their widths, scales and numbers for the kernels; bf12 keeps every bit."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +42,7 @@ def normal(shape, seed=0, scale=0.02) -> np.ndarray:
 
 
 def outside(bits: np.ndarray) -> int:
-    """Exceptions by the definition: those without one of the eight most frequent e >> 1."""
+    """Number of exceptions by definition: weights without one of the eight most frequent values of e >> 1."""
     counts = np.unique((bits & 0x7FFF) >> 8, return_counts=True)[1]
     return int(counts.sum() - np.sort(counts)[-8:].sum())
 
@@ -64,7 +64,7 @@ BITS = {
 
 
 @pytest.mark.parametrize("name", BITS)
-def test_bf12_gives_every_bit_back(name):
+def test_bf12_keeps_every_bit(name):
     bits = BITS[name]
     packed = Bf12.encode(bits)
     np.testing.assert_array_equal(packed.decode(), bits)
@@ -74,7 +74,7 @@ def test_bf12_gives_every_bit_back(name):
 
 
 def tiles_of(bits: np.ndarray) -> tuple[Bf12, Bf12Tiles, np.ndarray]:
-    """A matrix in both ways, and with padding, uint16 [tiles, 16, columns]."""
+    """A matrix as Bf12, as Bf12Tiles, and as padded bits, uint16 [tiles, 16, columns]."""
     packed = Bf12.encode(bits)
     rows, columns = bits.shape
     padded = np.full((-(-max(rows, 1) // 16) * 16, -(-columns // 8) * 8), int(packed.table[0]) << 8, np.uint16)
@@ -84,8 +84,8 @@ def tiles_of(bits: np.ndarray) -> tuple[Bf12, Bf12Tiles, np.ndarray]:
 
 
 @pytest.mark.parametrize("name", BITS)
-def test_tiles_give_every_bit_back(name):
-    """All tiles, and every third."""
+def test_tiles_keep_every_bit(name):
+    """All tiles are decoded, then every third one."""
     packed, tiles, padded = tiles_of(BITS[name])
     count = len(padded)
     np.testing.assert_array_equal(tiles.decode(range(0, count, 1)), padded)
@@ -95,8 +95,8 @@ def test_tiles_give_every_bit_back(name):
     assert tiles.surely_finite == (not (values >= 0x7F00).any())
 
 
-def test_places_in_tiles():
-    """Codes and low bytes where docs/bf12.md says, by its formula."""
+def test_tiles_have_the_documented_places():
+    """Codes and low bytes are where the formula in docs/bf12.md says."""
     random = np.random.default_rng(0)
     bits = (random.choice([0x31, 0x33, 0x34, 0x35, 0xB1, 0xB3, 0xB8, 0xC0, 0xC1, 0x42], (16, 24)) << 8).astype(
         np.uint16
@@ -115,7 +115,7 @@ def test_places_in_tiles():
 
 
 @given(arrays.arrays(np.uint16, arrays.array_shapes(min_dims=2, max_dims=2, max_side=24)))
-def test_bf12_gives_any_bits_back(bits):
+def test_bf12_keeps_any_bits(bits):
     packed = Bf12.encode(bits)
     np.testing.assert_array_equal(packed.decode(), bits)
     assert len(packed.places) == outside(bits)
@@ -123,7 +123,7 @@ def test_bf12_gives_any_bits_back(bits):
 
 @given(st.sets(st.integers(0, 127), max_size=33), st.integers(0, 255))
 def test_exceptions_side_by_side_are_listed(places, high):
-    """Of a matrix of one unit of a kernel, 16 rows and 8 columns, in which e >> 1 takes the eight values of a table."""
+    """In a unit of 16 rows and 8 columns of a matrix in which e >> 1 otherwise takes the eight values of a table."""
     bits = np.tile((np.arange(0x38, 0x40, dtype=np.uint16) << 8) + 5, (100, 16, 1))
     for place in places:
         bits[7, place // 8, place % 8] = high << 8
@@ -136,15 +136,15 @@ def test_exceptions_side_by_side_are_listed(places, high):
     assert len(tiles.exceptions) == 100 + len(listed) and tiles.problem(8) is None
 
 
-def test_trained_like_weights_have_few_exceptions():
-    """Normal weights, 0.7e-4 of them: P(|x| < 2^-14 of the largest table entry's range)."""
+def test_normal_weights_have_few_exceptions():
+    """About 0.7e-4 of normal weights are exceptions: P(|x| < 2^-14 of the largest table entry's range)."""
     share = outside(normal((512, 3072))) / (512 * 3072)
     assert 2e-5 < share < 2e-4 < BF12_MOST_EXCEPTIONS
     assert outside(BITS["random bits"]) / BITS["random bits"].size > 0.5
 
 
 def test_bf12_rounds_to_the_nearer_neighbour():
-    """Of 0.498046875 (0x3EFF) and 2; below the least value, above the largest, and held ones."""
+    """Between 0.498046875 (0x3EFF) and 2, below the smallest value, above the largest, and for values in the table."""
     table = np.array([64, 62, 61, 60, 65, 66, 67, 68], np.uint8)
     bits = {0x3F00: 0x3EFF, 0x3F9F: 0x3EFF, 0x3FA0: 0x4000, 0xBFFF: 0xC000, 0: 0x3C00, 0x8001: 0xBC00}
     bits |= {0x7F7F: 0x44FF, 0x4500: 0x44FF, 0x3EFF: 0x3EFF, 0xC412: 0xC412}

@@ -1,4 +1,4 @@
-"""Gradients: against differences of the float64 reference, on every mesh, and with recomputed activations."""
+"""Gradients: against finite differences of the float64 reference, on meshes, and with recomputed activations."""
 
 from functools import cache, partial
 
@@ -12,7 +12,7 @@ from laneformer.weights import parameter_table
 from tests.support import reference, tiny
 
 IDS = tiny.token_ids(40, (2, 9))
-# Makes one number of the logits.
+# Projects the logits to one number.
 PROJECTION = np.random.default_rng(5).standard_normal((2, 9, 40)).astype(np.float32) / 27
 
 
@@ -23,12 +23,12 @@ def gradient_of(model: Laneformer, ids, *, remat="none") -> Laneformer:
 
 
 def flat(gradient: Laneformer) -> dict[str, np.ndarray]:
-    """Path -> array."""
+    """The gradient as path -> array."""
     return {path: np.asarray(g) for path, g in gradient.weights().items()}
 
 
 def apart(one: dict, other: dict) -> float:
-    """The largest difference of two gradients, over the largest entry of each weight's."""
+    """The largest difference of two gradients, relative to the largest entry of each weight's gradient."""
     assert one.keys() == other.keys()
     return max(tiny.difference(one[path], other[path]) / max(np.abs(one[path]).max(), 1e-3) for path in one)
 
@@ -67,10 +67,8 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_equal_differences_of_the_reference(case):
-    """Along one random direction per weight: (f(w + t v) - f(w - t v)) / 2t in float64 against the gradient's product
-    with v.
-    """
+def test_gradients_equal_finite_differences(case):
+    """For one random direction v per weight: the gradient times v equals (f(w + t v) - f(w - t v)) / 2t in float64."""
     values = tiny.values(**(SMALL | CASES[case]))
     arrays = reference.in_float64(tiny.random_weights(values))
     name, _, argument = values.get("layout", "laneformer").rstrip(")").partition("(")
@@ -95,7 +93,7 @@ def test_gradients_equal_differences_of_the_reference(case):
         ]
         slope = gradient[path]
         if values.get("lm_head_type") == "lane" and path == "lm_head":
-            slope = np.concatenate(list(slope), axis=-1)  # as in files
+            slope = np.concatenate(list(slope), axis=-1)  # lanes end to end, as in files
         expected = (shifted[0] - shifted[1]) / (2 * step)
         assert float((slope * direction).sum()) == pytest.approx(expected, rel=1e-3, abs=1e-3), path
 
@@ -130,8 +128,8 @@ def test_eight_devices_give_the_gradients_of_one(layout, norm_after):
 
 
 @pytest.mark.parametrize("layout", ["laneformer", pytest.param("desync(2)", marks=pytest.mark.slow)])
-def test_a_mesh_of_data_and_lanes_gives_the_gradients_of_one_device(layout):
-    """(data = 2, lane = 4): weights split over both axes, the batch over data."""
+def test_mesh_of_data_and_lanes_gives_the_gradients_of_one_device(layout):
+    """With data = 2 and lane = 4, weights are split over both axes, and the batch over data."""
     values = tiny.values(layout=layout, **EIGHT)
     mesh = make_mesh(8, data=2, lane=4)
     model = tiny.model_of(values, tiny.random_weights(values), mesh)
@@ -154,12 +152,12 @@ def test_remat_on_eight_devices_repeats_no_reduction():
     assert apart(of_one_device("laneformer"), flat(gradient_of(model, IDS, remat="block"))) < 1e-4
     none, dots, block = (gradient_of.lower(model, IDS, remat=remat).as_text() for remat in ("none", "dots", "block"))
     assert tiny.all_reduces(none) == tiny.all_reduces(dots) == tiny.all_reduces(block)
-    assert dots.count("dot_general") < block.count("dot_general"), "block computes all again, dots no matrix product"
-    assert dots.count("stablehlo.negate") > none.count("stablehlo.negate"), "but the silu between them"
+    assert dots.count("dot_general") < block.count("dot_general"), "only block recomputes matrix products"
+    assert dots.count("stablehlo.negate") > none.count("stablehlo.negate"), "dots recomputes silu"
 
 
 def test_bfloat16_products_have_gradients_on_a_mesh():
-    """XLA:CPU ends the process on a bfloat16 all-reduce: what the backward pass sums over devices is float32."""
+    """XLA:CPU aborts the process on a bfloat16 all-reduce, so that the backward pass must sum float32 over devices."""
     values = tiny.values(**SMALL | {"num_hidden_layers": 1})
     model = tiny.random_model(values, precision=Precision(compute="bfloat16"), lane_devices=2)
     exact = flat(gradient_of(tiny.random_model(values), IDS))

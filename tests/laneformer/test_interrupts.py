@@ -1,4 +1,4 @@
-"""Ctrl-C at moments in which libraries would swallow it, and while training."""
+"""Ctrl-C at moments at which libraries would swallow it, and during training."""
 
 import hashlib
 import os
@@ -13,12 +13,13 @@ import pytest
 from laneformer.interrupts import STOPPED, STOPPING, importing, stop_signals
 from tests.support.paths import ROOT
 
-DEFAULT = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # also in a background job
+# A background job would ignore SIGINT.
+DEFAULT = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
 COMMANDS = ("train", "train.ablate", "infer", "scripts", "scripts.convert", "scripts.tokenize", "scripts.plot")
 
 
 def run(code):
-    """Status, output and errors of a program."""
+    """Exit status, stdout and stderr of a Python program."""
     command = [sys.executable, "-c", DEFAULT + code]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     return done.returncode, done.stdout, done.stderr
@@ -38,7 +39,7 @@ def test_interrupt_that_an_import_swallows_ends_the_process(tmp_path, swallow):
 
 @pytest.mark.parametrize("callback", ["gc.callbacks.append(callback); gc.collect()", "Deleted()"])
 def test_interrupt_in_a_callback_is_sent_again(callback):
-    """Python ignores exceptions there: a training run that was interrupted in JAX's went on to its end."""
+    """Python ignores exceptions in callbacks: a training run that was interrupted in JAX's callback did not stop."""
     code = (
         "import gc, time\n"
         "from laneformer.errors import run_command\n"
@@ -57,7 +58,7 @@ def test_interrupt_in_a_callback_is_sent_again(callback):
 
 @pytest.mark.parametrize("module", COMMANDS)
 def test_interrupt_while_a_command_starts_is_one_line(module):
-    """At the first import that takes long, which then swallows it."""
+    """The interrupt arrives during the first slow import, which swallows it."""
     code = (
         "import builtins, runpy\n"
         "load = builtins.__import__\n"
@@ -104,7 +105,7 @@ def test_ctrl_c_prints_a_line_and_sigterm_does_not(capsys):
 
 
 def test_ctrl_c_prints_a_line_while_a_library_is_running(monkeypatch):
-    """As while XLA compiles: Python's own handler has not run by then."""
+    """As while XLA compiles, Python's own handler has not run yet."""
     answered = []
     with stop_signals() as received:
         monkeypatch.setattr(
@@ -118,7 +119,7 @@ def test_ctrl_c_prints_a_line_while_a_library_is_running(monkeypatch):
     assert answered[0] == (STOPPING, []) and received == [signal.SIGINT]
 
 
-def test_second_ctrl_c_ends_a_process_that_a_library_keeps():
+def test_second_ctrl_c_ends_a_process_inside_a_library():
     code = (
         "import hashlib, os, threading\n"
         "from laneformer import interrupts\n"
@@ -132,7 +133,7 @@ def test_second_ctrl_c_ends_a_process_that_a_library_keeps():
 
 @pytest.mark.parametrize("status, out", [(0, "kept\ntorn down\n"), (2, "kept\ntorn down\n"), (130, "kept\n")])
 def test_interrupted_program_ends_without_teardown(status, out):
-    """XLA crashed there while it computed, or kept the process for as long as it did."""
+    """In teardown, XLA would crash while it computes, or delay the end until it is done."""
     code = (
         "import atexit\nfrom laneformer.interrupts import end\n"
         f"atexit.register(print, 'torn down')\nprint('kept')\nend({status})"

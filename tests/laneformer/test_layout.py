@@ -1,4 +1,4 @@
-"""The layouts as tables: additions, landings and reductions of each, and the names that select them."""
+"""The layouts as tables: the additions, landings and reductions of each, and the names that select them."""
 
 import math
 
@@ -16,13 +16,13 @@ def schedule(layout: str, n: int, lanes: int = 4, **changes):
     return tiny.config(layout=layout, num_hidden_layers=n, num_lanes=lanes, **changes).schedule
 
 
-def test_the_table_has_every_row():
+def test_layouts_are_complete():
     names = "tp parallel ladder desync spd caat kraken track dtp laneformer none"
     assert list(LAYOUTS) == names.split()
 
 
 @given(n=st.integers(1, 9), k=st.integers(1, 20), data=st.data())
-def test_number_of_reductions_by_formula(n, k, data):
+def test_number_of_reductions_equals_the_formula(n, k, data):
     assert schedule("tp", n).num_reductions == 2 * n
     assert schedule("parallel", n).num_reductions == n
     assert schedule("ladder", n).num_reductions == 2 * n
@@ -38,9 +38,9 @@ def test_number_of_reductions_by_formula(n, k, data):
 
 
 @given(n=st.integers(1, 9), d=st.integers(0, 11), early=st.booleans())
-def test_number_of_reductions_of_the_laneformer(n, d, early):
-    """2N - 2d late sums; an early sum that is needed again later is issued once for both, so 2d early ones cost no more
-    if N >= 2d.
+def test_laneformer_reductions_equal_the_formula(n, d, early):
+    """There are 2N - 2d late sums. An early sum that lands again later is issued once, so that the 2d early sums add
+    none if N >= 2d.
     """
     s = schedule("laneformer", n, broadcast_delay=d, use_early_comm=early)
     late = max(2 * n - 2 * d, 0)
@@ -52,8 +52,8 @@ def test_number_of_reductions_of_the_laneformer(n, d, early):
 
 
 @given(n=st.integers(1, 9), d=st.integers(0, 11), early=st.booleans(), attention=st.booleans(), mlp=st.booleans())
-def test_unsent_modules_of_the_laneformer(n, d, early, attention, mlp):
-    """The last d layers' outputs are never used by other lanes, nor those of a kind that is not exchanged."""
+def test_laneformer_sends_no_unused_outputs(n, d, early, attention, mlp):
+    """Other lanes do not use the late outputs of the last d layers, or of a kind of module that is not exchanged."""
     s = schedule(
         "laneformer",
         n,
@@ -83,7 +83,7 @@ def test_unsent_modules_of_the_laneformer(n, d, early, attention, mlp):
         ("dtp(1.5)", [5]),
     ],
 )
-def test_unsent_modules(layout, unsent):
+def test_unused_outputs_are_not_sent(layout, unsent):
     assert list(schedule(layout, 3).unsent) == unsent
 
 
@@ -100,25 +100,25 @@ def test_unsent_modules(layout, unsent):
         ("dtp(2.5)", 3),
     ],
 )
-def test_sums_in_flight(layout, count):
-    """A sum is under way from its module to its landing, both included: of six layers, delay k has k + 1 at a time."""
+def test_in_flight_counts_concurrent_sums(layout, count):
+    """A sum is in flight from its module to its landing, inclusive, so that delay k has k + 1 sums in flight."""
     assert schedule(layout, 6).in_flight == count
 
 
-def test_waiting_is_exposed_where_a_landing_follows_its_module_at_once():
+def test_landings_right_after_their_module_are_exposed():
     assert len(schedule("tp", 3).exposed) == 6
     assert len(schedule("parallel", 3).exposed) == 3
     assert len(schedule("spd(1)", 3).exposed) == 5
     for layout in ("dtp(1)", "none"):
         assert schedule(layout, 3).exposed == ()
-    for layout in ("ladder", "kraken"):  # nothing is left to compute under the last landing, just before the head
+    for layout in ("ladder", "kraken"):  # no module is left to overlap with the last landing, just before the head
         assert [landing.at for landing in schedule(layout, 3).exposed] == [6]
     assert len(schedule("laneformer", 5, broadcast_delay=2, use_early_comm=True).exposed) == 4
     assert schedule("laneformer", 5, broadcast_delay=2, use_early_comm=False).exposed == ()
 
 
-def test_rows_written_out():
-    """A few rows in full, by hand."""
+def test_schedules_equal_handwritten_ones():
+    """A few schedules in full, written by hand."""
     one = [Payload(((m, 1.0),)) for m in range(4)]
     assert schedule("ladder", 2).own == (Own(1), Own(2), Own(3), Own(4))
     assert schedule("ladder", 2).landings == tuple(Landing(m + 1, one[m]) for m in range(4))
@@ -127,7 +127,7 @@ def test_rows_written_out():
         Landing(2, Payload(((0, 1.0), (1, 1.0)))),
         Landing(4, Payload(((2, 1.0), (3, 1.0)))),
     )
-    assert schedule("dtp(1)", 2).own == (Own(0, 2.0), Own(1), Own(2), Own(3))  # sqrt(4) for the part that nothing joins
+    assert schedule("dtp(1)", 2).own == (Own(0, 2.0), Own(1), Own(2), Own(3))  # sqrt(4), as no other part lands
     assert schedule("dtp(1)", 2).landings == tuple(Landing(m + 1, one[m]) for m in range(3))
     assert schedule("none", 2).own == tuple(Own(m, 2.0) for m in range(4))
     alone = schedule("laneformer", 2, broadcast_delay=1, use_early_comm=False)
@@ -153,12 +153,12 @@ def test_every_schedule_is_causal_and_in_order(layout):
 
 
 def same(a, b) -> bool:
-    """Whether two schedules are equal but for their names."""
+    """Whether two schedules are equal except for their names."""
     return (a.own, a.landings) == (b.own, b.landings)
 
 
 @pytest.mark.parametrize("n", [1, 2, 5])
-def test_rows_that_are_other_rows(n):
+def test_special_cases_equal_other_layouts(n):
     tp = schedule("tp", n)
     assert same(schedule("dtp(0)", n), tp)
     assert same(schedule("desync(1)", n), tp)
@@ -172,10 +172,8 @@ def test_rows_that_are_other_rows(n):
 
 
 @pytest.mark.parametrize("k", [0, 1, 3])
-def test_fractional_delay_lies_between_whole_ones(k):
-    """Weight 1 - a lands after k modules, weight a after k + 1; a = 0 is exactly dtp(k), and its neighbours are near
-    the whole ones.
-    """
+def test_fractional_delay_is_between_whole_delays(k):
+    """Delay k + 0.0 is exactly dtp(k). Delays close to k or k + 1 have almost the schedules of k and k + 1."""
     n = 3
     assert same(schedule(f"dtp({k}.0)", n), schedule(f"dtp({k})", n))
     for a, whole in ((1e-6, k), (1 - 1e-6, k + 1)):
@@ -188,7 +186,7 @@ def test_fractional_delay_lies_between_whole_ones(k):
         assert all(min(abs(w), abs(1 - w)) < 1e-5 for w in weights.values())
 
 
-def test_arguments():
+def test_parse_layout_returns_name_and_arguments():
     assert parse_layout("tp") == ("tp", ())
     assert parse_layout("spd(0, 2)") == ("spd", (0, 2))
     assert parse_layout("caat(0.5)") == ("caat", (0.5,))
@@ -221,14 +219,14 @@ WRONG = {
 
 
 @pytest.mark.parametrize("layout", WRONG)
-def test_wrong_layouts(layout):
+def test_wrong_layouts_are_refused(layout):
     with pytest.raises(ConfigError, match=WRONG[layout]) as caught:
         tiny.config(layout=layout)
     assert "layout" in str(caught.value)
 
 
 @pytest.mark.parametrize("layout", [None, 3, ["tp"], {"tp": 1}, b"tp"])
-def test_layouts_that_are_not_text(layout):
+def test_layouts_other_than_strings_are_refused(layout):
     with pytest.raises(ConfigError, match=r"layout = .*choose tp"):
         tiny.config().replace(layout=layout)
 
@@ -237,5 +235,5 @@ def test_huge_whole_arguments_are_valid():
     assert schedule("desync(" + "9" * 400 + ")", 2).num_reductions == 0
 
 
-def test_one_schedule_is_made_once():
+def test_schedule_is_made_once():
     assert make_schedule(tiny.config()) is make_schedule(tiny.config())

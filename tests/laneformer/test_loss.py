@@ -22,7 +22,7 @@ FLOAT32 = Precision()
 
 @dataclass(frozen=True)
 class Head:
-    """One of the model's heads: shapes and shardings of its arrays, and its arguments of `cross_entropy`."""
+    """One of the model's heads: shapes and shardings of its arrays, and its arguments for `cross_entropy`."""
 
     y: tuple[int, ...]
     w: tuple[int, ...]
@@ -36,7 +36,7 @@ class Head:
         return self.w[1] if self.add_lanes else self.w[0] * self.w[1]
 
     def loss(self, mesh, *, chunk=3, precision=FLOAT32, z_loss=Z_LOSS):
-        """cross_entropy(y, w, targets, weights) on that mesh, called as in the model."""
+        """A function of y, w, targets and weights that calls cross_entropy on the mesh as the model does."""
         axis = LANE if mesh is not None and self.split else None
 
         def local(y, w, targets, weights):
@@ -60,9 +60,7 @@ class Head:
         return jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=P(), axis_names={LANE})
 
     def arrays(self, batch=BATCH, scale=1.0):
-        """y, w, targets and weights; every token id is a target, so those at both ends of every slice are; a weight is
-        0.
-        """
+        """y, w, targets and weights. All token ids are targets, including both ends of every slice. One weight is 0."""
         rng = np.random.default_rng(3)
         y, w = (scale * rng.standard_normal(shape).astype(np.float32) for shape in (self.y, self.w))
         targets = rng.permutation(np.arange(BATCH * LENGTH) % self.vocabulary).reshape(BATCH, LENGTH).astype(np.int32)
@@ -71,7 +69,7 @@ class Head:
         return y[:, :batch], w, targets[:batch], weights[:batch]
 
     def put(self, arrays, mesh):
-        """The arrays sharded as in training: weights over both axes, the batch over data."""
+        """The arrays, sharded as in training: weights over both axes, the batch over data."""
         if mesh is None:
             return arrays
         specs = (self.y_spec, self.w_spec, P(DATA), P(DATA))
@@ -89,7 +87,7 @@ HEADS = {
     ),
 }
 MESHES = {"none": None, "1": (1, 1), "2": (1, 2), "4": (1, 4), "8": (1, 8), "2x4": (2, 4)}
-FAST = ("none", "8", "2x4")  # no axis, a lane on each device, two lanes on each and data; the others with -m slow
+FAST = ("none", "8", "2x4")  # no mesh; one lane per device; two lanes per device, and data. The others are slow.
 
 
 def mesh_of(name: str):
@@ -116,7 +114,7 @@ def expected(head: Head, y, w, targets, weights, z_loss=Z_LOSS):
 
 
 def loss_and_gradient(loss):
-    """Compiled: arrays -> TokenLoss and the gradient of half its total for (y, w, weights)."""
+    """A compiled function: arrays -> TokenLoss, and the gradient of half its total for (y, w, weights)."""
 
     def half(*arrays):
         result = loss(*arrays)
@@ -137,7 +135,7 @@ def compiled(head: str, mesh: str):
 
 
 def check(results, expectations, tolerance: float):
-    """Each within the tolerance of its largest expected entry."""
+    """Every array must be within `tolerance` of the expected one, relative to its largest entry."""
     (loss, gradient), (expected_loss, expected_gradient) = results, expectations
     for found, right in zip((*loss, *gradient), (*expected_loss, *(g / 2 for g in expected_gradient)), strict=True):
         assert found.shape == np.shape(right) and found.dtype == jnp.float32
@@ -148,13 +146,13 @@ def check(results, expectations, tolerance: float):
     "mesh", [pytest.param(mesh, marks=() if mesh in FAST else pytest.mark.slow) for mesh in MESHES]
 )
 @pytest.mark.parametrize("head", HEADS)
-def test_value_and_gradient_on_every_mesh(head, mesh):
+def test_value_and_gradient_equal_float64(head, mesh):
     program, placed = compiled(head, mesh)
     check(program(*placed), expected(HEADS[head], *HEADS[head].arrays()), 3e-6)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 100])
-def test_chunks_change_nothing(chunk):
+def test_chunk_size_changes_nothing(chunk):
     head = HEADS["shared, in slices"]
     arrays = head.arrays()
     check(loss_and_gradient(head.loss(None, chunk=chunk))(*arrays), expected(head, *arrays), 3e-6)
@@ -171,15 +169,15 @@ def test_without_weights_every_token_counts_once(mesh):
 
 
 @pytest.mark.parametrize("head", ["shared, in slices", "lane"])
-def test_a_batch_that_the_data_axis_does_not_divide(head):
+def test_batch_that_the_data_axis_does_not_divide_equals_float64(head):
     head = HEADS[head]
     arrays = head.arrays(batch=3)
     check(loss_and_gradient(head.loss(mesh_of("2x4")))(*arrays), expected(head, *arrays), 3e-6)
 
 
 @pytest.mark.parametrize("mesh", ["none", "8"])
-def test_logits_of_ten_thousands(mesh):
-    """Whole numbers make exact logits; each logit appears twice, so that a target with the highest has nll = ln 2."""
+def test_large_logits_keep_their_precision(mesh):
+    """Integers make exact logits. Each logit appears twice, so that a target with the highest one has nll = ln 2."""
     head = HEADS["lane"]
     _, _, targets, weights = head.arrays()
     rng = np.random.default_rng(0)
@@ -194,7 +192,7 @@ def test_logits_of_ten_thousands(mesh):
 
 
 @pytest.mark.parametrize(("head", "mesh"), [("shared, in slices", "2x4"), ("lane", "none"), ("lane", "8")])
-def test_bfloat16_products(head, mesh):
+def test_bfloat16_products_have_float32_results(head, mesh):
     head, mesh = HEADS[head], mesh_of(mesh)
     arrays = head.arrays()
     program = loss_and_gradient(head.loss(mesh, precision=Precision(compute="bfloat16")))
@@ -248,9 +246,9 @@ def test_products_and_collectives_are_written_once_for_all_chunks(head):
 
 
 @pytest.mark.parametrize("head", HEADS)
-def test_the_data_axis_communicates_once_for_all_chunks(head):
-    """The compiled loop sends over lanes only; outside it the weights are gathered once and their gradient is summed
-    once.
+def test_data_axis_communicates_once_for_all_chunks(head):
+    """The compiled loop communicates only over lanes. Outside the loop, weights are gathered once and their gradient is
+    summed once.
     """
     program = compiled(head, "2x4")[0].as_text()
     head = HEADS[head]

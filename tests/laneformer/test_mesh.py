@@ -1,4 +1,4 @@
-"""Meshes: shapes, errors, and that a model and a mesh must fit."""
+"""Meshes: shapes, errors, and models on meshes that fit them or do not."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ from tests.support.paths import ROOT
 
 
 @given(lanes=st.integers(1, 12), data=st.integers(1, 8))
-def test_the_largest_lane_axis_that_fits(lanes, data):
+def test_default_lane_axis_is_the_largest_that_fits(lanes, data):
     mesh = make_mesh(lanes, data=data)
     assert dict(mesh.shape)["data"] == data
     lane = mesh.shape["lane"]
@@ -27,7 +27,7 @@ def test_the_largest_lane_axis_that_fits(lanes, data):
     assert not any(lanes % n == 0 and data * n <= 8 for n in range(lane + 1, lanes + 1))
 
 
-def test_chosen_devices():
+def test_make_mesh_uses_the_given_devices():
     devices = jax.devices()[3:6]
     assert make_mesh(8, devices=devices).devices.ravel().tolist() == devices[:2]
     assert make_mesh(8, data=2, lane=4).devices.shape == (2, 4)
@@ -46,21 +46,21 @@ def test_chosen_devices():
         (8, {"data": 9}, "data = 9"),
     ],
 )
-def test_meshes_that_cannot_be_made(lanes, options, message):
+def test_impossible_meshes_are_refused(lanes, options, message):
     with pytest.raises(ConfigError, match=message):
         make_mesh(lanes, **options)
 
 
-def test_host_devices_after_jax_has_started():
+def test_other_number_of_host_devices_after_start_is_refused():
     assert len(jax.devices("cpu")) == 8
-    use_host_devices(8)  # the same count is no error
+    use_host_devices(8)  # the same number is allowed
     with pytest.raises(ConfigError, match=r"4 CPU devices.* with 8; call use_host_devices"):
         use_host_devices(4)
 
 
 @pytest.mark.parametrize("devices", [3, 8])
-def test_a_mesh_that_the_lanes_do_not_fill(devices):
-    """Without the check it would run, with lanes lost or counted twice."""
+def test_mesh_that_does_not_divide_the_lanes_is_refused(devices):
+    """Without the check the model would run, with lanes lost or counted twice."""
     values = tiny.values()
     mesh = make_mesh(devices)
     with pytest.raises(ConfigError, match=rf"lane axis of {devices} devices .* 4 lanes.*make_mesh\(4\)"):
@@ -69,21 +69,21 @@ def test_a_mesh_that_the_lanes_do_not_fill(devices):
         Laneformer.init(tiny.config(), mesh=mesh)
 
 
-def test_a_mesh_with_other_axes():
+def test_mesh_with_other_axes_is_refused():
     mesh = jax.make_mesh((4,), ("model",), axis_types=(AxisType.Auto,))
     with pytest.raises(ConfigError, match=r"axes model; .*make_mesh\(4\)"):
         Laneformer.init(tiny.config(), mesh=mesh)
 
 
-def test_bfloat16_streams_on_a_cpu_mesh():
-    """XLA:CPU ends the process when it compiles such a sum."""
+def test_bfloat16_stream_on_several_cpu_devices_is_refused():
+    """XLA:CPU aborts the process when it compiles a bfloat16 sum over devices."""
     with pytest.raises(ConfigError, match=r"precision.stream = 'bfloat16'.*float32, or one device"):
         tiny.random_model(tiny.values(), lane_devices=2, precision=Precision(stream="bfloat16"))
     one = tiny.random_model(tiny.values(), lane_devices=1, precision=Precision(stream="bfloat16"))
     assert np.isfinite(one(tiny.token_ids(40))).all()
 
 
-def test_fitting_specs():
+def test_fit_spec_drops_axes_that_do_not_divide():
     mesh = make_mesh(4, data=2, lane=4)
     assert fit_spec(P("lane", "data"), (40, 32), mesh) == P("lane", "data")
     assert fit_spec(P("lane", "data"), (41, 32), mesh) == P(None, "data")
@@ -93,8 +93,8 @@ def test_fitting_specs():
     assert lane_spec(P("lane", None, "data")) == P("lane", None, None)
 
 
-def test_a_batch_of_odd_size_on_a_data_axis():
-    """Three sequences on two copies: every device has the whole cache where the batch cannot be split."""
+def test_batch_that_the_data_axis_does_not_divide_has_the_same_logits():
+    """Three sequences on a data axis of 2: the batch cannot be split, so that every device has the whole cache."""
     values = tiny.values(num_hidden_layers=1)
     model = tiny.model_of(values, tiny.random_weights(values), make_mesh(4, data=2, lane=4))
     ids = tiny.token_ids(40, (3, 5))
@@ -110,8 +110,8 @@ def test_a_batch_of_odd_size_on_a_data_axis():
         pytest.param("vocab_parallel", marks=pytest.mark.exhaustive),
     ],
 )
-def test_all_lanes_on_each_of_two_devices(head):
-    """A mesh that splits the batch alone: logits, cache, loss and gradients are those of one device."""
+def test_mesh_of_data_alone_equals_one_device(head):
+    """On a mesh that splits only the batch, logits, cache, loss and gradients equal those of one device."""
     values = tiny.values(num_hidden_layers=1, lm_head_type=head)
     weights, ids = tiny.random_weights(values), tiny.token_ids(40, (4, 6))
 
@@ -129,7 +129,7 @@ def test_all_lanes_on_each_of_two_devices(head):
 
 @pytest.mark.slow
 def test_many_queued_passes_do_not_deadlock():
-    """Eight devices by XLA_FLAGS and hundreds of passes in flight: XLA's own pool of eight threads hangs on these."""
+    """Eight devices from XLA_FLAGS, with hundreds of passes in flight: XLA's default pool of 8 threads would hang."""
     program = """
 import jax, laneformer, numpy as np
 config = laneformer.ModelConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1,

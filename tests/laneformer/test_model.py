@@ -1,4 +1,4 @@
-"""The model against reference outputs: the published family's tiny models, random further ones, cached and uncached."""
+"""The model against reference outputs: tiny models of the published family and random ones, cached and uncached."""
 
 import numpy as np
 import pytest
@@ -13,9 +13,9 @@ TOLERANCE = 1e-4
 
 
 def _oracle_meshes():
-    """Every oracle case without a mesh (0) and on 1, 2, 4 and, with 8 lanes, 8 devices. Not slow is one mesh of each,
-    and without one the others are exhaustive; without a mesh every second case gives tokens from a cache, and so do
-    random models.
+    """Every oracle case without a mesh (0) and on 1, 2, 4 and, with 8 lanes, 8 devices. One mesh per case runs always;
+    the other meshes are exhaustive. Cases without a mesh are slow, because other tests run without one: the greedy
+    tokens of every second case, and the random models.
     """
     for n, folder in enumerate(tiny.ORACLE):
         lanes = 8 if folder.name in ("case_03", "case_12") else 4
@@ -27,7 +27,7 @@ def _oracle_meshes():
 
 
 @pytest.mark.parametrize(("folder", "devices"), list(_oracle_meshes()))
-def test_oracle_logits(folder, devices):
+def test_logits_equal_the_oracle(folder, devices):
     io = np.load(folder / "io.npz")
     mesh = make_mesh(8 if folder.name in ("case_03", "case_12") else 4, lane=devices) if devices else None
     model = load(folder, mesh=mesh)
@@ -37,20 +37,20 @@ def test_oracle_logits(folder, devices):
 
 
 def _oracle_greedy():
-    """Every oracle case; every second one only if slow."""
+    """Every oracle case; every second one is slow."""
     for n, folder in enumerate(tiny.ORACLE):
         yield pytest.param(folder, id=folder.name, marks=pytest.mark.slow if n % 2 else ())
 
 
 @pytest.mark.parametrize("folder", list(_oracle_greedy()))
-def test_oracle_greedy_tokens_with_a_cache(folder):
+def test_greedy_tokens_with_a_cache_equal_the_oracle(folder):
     io, model = np.load(folder / "io.npz"), load(folder)
     assert tiny.continue_greedily(model, io["greedy_prompt"], len(io["greedy_ids"])) == io["greedy_ids"].tolist()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["case_03", pytest.param("case_12", marks=pytest.mark.exhaustive)])
-def test_oracle_greedy_tokens_on_eight_devices(case):
+def test_greedy_tokens_on_eight_devices_equal_the_oracle(case):
     folder = tiny.TESTS / "oracle" / case
     io, model = np.load(folder / "io.npz"), load(folder, mesh=make_mesh(8, lane=8))
     assert tiny.continue_greedily(model, io["greedy_prompt"], len(io["greedy_ids"])) == io["greedy_ids"].tolist()
@@ -74,8 +74,8 @@ SPLITS = [
 
 
 @pytest.mark.parametrize("splits", SPLITS, ids=str)
-def test_prefill_of_any_lengths_and_steps_equal_the_uncached_model(splits):
-    """Case 03 slides over 8 keys in two of its layers, so that pieces begin within, at and beyond the window."""
+def test_pieces_of_any_lengths_equal_the_uncached_model(splits):
+    """Two layers of case 03 have a window of 8 keys, so that pieces begin within, at and beyond the window."""
     folder = tiny.TESTS / "oracle" / "case_03"
     io = np.load(folder / "io.npz")
     logits = _run_in_pieces(load(folder), io["input_ids"], splits, capacity=29)
@@ -94,8 +94,8 @@ def test_pieces_equal_the_uncached_model_on_a_mesh(case):
 
 
 @pytest.mark.slow
-def test_residual_streams_after_every_layer(monkeypatch):
-    """The stream that each layer's attention reads is what the oracle has after the layer before it."""
+def test_residual_streams_equal_the_oracle(monkeypatch):
+    """The stream that each layer's attention reads equals the oracle's stream after the previous layer."""
     folder = tiny.TESTS / "oracle" / "case_03"
     io = np.load(folder / "io.npz")
     streams = {}
@@ -117,7 +117,7 @@ def test_residual_streams_after_every_layer(monkeypatch):
         assert tiny.difference(streams[2 * (n + 1)][:, 0].swapaxes(0, 1), expected[n]) < TOLERANCE
 
 
-def test_last_only_gives_the_last_position():
+def test_last_only_returns_the_last_position():
     model = tiny.random_model(tiny.values())
     ids = tiny.token_ids(40)
     every, _ = model.extend(ids, model.make_cache(2, 12))
@@ -140,8 +140,8 @@ YARN_ARGS = {"beta_fast": 4, "beta_slow": 0.5, "mscale": 0.7, "mscale_all_dim": 
 LANE_NORMS = {"replicated_rmsn_scale": False}
 SINGLE = {"model_type": "laneformer"}
 
-# Every option at least once, in pairs: a schedule, head or lane count with a window or stretched rotation. V is odd
-# where the head allows it.
+# Every option at least once, in pairs: a schedule, head or number of lanes with a window or a scaled rotation. The
+# vocabulary is odd where the head allows it.
 FURTHER = {
     "delay 0, theta 100": {
         "broadcast_delay": 0,
@@ -258,7 +258,7 @@ FURTHER = {
 
 
 @pytest.mark.parametrize("name", FURTHER)
-def test_random_models_of_the_family(name):
+def test_random_models_equal_the_reference(name):
     values = tiny.values(**FURTHER[name])
     ids = tiny.token_ids(values["vocab_size"])
     expected = reference.reference_logits(values, tiny.random_weights(values), ids)
@@ -277,8 +277,8 @@ ON_MESHES = [
 
 
 @pytest.mark.parametrize(("name", "devices"), ON_MESHES)
-def test_random_models_on_meshes(name, devices):
-    """Among them vocabularies that the devices divide (each makes a slice of the logits) and that they do not."""
+def test_random_models_on_meshes_equal_the_reference(name, devices):
+    """The devices divide some of the vocabularies, and then each computes a slice of the logits."""
     values = tiny.values(**FURTHER[name])
     ids = tiny.token_ids(values["vocab_size"])
     expected = reference.reference_logits(values, tiny.random_weights(values), ids)
@@ -293,7 +293,7 @@ def test_random_models_on_meshes(name, devices):
         pytest.param("lane head, lane norms, window of one key", marks=pytest.mark.slow),
     ],
 )
-def test_random_models_in_pieces(name):
+def test_random_models_in_pieces_equal_the_reference(name):
     values = tiny.values(**FURTHER[name])
     ids = tiny.token_ids(values["vocab_size"])
     expected = reference.reference_logits(values, tiny.random_weights(values), ids)
@@ -303,7 +303,7 @@ def test_random_models_in_pieces(name):
 
 
 @pytest.mark.parametrize("length", [1, pytest.param(32, marks=pytest.mark.slow)])
-def test_shortest_and_longest_texts(length):
+def test_shortest_and_longest_texts_equal_the_reference(length):
     values = tiny.values(sliding_window=4, sliding_window_n_layers=2)
     ids = tiny.token_ids(40, (1, length)) if length > 1 else np.array([[39]], np.int32)
     expected = reference.reference_logits(values, tiny.random_weights(values), ids)
@@ -314,7 +314,7 @@ def test_shortest_and_longest_texts(length):
     assert tiny.difference(cached, expected) < TOLERANCE
 
 
-def test_a_cache_filled_to_its_last_position():
+def test_cache_can_be_filled_to_its_last_position():
     values = tiny.values(max_position_embeddings=12)
     ids = tiny.token_ids(40)
     expected = reference.reference_logits(values, tiny.random_weights(values), ids)
@@ -328,7 +328,7 @@ def test_sequences_of_a_batch_do_not_mix():
     assert tiny.difference(model(ids)[0], model(changed)[0]) == 0
 
 
-def test_no_token_sees_a_later_one():
+def test_later_tokens_do_not_change_earlier_logits():
     values = tiny.values(sliding_window=3, sliding_window_n_layers=1)
     model, ids = tiny.random_model(values), tiny.token_ids(40)
     changed = ids.copy()
@@ -338,7 +338,7 @@ def test_no_token_sees_a_later_one():
     assert np.abs(one[:, 7:] - other[:, 7:]).max() > 0.1
 
 
-def test_one_lane_is_the_dense_model():
+def test_one_lane_equals_the_dense_model():
     values = tiny.values(num_lanes=1, vocab_size=33)
     ids, weights = tiny.token_ids(33), tiny.random_weights(values)
     assert tiny.difference(tiny.random_model(values)(ids), reference.dense_logits(values, weights, ids)) < TOLERANCE
@@ -355,7 +355,7 @@ def test_weights_round_trip_through_the_constructor():
 
 # ----------------------------------------------------------------------------------------------------------- precision
 
-VARIANTS = {  # error allowed against float32 with the same (bf16-rounded) weights; logits are a few units wide
+VARIANTS = {  # precision, and allowed error against float32 with the same bfloat16 weights; logits are a few units wide
     "default on a CPU": (Precision.default("bfloat16", "cpu"), 1e-5),
     "default on a GPU": (Precision.default("bfloat16", "gpu"), 0.25),
     "all bfloat16": (Precision("bfloat16", "bfloat16", "bfloat16", "bfloat16"), 0.5),
@@ -366,7 +366,7 @@ VARIANTS = {  # error allowed against float32 with the same (bf16-rounded) weigh
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_mixed_precision(variant):
+def test_mixed_precision_is_near_float32(variant):
     precision, bound = VARIANTS[variant]
     values = tiny.values(sliding_window=4, sliding_window_n_layers=1, num_hidden_layers=2)
     rounded = {k: w.astype("bfloat16").astype(np.float32) for k, w in tiny.random_weights(values).items()}
@@ -377,10 +377,10 @@ def test_mixed_precision(variant):
     assert logits.dtype == np.float32
     error = tiny.difference(logits, exact)
     assert error < bound
-    assert precision.compute == precision.stream == "float32" or error > 1e-4  # the lower precision is really used
+    assert precision.compute == precision.stream == "float32" or error > 1e-4  # the lower precision has an effect
 
 
-def test_mixed_precision_with_a_cache():
+def test_cache_has_the_compute_dtype():
     values = tiny.values(num_hidden_layers=2, lm_head_type="lane")
     model = tiny.random_model(values, precision=Precision(compute="bfloat16", accumulate="bfloat16"), lane_devices=2)
     ids = tiny.token_ids(40)
@@ -391,7 +391,7 @@ def test_mixed_precision_with_a_cache():
     assert tiny.difference(logits, reference.reference_logits(values, tiny.random_weights(values), ids)) < 0.5
 
 
-def test_precision_follows_the_weights():
+def test_default_precision_follows_the_weights():
     assert Precision.default("bfloat16", "cpu").compute == "float32"
     assert Precision.default("bfloat16", "gpu").compute == "bfloat16"
     assert Precision.default("float32", "gpu").compute == "float32"
@@ -399,7 +399,7 @@ def test_precision_follows_the_weights():
 
 
 def test_float32_products_are_full_float32_everywhere():
-    """On a GPU the default precision of a float32 product is TF32, also in attention."""
+    """By default a GPU computes float32 products in TF32, also in attention."""
     for line in tiny.lowered(tiny.random_model(tiny.values())).splitlines():
         if "dot_general" in line:
             assert "precision = [HIGHEST, HIGHEST]" in line
@@ -422,7 +422,7 @@ WRONG_IDS = {
 
 
 @pytest.mark.parametrize("kind", WRONG_IDS)
-def test_wrong_token_ids(kind):
+def test_wrong_token_ids_are_refused(kind):
     ids, message = WRONG_IDS[kind]
     model = tiny.random_model(tiny.values())
     with pytest.raises(InputError, match=message):
@@ -431,7 +431,7 @@ def test_wrong_token_ids(kind):
         model.extend(ids, model.make_cache(1))
 
 
-def test_cache_overflow_and_mismatch():
+def test_cache_overflow_and_mismatch_are_refused():
     model = tiny.random_model(tiny.values())
     cache = model.make_cache(1, 6)
     with pytest.raises(InputError, match=r"0 cached \+ 7 new tokens .* cache of 6"):
@@ -446,8 +446,8 @@ def test_cache_overflow_and_mismatch():
             model.make_cache(batch, capacity)
 
 
-def test_config_of_every_further_model_is_what_the_reference_reads():
-    """Guards the list above: a misspelt field would be ignored with a warning, and the test would prove nothing."""
+def test_every_field_of_the_random_models_is_read():
+    """A misspelt field in FURTHER would only cause a warning, and the tests of that model would prove nothing."""
     for name, changes in FURTHER.items():
         config = config_from_hf(tiny.values(**changes))
         for field in set(changes) - {"model_type", "use_comm", "rope_scaling", "rope_scaling_args", "rope_parameters"}:

@@ -1,4 +1,4 @@
-"""The ops of a model name every weight of its table, with the shapes that the table has."""
+"""The ops of a model refer to every weight of its table, with the table's shapes, and fit each other."""
 
 import subprocess
 import sys
@@ -52,7 +52,7 @@ def test_ops_name_every_weight_of_the_table(name):
     cuts = [weight for weight in weights_of(plan.ops) if weight.cut_from]
     whole = {weight.cut_from for weight in cuts}
     assert shapes == {path: shape for path, shape in table.items() if path not in whole}
-    for path in whole:  # every value once
+    for path in whole:  # the parts contain every value once
         parts = plan.parts(path, np.arange(np.prod(table[path])).reshape(table[path]))
         assert {own: part.shape for own, part in parts.items()} == {
             weight.path: plan.shape_of(weight.path) for weight in cuts if weight.cut_from == path
@@ -123,7 +123,7 @@ def test_values_are_written_before_they_are_read(name):
             )
 
 
-def test_windows_are_those_of_each_layer():
+def test_every_layer_has_its_window():
     config = small.make_config(sliding_window=5, swa_layers=(0, 2))
     attends = [op for layer in decoder_ops(config).layers for op in layer.attention.ops if isinstance(op, Attend)]
     assert [attend.window for attend in attends] == [5, None, 5]

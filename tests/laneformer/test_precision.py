@@ -1,4 +1,4 @@
-"""Products in a Precision's dtypes."""
+"""The einsum of a Precision, against NumPy, and its gradient."""
 
 import re
 
@@ -21,7 +21,7 @@ def operands(subscripts):
 
 
 @pytest.mark.parametrize("subscripts", OF_POSITIONS + OTHERS)
-def test_a_product_is_that_of_its_subscripts(subscripts):
+def test_einsum_equals_numpy(subscripts):
     x, w = operands(subscripts)
     expected = np.einsum(subscripts, *(a.astype(np.float64) for a in (x, w)))
     y = Precision().einsum(subscripts, jnp.asarray(x), jnp.asarray(w))
@@ -30,7 +30,7 @@ def test_a_product_is_that_of_its_subscripts(subscripts):
 
 
 @pytest.mark.parametrize("subscripts", OF_POSITIONS)
-def test_a_gradient_contracts_positions_as_one_axis(subscripts):
+def test_gradient_contracts_positions_as_one_axis(subscripts):
     x, w = operands(subscripts)
     gradient = jax.grad(lambda w: Precision().einsum(subscripts, x, w).sum())
     [axes] = re.findall(r"contracting_dims = \[([\d, ]+)\]", jax.jit(gradient).lower(w).as_text())

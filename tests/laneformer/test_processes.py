@@ -1,4 +1,4 @@
-"""Processes of a job: joining it, agreeing, failing together, and what they share."""
+"""The processes of a job: how they join, agree, fail together and share values."""
 
 import os
 import re
@@ -20,7 +20,7 @@ from tests.support import several
 
 @pytest.fixture
 def joining(monkeypatch):
-    """Names this process as the second of a job; joining(initialize) replaces jax.distributed.initialize."""
+    """Makes this process the second of a job of two. joining(initialize) replaces jax.distributed.initialize."""
     for name, value in zip(JOB, (f"localhost:{several.free_port()}", "2", "1"), strict=True):
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(processes, "JOIN_SECONDS", 0.3)
@@ -28,8 +28,8 @@ def joining(monkeypatch):
     return lambda initialize: monkeypatch.setattr(jax.distributed, "initialize", initialize)
 
 
-def test_waiting_for_a_job_is_reported_and_ends(joining, caplog):
-    """XLA would say nothing for five minutes, and then end the process."""
+def test_waiting_for_a_job_is_reported_and_times_out(joining, caplog):
+    """XLA would report nothing for five minutes, and then end the process."""
     joined = threading.Event()
     joining(lambda *_, **__: joined.wait(60))
     address = os.environ[JOB[0]]
@@ -46,7 +46,7 @@ def test_waiting_for_a_job_is_reported_and_ends(joining, caplog):
     joined.set()
 
 
-def test_a_complete_job_is_joined_quietly(joining, caplog):
+def test_complete_job_is_joined_quietly(joining, caplog):
     asked = []
     joining(lambda *args, **_: asked.append(args))
     join_job()
@@ -54,7 +54,9 @@ def test_a_complete_job_is_joined_quietly(joining, caplog):
 
 
 def test_job_on_cpus_compiles_without_a_cache(tmp_path):
-    """In which only process 0 would find its programs: loaded ones exchange in another order than compiled ones."""
+    """Only process 0 would find its programs in the cache, and loaded programs exchange in another order than compiled
+    ones.
+    """
     code = (
         "import jax; from laneformer.processes import join_job; join_job();"
         " print('cached', jax.config.jax_enable_compilation_cache)"
@@ -63,7 +65,7 @@ def test_job_on_cpus_compiles_without_a_cache(tmp_path):
     assert all("cached False\n" in process.communicate(timeout=60)[0] for process in job)
 
 
-def test_a_wrong_job_is_reported_with_its_variables(joining, monkeypatch):
+def test_failed_join_names_the_variables_of_the_job(joining, monkeypatch):
     def refuse(*_, **__):
         raise RuntimeError("already\nrunning")
 
@@ -77,7 +79,7 @@ def test_a_wrong_job_is_reported_with_its_variables(joining, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1])
-def test_a_real_process_alone_ends_with_one_line(index):
+def test_real_process_without_its_job_reports_one_line(index):
     code = (
         "import laneformer.processes as p, sys; p.JOIN_SECONDS, p.QUIET_SECONDS = 2, 1\n"
         "try: p.join_job()\nexcept p.ConfigError as e: sys.exit(str(e))"
@@ -103,7 +105,7 @@ OPEN_MPI = {"OMPI_MCA_orte_hnp_uri": "1.0;tcp://10.0.0.1:1", "OMPI_COMM_WORLD_SI
         (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 2),
     ],
 )
-def test_the_index_is_known_before_joining(environment, index, monkeypatch):
+def test_index_is_known_before_joining(environment, index, monkeypatch):
     for name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "JAX_PROCESS", "KUBERNETES_"))]:
         monkeypatch.delenv(name)
     for name, value in environment.items():
@@ -116,7 +118,9 @@ def test_the_index_is_known_before_joining(environment, index, monkeypatch):
 
 @pytest.fixture
 def of_three(monkeypatch):
-    """of_three(claims): the other two processes of the job make these claims; returns those that this one makes."""
+    """of_three(*claims) simulates a job whose other two processes make these claims. It returns the list of claims that
+    this process makes.
+    """
 
     def arm(*claims: bool) -> list[bool]:
         own_claims = []
@@ -132,7 +136,7 @@ def of_three(monkeypatch):
     return arm
 
 
-def test_alone_an_error_is_raised_unchanged():
+def test_error_of_a_single_process_is_raised_unchanged():
     with pytest.raises(ConfigError, match=r"^mine$"), fail_together():
         raise ConfigError("mine")
     with fail_together():
@@ -140,14 +144,14 @@ def test_alone_an_error_is_raised_unchanged():
     assert all_agree(True) and not all_agree(False)
 
 
-def test_a_failing_process_raises_its_error_and_informs_the_others(of_three):
+def test_failing_process_raises_its_error_and_informs_the_others(of_three):
     claims = of_three(False, False)
     with pytest.raises(OSError, match="mine"), fail_together():
         raise OSError("mine")
     assert claims == [True]
 
 
-def test_a_process_fails_when_another_one_does(of_three):
+def test_process_fails_if_another_one_does(of_three):
     claims = of_three(False, True)
     expected = r"^process 2 of the job failed: its output gives the reason$"
     with pytest.raises(GroupError, match=expected), fail_together():
@@ -170,7 +174,7 @@ def test_processes_without_errors_continue(of_three):
 
 @pytest.fixture
 def groups(monkeypatch):
-    """The group of a mesh with a device of each of two processes, as each of them makes it."""
+    """groups(seconds) returns two groups, as two processes make them for a mesh with one device of each."""
     return lambda seconds: several.in_each(monkeypatch, lambda: Group(several.MESH, seconds, "count to three"))
 
 
@@ -196,7 +200,7 @@ def test_shared_values_are_deleted_once_read(groups):
 
 
 @pytest.mark.parametrize("seconds", [None, 0.02])
-def test_a_missing_process_is_an_error_after_the_time_that_was_given(groups, seconds):
+def test_missing_process_is_an_error_after_the_time_limit(groups, seconds):
     first, _ = groups(0.05)
     with pytest.raises(GroupError, match=rf"process 1 did not count to three within {seconds or 0.05} s: every pro"):
         first.share({}, seconds)
@@ -205,7 +209,7 @@ def test_a_missing_process_is_an_error_after_the_time_that_was_given(groups, sec
         first.share({})
 
 
-def test_a_failure_is_reported_to_the_other_processes(groups):
+def test_failure_is_reported_to_the_other_processes(groups):
     first, second = groups(5)
     with pytest.raises(OSError), second:
         raise OSError("no driver")
@@ -213,7 +217,7 @@ def test_a_failure_is_reported_to_the_other_processes(groups):
         first.share({})
 
 
-def test_a_job_that_has_ended_is_an_error(groups, monkeypatch):
+def test_ended_job_is_an_error(groups, monkeypatch):
     first, _ = groups(5)
 
     def gone(*_):
@@ -224,17 +228,17 @@ def test_a_job_that_has_ended_is_an_error(groups, monkeypatch):
         first.share({})
 
 
-def test_a_group_error_is_a_users_error():
+def test_group_error_is_a_laneformer_error():
     assert issubclass(GroupError, LaneformerError)
 
 
-def test_a_process_without_a_device_of_the_mesh_is_refused(monkeypatch):
+def test_process_without_a_device_of_the_mesh_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 2)
     with pytest.raises(GroupError, match="process 2 has no device of the mesh: give the mesh devices of every process"):
         Group(several.MESH, 5, "count to three")
 
 
-def test_a_process_alone_waits_for_nothing():
+def test_group_of_one_process_never_waits():
     group = Group(None, 0, "count to three")
     with group:
         assert group.share({"round": 1}) == {0: {"round": 1}} and group.barrier() and not group.several

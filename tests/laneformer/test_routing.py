@@ -22,9 +22,7 @@ def softmax(logits):
 
 
 def reference(layers, weights_bs):
-    """Both losses and the figures in float64, from the logits [l, b, s, e] of each layer: every lane of every layer
-    apart, token by token.
-    """
+    """Both losses and the figures in float64, from each layer's logits [l, b, s, e], by lane and by token."""
     balance, z, fullest, dead, entropy = [], [], [], [], []
     for logits in np.float64(layers):
         rows = []
@@ -51,13 +49,13 @@ def routing(logits) -> Routing:
 
 @partial(jax.jit, static_argnames="lanes")
 def summed(layers, weights, lanes: int):
-    """Sums of the routers, and both losses."""
+    """The sums of the routers, and both losses."""
     sums = router_sums([routing(logits) for logits in layers], weights)
     return sums, router_losses(sums, load_of(sums.chosen_nle, USED), lanes)
 
 
-def test_losses_and_figures_of_given_logits():
-    """Also with an expert that no token uses, and with tokens of different weights."""
+def test_losses_and_figures_equal_float64():
+    """One layer has an expert that no token uses. The tokens have different weights."""
     layers = np.random.default_rng(0).normal(size=(3, 2, 4, 12, EXPERTS)).astype(np.float32)
     layers[1, ..., 4] -= 9
     sums, losses = summed(layers, WEIGHTS, 2)
@@ -69,7 +67,7 @@ def test_losses_and_figures_of_given_logits():
         np.testing.assert_allclose(found[name], values, rtol=1e-5, err_msg=name)
 
 
-def test_the_load_balancing_loss_of_one_layer_and_lane_is_that_of_mixtral():
+def test_load_balancing_loss_equals_that_of_mixtral():
     """As in transformers: one-hot experts [tokens, k, E], means over tokens, their product summed over k and E."""
     logits = np.random.default_rng(1).normal(size=(24, EXPERTS))
     one_hot = np.eye(EXPERTS)[np.argsort(-logits, -1)[:, :USED]]
@@ -81,7 +79,7 @@ def test_the_load_balancing_loss_of_one_layer_and_lane_is_that_of_mixtral():
     assert float(loss) / 3 == pytest.approx(USED)
 
 
-def test_experts_in_common():
+def test_in_common_is_the_mean_over_pairs_of_lanes():
     chosen = np.array([[[0, 1], [2, 3]], [[1, 0], [3, 4]], [[0, 5], [5, 0]]])[:, None]  # [l, b, s, j]
     users = jax.nn.one_hot(chosen, EXPERTS).sum((0, 3))
     pairs = [
@@ -96,7 +94,7 @@ def test_experts_in_common():
 
 @cache
 def model_of(layout: str, mesh: tuple[int, int] | None, dense: tuple[int, ...] = ()) -> Laneformer:
-    """2 layers, 4 lanes."""
+    """A model with 2 layers and 4 lanes. mesh: sizes of the data and lane axes. dense: layers with an MLP."""
     config = tiny.config(layout=layout, num_hidden_layers=2).replace(
         num_experts=EXPERTS, num_experts_per_tok=USED, moe_intermediate_size=8, mlp_only_layers=dense
     )
@@ -126,7 +124,7 @@ def logits_of(model: Laneformer):
 
 
 @pytest.mark.parametrize("layout", ["dtp(1)", pytest.param("tp", marks=pytest.mark.exhaustive)])
-def test_the_losses_are_added_to_the_cross_entropy(layout):
+def test_losses_are_added_to_the_cross_entropy(layout):
     model = model_of(layout, None)
     (total, parts), gradient = objective(model, 0.5, 0.25)
     (plain, _), gradient_of_plain = objective(model, 0.0, 0.0)
@@ -142,8 +140,8 @@ def test_the_losses_are_added_to_the_cross_entropy(layout):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
 
-def test_the_gradient_passes_through_the_shares_alone():
-    """Against differences of E sum f P with the load f fixed, in float64."""
+def test_gradient_passes_only_through_the_shares():
+    """The slope equals finite differences, in float64, of E sum f P with a fixed load f."""
     rng = np.random.default_rng(2)
     logits, direction = rng.normal(size=(2, 1, 1, 5, EXPERTS))
     weights = np.ones((1, 5))
@@ -160,7 +158,7 @@ def test_the_gradient_passes_through_the_shares_alone():
 
 
 def apart(one: Laneformer, other: Laneformer) -> float:
-    """The largest difference of two gradients, over the largest entry of each weight's."""
+    """The largest difference of two gradients, relative to the largest entry of each weight's gradient."""
     pairs = [
         (np.asarray(a), np.asarray(b)) for a, b in zip(one.weights().values(), other.weights().values(), strict=True)
     ]
@@ -197,8 +195,8 @@ def test_recomputation_changes_no_gradient(remat):
 @pytest.mark.parametrize(
     ("layout", "equal"), [("tp", True), ("ladder", True), ("parallel", True), ("laneformer", False)]
 )
-def test_lanes_choose_the_same_experts_where_their_streams_are_equal(layout, equal):
-    """Bit for bit; the model's first layer has an MLP."""
+def test_lanes_with_equal_streams_choose_the_same_experts(layout, equal):
+    """Equal lanes have the same logits bit for bit. The model's first layer has an MLP, the second has experts."""
     model = model_of(layout, None, (0,))
     (logits,) = (np.asarray(x) for x in logits_of(model))
     assert (logits == logits[:1]).all() == equal

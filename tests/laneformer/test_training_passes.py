@@ -50,7 +50,7 @@ FAST, SLOW = ("replicate", "lane"), ("vocab_parallel", "tied")
         for head in HEADS
     ],
 )
-def test_the_loss_of_every_head_is_that_of_its_logits(head):
+def test_loss_of_every_head_equals_that_of_its_logits(head):
     values = tiny.values(num_hidden_layers=2, **HEADS[head])
     one = tiny.random_model(values)
     expected = expected_loss(one(IDS), 0.01)
@@ -61,9 +61,9 @@ def test_the_loss_of_every_head_is_that_of_its_logits(head):
         assert float(parts["weight"]) == pytest.approx(float(WEIGHTS.sum()), rel=1e-6)
 
 
-def test_a_narrow_exchange_rounds_what_devices_send():
-    """Forward and backward: every device's share is rounded to bfloat16, the shares are added, and the sum is rounded.
-    Values are multiples of 1/8, so that sums in float32 are exact in any order.
+def test_narrow_exchange_rounds_what_devices_send():
+    """In the forward and the backward pass, every device's share is rounded to bfloat16, and so is the sum of the
+    shares. Values are multiples of 1/8, so that sums in float32 are exact in any order.
     """
     values = tiny.values(num_hidden_layers=2)
     mesh = make_mesh(4, lane=2)
@@ -88,7 +88,7 @@ def test_a_narrow_exchange_rounds_what_devices_send():
 
 
 def test_narrow_activations_are_kept_in_bfloat16():
-    """The results of all products of the blocks, and no others, are rounded; the streams stay float32."""
+    """The results of all products in the blocks are rounded, and nothing else. The streams stay float32."""
     values = tiny.values(num_hidden_layers=2)
     wide = tiny.random_model(values)
     model = Laneformer(wide.config, wide.weights(), Precision(activation="bfloat16"), None)
@@ -100,8 +100,10 @@ def test_narrow_activations_are_kept_in_bfloat16():
 
 
 @pytest.mark.parametrize("names", [("wq", "wk", "wv"), ("w1", "w3")])
-def test_narrow_products_of_one_operand_are_one_product(names):
-    """Its rows are those of each product, rounded, and the gradients of operand and weights those of their sum."""
+def test_narrow_products_of_one_operand_are_joined(names):
+    """The joint product has the rounded rows of each product. The gradient of h is the sum over the products, that of
+    each weight belongs to its own product.
+    """
     values = tiny.values(num_hidden_layers=1)
     random = np.random.default_rng(0)
     h = random.normal(size=(4, 2, 3, values["hidden_size"])).astype(np.float32)
@@ -154,8 +156,8 @@ STATISTICS = [
 
 
 @pytest.mark.parametrize(("layout", "lane_devices", "changes"), STATISTICS)
-def test_lane_statistics_against_the_streams(layout, lane_devices, changes, monkeypatch):
-    """Against the same figures in float64, from the streams that the schedule passes on one device."""
+def test_lane_statistics_equal_float64(layout, lane_devices, changes, monkeypatch):
+    """The expected figures are computed in float64 from the streams of a run on one device."""
     values = tiny.values(layout=layout, num_hidden_layers=2, **changes)
     seen = []
 
@@ -176,7 +178,7 @@ def test_lane_statistics_against_the_streams(layout, lane_devices, changes, monk
         unit = before / np.linalg.norm(before, axis=-1, keepdims=True)
         cosines = np.einsum("lbsd,mbsd->lmbs", unit, unit).mean((2, 3))
         expected = cosines[~np.eye(4, dtype=bool)].mean()
-        if layout == "tp":  # the lanes' own parts are all that is added, also under a norm of their sum
+        if layout == "tp":  # nothing but the lanes' own parts is added, also with a norm of their sum
             np.testing.assert_allclose(own.sum(0), (after - before)[0], atol=1e-5)
         assert float(found["similarity"][t]) == pytest.approx(expected, abs=1e-5)
         assert float(found["own"][t]) == pytest.approx(np.sqrt((own**2).mean()), abs=1e-5)

@@ -39,7 +39,7 @@ TWO_BILLION = ModelConfig(
 )
 
 
-def test_the_published_two_billion():
+def test_counts_of_the_published_model_are_exact():
     assert parameter_count(TWO_BILLION) == 2_320_069_632
     assert parameters_per_token(TWO_BILLION) == 2_221_765_632
     assert weight_bytes_per_token(TWO_BILLION) == (2_221_765_632 + 3072) * 2
@@ -52,7 +52,7 @@ def test_the_published_two_billion():
     assert shapes["layers.0.feed_forward.w2"] == (8, 3072, 1536)
 
 
-def test_other_heads_of_the_two_billion():
+def test_counts_follow_the_head_and_the_norms():
     assert parameter_count(TWO_BILLION.replace(lm_head_type="vocab_parallel")) == 2_320_069_632
     assert parameter_count(TWO_BILLION.replace(lm_head_type="lane")) == 2_320_069_632 + 7 * 32000 * 3072
     tied = TWO_BILLION.replace(tie_word_embeddings=True)
@@ -60,12 +60,12 @@ def test_other_heads_of_the_two_billion():
     assert parameter_count(TWO_BILLION.replace(replicated_rmsn_scale=False)) == 2_320_069_632 + 7 * 31 * 3072
 
 
-def test_key_value_bytes_of_the_two_billion():
-    """One position: keys and values of 16 heads of 96 channels in 16 bit, 6,144 bytes per layer."""
+def test_key_value_bytes_follow_context_and_windows():
+    """Keys and values of one position, 16 heads of 96 channels in 16 bits, take 6,144 bytes per layer."""
     assert kv_bytes_per_token(TWO_BILLION) == 15 * 6144
     assert kv_bytes_per_token(TWO_BILLION, 1000) == 15 * 1001 * 6144
     assert kv_bytes_per_token(TWO_BILLION, 2047) == 15 * 2048 * 6144
-    # Ten layers read 2,048 positions, their own included.
+    # Ten layers read 2,048 positions, including the token's own.
     assert kv_bytes_per_token(TWO_BILLION, 4095) == (5 * 4096 + 10 * 2048) * 6144
     assert kv_bytes_per_token(TWO_BILLION, 4095, 1) * 2 == kv_bytes_per_token(TWO_BILLION, 4095)
 
@@ -80,8 +80,8 @@ def test_key_value_bytes_of_the_two_billion():
     tied=st.booleans(),
     head_dim=st.sampled_from([None, 6]),
 )
-def test_names_and_shapes_are_those_of_the_files(lanes, n, head, shared, before, tied, head_dim):
-    """Against the reference's own list of weights."""
+def test_names_and_sizes_equal_the_reference(lanes, n, head, shared, before, tied, head_dim):
+    """The reference has its own list of weights."""
     tied, before = tied and head == "replicate", before and head == "replicate"
     changes = {
         "num_lanes": lanes,
@@ -99,13 +99,13 @@ def test_names_and_shapes_are_those_of_the_files(lanes, n, head, shared, before,
     assert parameter_count(config) == sum(w.size for w in arrays.values())
 
 
-def test_qwen_weights_are_counted():
+def test_qkv_biases_and_qk_norms_are_counted():
     plain, extra = tiny.config(), tiny.config().replace(qkv_bias=True, qk_norm=True)
     assert parameter_count(extra) - parameter_count(plain) == 3 * ((8 + 4 + 4) * 4 + 2 * 4)
 
 
 def test_counts_follow_the_share_that_a_token_reads(monkeypatch):
-    """A block of 8 experts of which a token uses 2, and a vector that it looks up."""
+    """A token uses 2 of a block's 8 experts, and looks up 3 values in w2."""
     config, table = tiny.config(), Mlp.table
 
     def experts(options, path):
@@ -122,7 +122,7 @@ def test_counts_follow_the_share_that_a_token_reads(monkeypatch):
     assert weight_bytes_per_token(config) == size - 2 * (mlps * 6 // 8 - 3 * 3)
 
 
-def test_groups_and_parts_of_the_weights():
+def test_weights_have_their_groups_and_parts():
     table = parameter_table(tiny.config().replace(qkv_bias=True, qk_norm=True))
     layer = {path.removeprefix("layers.1."): w for path, w in table.items() if path.startswith("layers.1.")}
     matrices = {f"attention.{name}" for name in ("wq", "wk", "wv", "wo")} | {
@@ -141,7 +141,7 @@ def test_groups_and_parts_of_the_weights():
     assert [len(weights) for weights in module_weights(tiny.config())] == [5, 4] * 3
 
 
-def test_an_mlp_without_a_gate_has_two_matrices():
+def test_mlp_without_a_gate_has_two_matrices():
     config = tiny.config()
     plain = config.replace(gated_mlp=False, hidden_act="relu2")
     assert parameter_table(config).keys() - parameter_table(plain).keys() == {
@@ -152,7 +152,7 @@ def test_an_mlp_without_a_gate_has_two_matrices():
     assert all((np.asarray(other[path]) == np.asarray(first[path])).all() for path in other)
 
 
-def test_an_attention_gate_has_a_row_for_each_channel():
+def test_attention_gate_has_a_row_per_channel():
     config = tiny.config().replace(qkv_bias=True)
     gated = config.replace(attention_gate=True)
     table = parameter_table(gated)
@@ -171,7 +171,7 @@ def fresh() -> Laneformer:
     )
 
 
-def test_fresh_weights(fresh):
+def test_fresh_weights_have_their_deviations(fresh):
     weights = fresh.weights()
     assert list(weights) == list(parameter_table(fresh.config))
     assert (weights["norm"] == 1).all() and (weights["layers.0.attention.wq_bias"] == 0).all()
@@ -179,16 +179,16 @@ def test_fresh_weights(fresh):
     assert float(weights["layers.1.feed_forward.w2"].std()) == pytest.approx(0.02 / 2, rel=0.1)
     assert float(abs(weights["tok_embeddings"]).max()) <= 0.06
     values = [np.asarray(w).tobytes() for path, w in weights.items() if "norm" not in path and "bias" not in path]
-    assert len(set(values)) == len(values)  # no two weights alike
+    assert len(set(values)) == len(values)  # no two weights are equal
 
 
-def test_fresh_weights_of_another_seed_and_dtype(fresh):
+def test_fresh_weights_follow_seed_and_dtype(fresh):
     other = Laneformer.init(fresh.config, 4, precision=Precision.default("bfloat16")).weights()
     assert {w.dtype.name for w in other.values()} == {"bfloat16"}
     assert (other["lm_head"] != fresh.weights()["lm_head"].astype("bfloat16")).any()
 
 
-def test_fresh_models_are_the_same_on_every_mesh_and_lie_where_the_table_says(fresh):
+def test_fresh_weights_on_a_mesh_are_equal_and_sharded(fresh):
     spread = Laneformer.init(fresh.config, 3, mesh=make_mesh(4, data=2, lane=4)).weights()
     for path, w in fresh.weights().items():
         assert (np.asarray(w) == np.asarray(spread[path])).all(), path

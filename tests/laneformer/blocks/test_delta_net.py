@@ -1,4 +1,4 @@
-"""Gated DeltaNet: the block in chunks, with state, documents and lanes, against the recurrence in float64."""
+"""Gated DeltaNet in chunks, with state, documents and lanes, against the recurrence in float64."""
 
 from itertools import pairwise
 
@@ -29,7 +29,9 @@ def block(options: DeltaNetOptions = OPTIONS) -> DeltaNet:
 
 
 def reference(own: DeltaNet, h_sd: np.ndarray, lane: int, state=None) -> tuple[np.ndarray, tuple]:
-    """Float64 [s, d] of one sequence of one lane, token by token; state: inputs of the convolution, and S."""
+    """One lane's output for one sequence, float64 [s, d], computed token by token, and the state after it. state: the
+    convolution's inputs, and S.
+    """
     sizes, sigmoid = own.options.sizes, lambda x: 1 / (1 + np.exp(-x))
     ratio = sizes.value_heads // sizes.key_heads
     table = DeltaNet.table(own.options, "")
@@ -72,7 +74,7 @@ H = np.float32(np.random.default_rng(1).normal(size=(2, 1, 2 * CHUNK + 7, 12)))
 
 
 def assert_close(found, expected):
-    """To some roundings of float32 of the largest value."""
+    """The difference must be at most some roundings of the largest expected value in float32."""
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
@@ -87,7 +89,7 @@ def test_lengths_equal_the_float64_recurrence(length):
     assert_close(kept["state"][1, 0, 0].reshape(state.shape), state)
 
 
-PADDED = {1: 1, 6: 9, CHUNK + 6: CHUNK + 9}  # tokens of a piece, and with padding
+PADDED = {1: 1, 6: 9, CHUNK + 6: CHUNK + 9}  # tokens of a piece -> with padding
 
 
 @settings(max_examples=15, deadline=None)
@@ -103,7 +105,7 @@ def test_pieces_with_padding_equal_the_whole(pieces):
     assert_close(np.concatenate(found, 2), run(own, H)[0][:, :, :start])
 
 
-def test_documents_do_not_see_each_other():
+def test_documents_equal_separate_sequences():
     own, cuts = block(), [0, 5, CHUNK - 2, CHUNK + 1, 2 * CHUNK, H.shape[2]]
     segments = np.repeat(np.arange(len(cuts) - 1), np.diff(cuts))[None].astype(np.int32)
     alone = [reference(own, H[1, 0, a:b], 1)[0] for a, b in pairwise(cuts)]
@@ -111,7 +113,7 @@ def test_documents_do_not_see_each_other():
 
 
 def test_equal_keys_without_decay_stay_exact():
-    """The worst case of the triangular system: every token replaces what the last one wrote."""
+    """The worst case of the triangular system: every token replaces what the previous one wrote."""
     length = 2 * CHUNK
     k = np.full((1, 1, length, 1, 8), 8**-0.5, np.float32)
     v = np.asarray(np.random.default_rng(2).normal(size=(1, 1, length, 1, 1, 6)), np.float32)
@@ -128,7 +130,7 @@ def test_unit_inverse_is_the_inverse():
 
 
 def test_gradients_of_chunks_equal_those_of_the_recurrence():
-    """A piece at a time, each of one token, against chunks; padding and documents take part."""
+    """Pieces of one token against chunks, with padding and documents."""
     length, segments = CHUNK + 5, np.repeat([0, 1, 2], [20, CHUNK - 21, 6])[None]
     inputs = _random_inputs(length)
 
@@ -177,7 +179,7 @@ DELTA = {"delta_net": SIZES, "delta_layers": (0,)}
     ({"rotary_dim": 3}, "rotary_dim = 3 must be even"),
     ({"rotary_dim": 6}, "rotary_dim = 6 .*at most 4"),
 ])  # fmt: skip
-def test_wrong_sizes_are_one_line(changes, message):
+def test_wrong_sizes_are_refused_in_one_line(changes, message):
     usual = {"num_hidden_layers": 4, "num_lanes": 2}
     with pytest.raises(ConfigError, match=message) as error:
         tiny.config(**usual | changes)
@@ -185,13 +187,13 @@ def test_wrong_sizes_are_one_line(changes, message):
 
 
 @pytest.mark.parametrize("changes", [{"value_heads": 3}, {"conv_kernel": 1}, {"key_dim": 0}], ids=str)
-def test_wrong_heads_are_one_line(changes):
+def test_wrong_heads_are_refused(changes):
     with pytest.raises(ConfigError, match=rf"delta_net.{next(iter(changes))} = "):
         DeltaNetSizes(**{"key_heads": 2, "value_heads": 4, "key_dim": 8, "value_dim": 6} | changes)
 
 
 @pytest.mark.slow
-def test_a_delayed_layout_in_pieces_on_a_mesh_equals_the_whole():
+def test_pieces_on_a_mesh_with_a_delayed_layout_equal_the_whole():
     config = tiny.config(**DELTA, num_lanes=2, num_hidden_layers=2, layout="dtp(1)", broadcast_delay=0)
     model = Laneformer.init(config, 3)
     ids, table = tiny.token_ids(40), parameter_table(config)

@@ -1,4 +1,4 @@
-"""The mixture of experts: reference models, a float64 reference of the block, gradients, and what is refused."""
+"""The mixture of experts: reference models, a float64 reference of the block, gradients, and wrong values."""
 
 import shutil
 from operator import attrgetter
@@ -40,11 +40,11 @@ def block(own: ExpertsOptions, seed: int = 0) -> Experts:
     return Experts({name: jnp.float32(w) for name, w in weights.items()}, own, Precision())
 
 
-choose = jax.jit(Experts.route)  # operation by operation each would be compiled
+choose = jax.jit(Experts.route)  # without jit, each operation would be compiled separately
 
 
 def route(own: Experts, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The experts that a token with these logits uses, the best first, and their shares."""
+    """The experts that a token with these logits uses, the best first, and their shares, in float64."""
     options = own.options
     if options.scores == "softmax":
         scores = choice = np.exp(logits) / np.exp(logits).sum()
@@ -61,7 +61,7 @@ def route(own: Experts, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def reference(own: Experts, h_lbsd: np.ndarray) -> np.ndarray:
-    """Float64, token by token."""
+    """The block's output in float64, token by token."""
 
     def bias(name: str) -> np.ndarray:
         found = getattr(own, f"{name}_bias", None)
@@ -112,8 +112,8 @@ GROUPED |= {"groups": 4, "groups_used": 2, "factor": 2.5}
     ],
     ids=str,
 )
-def test_float64_reference(changes, tokens):
-    """Blocks of one token, of several, and experts that nobody or everybody uses."""
+def test_block_equals_float64(changes, tokens):
+    """The cases include blocks of one and of several tokens, and experts that no token or every token uses."""
     own = block(options(**changes))
     h_lbsd = np.float32(np.random.default_rng(1).normal(size=(2, 1, tokens, 8)))
     found = jax.jit(lambda block, h: block(h))(own, h_lbsd)
@@ -131,8 +131,8 @@ def test_equal_logits_choose_the_lower_number():
     assert (routing.chosen_lbsj == jnp.array([0, 1, 2])).all() and np.allclose(shares, 2.5 / 3)
 
 
-def test_the_correction_chooses_and_has_no_gradient():
-    """With a correction that decides alone: shares are the scores, and the gradient of the router is theirs."""
+def test_correction_chooses_and_has_no_gradient():
+    """The correction is so large that it decides alone. The shares and the router's gradient depend on the scores."""
     own, h_lbsd = block(options(**GROUPED, num_lanes=1)), jnp.ones((1, 1, 1, 8))
     own.correction[...] = jnp.arange(12.0) * 100
     shares, routing = choose(own, h_lbsd)
@@ -145,8 +145,8 @@ def test_the_correction_chooses_and_has_no_gradient():
     )
 
 
-def test_load_balance_of_sigmoids():
-    """Shares of the loss sum to 1, and are the sigmoids over their sum."""
+def test_router_sums_of_sigmoids_equal_float64():
+    """The shares in the load-balancing loss are the sigmoids divided by their sum."""
     own = block(options(**GROUPED))
     _, routing = choose(own, np.random.default_rng(3).normal(size=(2, 1, 5, 8)).astype(np.float32))
     sums = jax.jit(router_sums)([routing], np.ones((1, 5), np.float32))
@@ -168,7 +168,7 @@ def test_load_balance_of_sigmoids():
     ids=str,
 )
 def test_gradients_equal_those_of_all_experts(changes, tokens):
-    """Of every weight and of the input: against a program that computes all experts and masks."""
+    """Gradients of every weight and of the input, against a program that computes all experts and masks them."""
     own = block(options(num_lanes=1, normalized=False, **changes))
     h_lbsd = jnp.float32(np.random.default_rng(2).normal(size=(1, 2, tokens, 8)))
     names = [path.removeprefix("at.") for path in Experts.table(own.options, "at")]
@@ -209,8 +209,8 @@ def test_gradients_equal_those_of_all_experts(changes, tokens):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=3e-6)
 
 
-def test_the_vectors_of_all_uses_are_never_in_memory_together():
-    """A training step of 4,096 tokens that use 8 experts each, narrow ones as in lanes: a use has d values."""
+def test_vectors_of_all_uses_are_never_in_memory_together():
+    """A training step of 4,096 tokens with 8 experts each. The experts are narrow, as in lanes; a use has d values."""
     own = options(hidden_size=128, num_lanes=1, columns=4, experts=16, used=8)
     weights = {
         path.removeprefix("at."): jax.ShapeDtypeStruct(weight.shape, jnp.float32)
@@ -241,8 +241,8 @@ def test_the_vectors_of_all_uses_are_never_in_memory_together():
         *(pytest.param("gpt_oss_2", *cut, marks=pytest.mark.exhaustive) for cut in ((2, 0), (8, 8))),
     ],
 )
-def test_reference_models(case, lanes, devices):
-    """Logits, and greedy tokens from a cache. FP8 and MXFP4 stay packed; eight lanes share two key/value heads."""
+def test_models_equal_the_reference(case, lanes, devices):
+    """Logits, and greedy tokens with a cache. FP8 and MXFP4 stay packed. Eight lanes share two key/value heads."""
     mesh = laneformer.make_mesh(lanes, lane=devices) if devices else None
     model = laneformer.load(MOE / case, dtype="float32", num_lanes=lanes, mesh=mesh)
     io = np.load(MOE / case / "io.npz")
@@ -259,8 +259,8 @@ def test_reference_models(case, lanes, devices):
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss_1", "qwen3_moe_1", "qwen3_next_2")),
     ],
 )
-def test_routes_of_a_reference_model(case):
-    """Experts and shares in every layer."""
+def test_routes_equal_the_reference(case):
+    """The chosen experts and their shares in every layer."""
     io, model = np.load(MOE / case / "io.npz"), laneformer.load(MOE / case, dtype="float32")
 
     @jax.jit
@@ -293,7 +293,7 @@ def test_records_stay_packed():
     assert (record.kind, record.codes.shape) == ("fp8", (1, 8, 128, 256))
 
 
-def test_written_and_read_again(tmp_path):
+def test_saved_model_is_read_again_unchanged(tmp_path):
     model = laneformer.load(MOE / "mixtral", num_lanes=2)
     laneformer.save_hf(model, tmp_path / "own")
     again = laneformer.load(tmp_path / "own")
@@ -336,7 +336,7 @@ def test_kernels_run_a_shared_expert():
     assert without_kernel(ops) is None
 
 
-def test_bad_values():
+def test_wrong_values_are_refused():
     usual = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 2}
     usual |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     sigmoid = {"num_experts": 4, "scoring_func": "sigmoid"}

@@ -1,4 +1,4 @@
-"""Latent attention: both forms against one written out head by head, gradients, and what the config refuses."""
+"""Latent attention: both forms and gradients against one written out head by head, and configs that are refused."""
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def weights_of(own: LatentAttentionOptions) -> dict[str, np.ndarray]:
 
 
 def reference(xp, own: LatentAttentionOptions, w: dict, h_lbsd, segments_bs=None):
-    """xp: numpy, in float64, or jax.numpy."""
+    """The output [l, b, s, d], head by head. xp: numpy, which computes in float64, or jax.numpy."""
 
     def norm(x, gain):
         return x / xp.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * gain
@@ -67,8 +67,8 @@ H = np.random.default_rng(1).normal(size=(LANES, 2, LENGTH, 8))
 
 
 @pytest.mark.parametrize("rank", [None, 9])
-def test_both_forms(rank):
-    """All positions at once, and from a cache in parts of 1, 12 and 7 positions."""
+def test_both_forms_equal_float64(rank):
+    """All positions at once, and with a cache in parts of 1, 12 and 7 positions."""
     own = options(rank)
     w = weights_of(own)
     expected, attention = reference(np, own, w, H), block(w, own)
@@ -87,8 +87,8 @@ def test_both_forms(rank):
         start += part
 
 
-def test_gradients():
-    """Of every weight, with documents that do not see each other."""
+def test_gradients_equal_the_reference():
+    """Gradients of every weight, with several documents."""
     own, segments_bs = options(9), jnp.int32(np.arange(LENGTH) > [[8], [3]])
     w = {name: jnp.float32(array) for name, array in weights_of(own).items()}
 
@@ -111,13 +111,13 @@ def config(**changes) -> ModelConfig:
     return ModelConfig(**USUAL | {"latent_attention": Options(q_lora_rank=3, **SIZES)} | changes)
 
 
-def test_facts():
+def test_scale_bytes_and_flops_follow_the_config():
     yarn = RopeScaling(type="yarn", factor=40.0, original_max_position_embeddings=64, mscale=1.0, mscale_all_dim=1.0)
     first = config(rope_scaling=yarn, num_lanes=2).layers[0].attention
     assert (first.heads, first.latent_norm_eps) == (2, 1e-6)
     assert first.scale == pytest.approx(10**-0.5 * (0.1 * np.log(40) + 1) ** 2)
     assert config().layers[0].attention.scale == pytest.approx(10**-0.5)
-    assert kv_bytes_per_token(config(), 3, 2) == 2 * 2 * 4 * 11, "both layers: four entries of 11 values"
+    assert kv_bytes_per_token(config(), 3, 2) == 2 * 2 * 4 * 11, "four entries of 11 values in both layers"
     assert kv_bytes_per_token(config(num_lanes=2), 3, 2) == 2 * 2 * 2 * 4 * 11, "a copy in each lane"
     assert attention_flops_per_token(config(), 3) == 2 * 2 * 4 * (10 + 7) * 2, "two keys on average"
     assert without_kernel(decoder_ops(config())) is None
@@ -135,7 +135,7 @@ def test_facts():
         ({"latent_attention": {"kv_lora_rank": 5}}, "give q_lora_rank, kv_lora_rank"),
     ],
 )
-def test_bad_configs(changes, words):
+def test_wrong_configs_are_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         config(**changes)
 
@@ -143,6 +143,6 @@ def test_bad_configs(changes, words):
 @pytest.mark.parametrize(
     ("name", "value"), [("q_lora_rank", 0), ("kv_lora_rank", 2**17), ("qk_rope_head_dim", 3), ("latent_norm_eps", 0.0)]
 )
-def test_bad_sizes(name, value):
+def test_wrong_sizes_are_refused(name, value):
     with pytest.raises(ConfigError, match=f"{name} = {value}"):
         Options(**SIZES | {name: value})

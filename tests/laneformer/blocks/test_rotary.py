@@ -41,7 +41,7 @@ scalings = st.one_of(
 
 @settings(max_examples=150)
 @given(scaling=scalings, theta=st.floats(10.0, 1e6), half=st.integers(1, 64))
-def test_frequencies(scaling, theta, half):
+def test_frequencies_equal_the_reference(scaling, theta, half):
     values = tiny.values(rope_theta=theta, rope_scaling=scaling, head_dim=2 * half)
     expected, expected_factor = reference.rope_frequencies(values)
     found, factor = rotary_frequencies(tiny.config(rope_theta=theta, rope_scaling=scaling, head_dim=2 * half))
@@ -50,7 +50,7 @@ def test_frequencies(scaling, theta, half):
     assert factor == pytest.approx(expected_factor, rel=1e-9)
 
 
-def test_frequencies_by_hand():
+def test_frequencies_equal_values_by_hand():
     found, factor = rotary_frequencies(tiny.config(head_dim=4, rope_theta=100.0))
     assert found.tolist() == pytest.approx([1.0, 0.1]) and factor == 1.0
     found, _ = rotary_frequencies(
@@ -58,7 +58,7 @@ def test_frequencies_by_hand():
     )
     assert found.tolist() == pytest.approx([0.25, 0.025])
     llama3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    found, _ = rotary_frequencies(  # 20 pi positions: pairs turn 10 and 1 times; kept from 4 on, divided up to 1
+    found, _ = rotary_frequencies(  # 63 positions: pairs rotate 10 and 1 times; kept from 4 on, divided up to 1
         tiny.config(head_dim=4, rope_theta=100.0, rope_scaling=llama3 | {"original_max_position_embeddings": 63})
     )
     assert found[0] == 1.0 and found[1] == pytest.approx(0.1 / 8, rel=0.02)
@@ -96,7 +96,7 @@ def test_rotation_equals_the_reference():
     assert tiny.difference(turned, reference.rotate(values, x.astype(np.float64))) < 1e-5
 
 
-def test_low_precision_is_turned_in_float32():
+def test_low_precision_is_rotated_in_float32():
     config = tiny.config(head_dim=8)
     tables = rotary_tables(config, jnp.arange(4000, 4004))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 1, 8)), jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""Attention and its gradients against float64 NumPy with all scores in memory: tilings, meshes, memory, products."""
+"""Attention and its gradients against float64 NumPy with all scores in memory: tilings, meshes, memory, kernels."""
 
 from functools import partial
 
@@ -20,8 +20,8 @@ from tests.support.attention_reference import assert_close, expected, random_inp
 
 @settings(max_examples=16)
 @given(st.data())
-def test_equals_float64(data):
-    """Any lengths (also below, at and between multiples of a block), windows, groups and, in no order, segments."""
+def test_values_and_gradients_equal_float64(data):
+    """For any lengths (below, at and between multiples of a block), windows and groups, and any order of segments."""
     s = data.draw(st.integers(1, 70), "s")
     b, group = data.draw(st.integers(1, 2), "b"), data.draw(st.sampled_from((1, 2, 3)), "group")
     inputs = random_inputs(
@@ -35,7 +35,7 @@ def test_equals_float64(data):
 
 
 def test_reference_gradient_equals_differences():
-    """The equations of `expected`, along a random direction of q, k and v."""
+    """Checks the equations of `expected` along a random direction of q, k and v."""
     inputs, which = [np.asarray(x, np.float64) for x in random_inputs(s=9, group=2)], {"window": 5}
     along, step = [np.random.default_rng(1).standard_normal(x.shape) for x in inputs[:3]], 1e-5
 
@@ -50,7 +50,7 @@ def test_reference_gradient_equals_differences():
 @pytest.mark.parametrize(
     ("sizes", "window"), [((1, 1), 7), ((5, 5), None), ((5, 5), 6), ((16, 7), 30), ((7, 16), 1), ((64, 64), 44)]
 )
-def test_every_tiling_gives_the_same(monkeypatch, sizes, window):
+def test_every_tiling_gives_the_same_result(monkeypatch, sizes, window):
     inputs = random_inputs(s=45, group=2)
     segments = np.repeat([[0, 1, 2], [3, 3, 5]], (15, 27, 3), axis=1).astype(np.int32)
     monkeypatch.setattr(attention, "_block_sizes", lambda s, t: sizes)
@@ -59,22 +59,22 @@ def test_every_tiling_gives_the_same(monkeypatch, sizes, window):
     assert_close(found, expected(*inputs, window=window, segments=segments))
 
 
-def test_default_tiles_are_several():
-    """The tests of this file cross blocks; a few queries on a cache are one tile."""
+def test_default_sizes_give_several_tiles():
+    """The sizes in this file's tests span several blocks. A few queries on a cache are one tile."""
     assert attention._block_sizes(256, 256) == (64, 64)
     assert attention._block_sizes(70, 5000) == (32, 128)
     assert attention._block_sizes(8, 5000) == (8, 5000)
 
 
-def test_one_key_is_the_value():
+def test_window_of_one_key_returns_its_value():
     inputs = random_inputs(s=40)
     o, dq, dk, dv = with_gradients(*inputs, window=1)
     assert_close((o, dq, dk, dv), (inputs[2], 0 * inputs[0], 0 * inputs[1], inputs[3]), 1e-6)
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e4], ids=str)
-def test_extreme_scores(size):
-    """Scores of 1e8 leave one key with all the weight, tiny ones are a mean; neither overflows."""
+def test_extreme_scores_stay_finite(size):
+    """Scores of 1e8 give one key all the weight, tiny scores give a mean. Neither overflows."""
     q, k, v, do = random_inputs(s=40)
     inputs = (q * size, k * size, v, do)
     o, *gradients = with_gradients(*inputs)
@@ -91,8 +91,8 @@ def test_bfloat16_rounds_only_inputs_probabilities_and_results():
         assert np.sqrt(np.mean((np.asarray(x, np.float64) - y) ** 2) / np.mean(y**2)) < bound
 
 
-def test_segments_are_as_if_apart():
-    """Whole blocks of other segments are hidden from a query; only its own segment decides."""
+def test_segments_equal_separate_sequences():
+    """Whole blocks belong to other segments than the query's."""
     q, k, v, do = random_inputs(b=1, s=96)
     segments = np.repeat([[7, 2]], 48, axis=1).astype(np.int32)
     together = with_gradients(q, k, v, do, segments=segments)
@@ -101,14 +101,14 @@ def test_segments_are_as_if_apart():
 
 
 def test_tiles_that_no_query_sees_are_not_computed():
-    """Values of nan propagate even with probability 0: a block of them marks every query whose tile was computed."""
+    """nan values propagate even with probability 0: a block of nan marks every query whose tile was computed."""
     q, k, v, _ = random_inputs(s=96)
     block = attention._block_sizes(96, 96)[0]
     assert block == 32
     later = attend(q, k, v.at[:, :, 64:].set(jnp.nan))
     assert np.isfinite(later[:, :, :64]).all()
     assert np.isnan(later[:, :, 64:]).all()
-    outside = attend(q, k, v.at[:, :, :32].set(jnp.nan), window=33)  # position 64 sees 32..64
+    outside = attend(q, k, v.at[:, :, :32].set(jnp.nan), window=33)  # position 64 attends to 32..64
     assert np.isfinite(outside[:, :, 64:]).all()
     assert np.isnan(attend(q, k, v.at[:, :, :32].set(jnp.nan), window=34)[:, :, 64]).all()
 
@@ -117,7 +117,7 @@ def test_tiles_that_no_query_sees_are_not_computed():
     ("s", "start", "window"),
     [(1, 0, None), (1, 50, 9), (5, 20, 60), (16, 0, None), (30, 21, None), (40, 11, 9), (40, 11, 1)],
 )
-def test_queries_that_continue_a_cache(s, start, window):
+def test_queries_that_continue_a_cache_equal_float64(s, start, window):
     """Entries of the cache after the last query are not read."""
     q, k, v, do = random_inputs(s=s, t=51, group=2)
     k, v = (x.at[:, :, start + s :].set(1e4) for x in (k, v))
@@ -126,8 +126,10 @@ def test_queries_that_continue_a_cache(s, start, window):
 
 
 @pytest.mark.parametrize(("window", "segmented"), [(None, True), (20, False)])
-def test_on_a_mesh(window, segmented):
-    """Lanes manual, the batch by the compiler: the same values and gradients, sharded as the inputs, no exchange."""
+def test_mesh_needs_no_exchange(window, segmented):
+    """Lanes are split manually, the batch by the compiler. Values and gradients are exact, sharded like the inputs, and
+    nothing is exchanged.
+    """
     inputs = random_inputs(l=4, b=4, s=70, group=2)
     segments = np.sort(np.random.default_rng(0).integers(0, 3, (4, 70))).astype(np.int32) if segmented else None
     mesh = make_mesh(4, data=2, lane=4)
@@ -152,7 +154,7 @@ def test_on_a_mesh(window, segmented):
     assert_close(found, expected(*inputs, window=window, segments=segments))
 
 
-def test_under_vmap():
+def test_vmap_equals_separate_calls():
     many = [jnp.stack(pair) for pair in zip(random_inputs(seed=1), random_inputs(seed=2), strict=True)]
     found = jax.vmap(partial(with_gradients, window=7))(*many)
     for n in range(2):
@@ -161,7 +163,7 @@ def test_under_vmap():
 
 @pytest.mark.parametrize(("window", "segmented"), [(None, True), (100, False)])
 def test_memory_is_linear(window, segmented):
-    """Twice the positions take twice the memory, gradients included, and less than one matrix of scores."""
+    """Twice the positions take about twice the memory, including gradients, and less than one matrix of scores."""
 
     def temporary(s: int) -> int:
         x = jax.ShapeDtypeStruct((1, 1, s, 2, 32), jnp.float32)
@@ -177,8 +179,8 @@ def test_memory_is_linear(window, segmented):
     assert temporary(8192) < 2 * 4 * 8192**2 / 10
 
 
-def test_recomputed_only_where_nothing_is_kept():
-    """A policy that keeps "product"s keeps all residuals: the forward loops do not run again."""
+def test_forward_pass_is_recomputed_only_if_nothing_is_kept():
+    """A policy that saves the name "product" saves all residuals, so that the forward loops do not run again."""
 
     def loops(policy) -> int:
         def loss(q, k, v):
@@ -192,8 +194,8 @@ def test_recomputed_only_where_nothing_is_kept():
     assert loops(policies.nothing_saveable) == 6
 
 
-def test_cudnn_where_it_fits(monkeypatch):
-    """In 16 bits, without segments or a cache, for its head sizes; the tiles are for everything else."""
+def test_cudnn_is_used_only_where_it_applies(monkeypatch):
+    """cuDNN's kernel applies to 16-bit inputs of its head sizes, without segments or a cache; tiles do the rest."""
     calls = []
     gpu = partial(jax.sharding.AbstractDevice, num_cores=None, platform="gpu")
 

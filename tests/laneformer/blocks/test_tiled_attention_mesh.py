@@ -1,5 +1,5 @@
-"""The path of cuDNN's kernel on meshes: with a stand-in for the kernel on CPU devices, and compiled for GPUs that need
-not be here.
+"""cuDNN's kernel on meshes: with a stand-in for the kernel on CPU devices, and compiled for GPUs that this machine need
+not have.
 """
 
 import importlib.util
@@ -25,8 +25,8 @@ COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter", "coll
 
 @pytest.fixture
 def kernel_calls(monkeypatch) -> list:
-    """Lets jax.nn's attention in plain XLA take cuDNN's place, for any dtype; what each call saw: q's shape and the
-    manual axes.
+    """Replaces cuDNN by jax.nn's attention in plain XLA, for any dtype. Returns a list with q's shape and the manual
+    axes of each call.
     """
     calls, dot_product_attention = [], jax.nn.dot_product_attention
 
@@ -40,7 +40,7 @@ def kernel_calls(monkeypatch) -> list:
 
 
 @pytest.mark.parametrize(("data", "lane", "window"), [(2, 4, None), (1, 4, 20), (4, 2, 20)])
-def test_equals_float64_where_the_inputs_lie(kernel_calls, data, lane, window):
+def test_mesh_equals_float64_without_exchange(kernel_calls, data, lane, window):
     inputs, mesh = random_inputs(l=4, b=4, s=40, group=2), make_mesh(4, data=data, lane=lane)
     here = NamedSharding(mesh, P(LANE, DATA))
     args = jax.device_put(inputs, here)
@@ -52,15 +52,15 @@ def test_equals_float64_where_the_inputs_lie(kernel_calls, data, lane, window):
     assert_close(found, expected(*inputs, window=window))
 
 
-def test_a_batch_that_the_devices_cannot_share(kernel_calls):
-    """Each computes all of it."""
+def test_batch_that_devices_cannot_share_equals_float64(kernel_calls):
+    """Each device computes the whole batch."""
     inputs = random_inputs(l=4, b=3, s=12)
     assert_close(on_lanes(make_mesh(4, data=2, lane=4))(*inputs), expected(*inputs))
     assert len(kernel_calls) == 1
 
 
-def test_within_a_checkpoint_in_a_loop(kernel_calls):
-    """As a step with remat and accumulated gradients has it."""
+def test_checkpoint_in_a_loop_equals_float64(kernel_calls):
+    """As in a training step with remat and accumulated gradients."""
     inputs, mesh = random_inputs(l=4, b=4, s=12), make_mesh(4, data=2, lane=4)
 
     def twice(function):
@@ -72,8 +72,8 @@ def test_within_a_checkpoint_in_a_loop(kernel_calls):
 
 
 @pytest.mark.slow  # compiles two training programs
-def test_the_model_is_the_same(kernel_calls, monkeypatch):
-    """Its loss and every weight's gradient, through the kernel and through the tiles."""
+def test_model_with_the_kernel_equals_the_tiles(kernel_calls, monkeypatch):
+    """The loss and every weight's gradient are the same with the kernel and with the tiles."""
     model, ids = Laneformer.init(config(num_hidden_layers=1), mesh=make_mesh(4, data=2, lane=4)), token_ids(40, (4, 13))
 
     def loss_and_gradients():
@@ -86,8 +86,8 @@ def test_the_model_is_the_same(kernel_calls, monkeypatch):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5 * np.abs(y).max())
 
 
-def test_the_mesh_says_for_which_device():
-    """Not this machine's: a program can be compiled for GPUs elsewhere."""
+def test_device_of_the_mesh_decides():
+    """This machine's device does not decide, because a program can be compiled for GPUs of another machine."""
     h200 = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=132, platform="gpu")
     q = jax.ShapeDtypeStruct((1, 1, 4096, 2, 64), "bfloat16")
     assert not attention._has_cudnn_kernel(q) and attention._block_sizes(4096, 4096) == (128, 128)
@@ -116,9 +116,9 @@ print(on_lanes(mesh, 100).lower(q, k, k, q).compile(OPTIONS["cuda"]).as_text())
     not importlib.util.find_spec("jax_plugins"), reason="needs jax's CUDA plugin: pip install 'jax[cuda12]'"
 )
 @pytest.mark.parametrize("mesh", ["1 8", "2 4", "8 1"])
-def test_compiles_for_gpus(mesh):
-    """cuDNN's two kernels, each on the eighth of the sequences that its device holds, and nothing exchanged; no GPU is
-    needed.
+def test_gpu_program_has_the_kernel_and_no_exchange(mesh):
+    """The program calls cuDNN's two kernels on each device's eighth of the sequences, and exchanges nothing. Compiling
+    it needs no GPU.
     """
     run = [sys.executable, "-c", COMPILE, *mesh.split()]
     text = subprocess.run(run, capture_output=True, text=True, check=True, cwd=ROOT, timeout=300).stdout

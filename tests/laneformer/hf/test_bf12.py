@@ -1,4 +1,4 @@
-"""Folders with matrices in 12 bits per weight: every bit comes back, and every kind of damage is refused by name."""
+"""Folders with matrices in 12 bits per weight: every bit is kept, and every kind of damage is refused by name."""
 
 import json
 
@@ -27,7 +27,7 @@ HEADS = {
 
 
 def model_of(**changes):
-    """Random weights in bfloat16, each matrix with exceptions; one of random bits."""
+    """A model with random bfloat16 weights: every matrix has exceptions, and one consists of random bits."""
     values = tiny.values(**changes)
     arrays = {name: w.astype("bfloat16") for name, w in tiny.random_weights(values).items()}
     for name, w in arrays.items():
@@ -49,14 +49,14 @@ def files_of(folder) -> dict[str, bytes]:
 
 @pytest.fixture
 def many_exceptions(monkeypatch):
-    """Lets small matrices have them."""
+    """Allows many exceptions, which small matrices have."""
     monkeypatch.setattr(laneformer.hf.bf12, "BF12_MOST_EXCEPTIONS", 0.2)
 
 
 @pytest.mark.usefixtures("many_exceptions")
 @pytest.mark.parametrize("name", HEADS)
-def test_every_bit_comes_back(name, tmp_path, monkeypatch):
-    """Also in several files, and in the bytes of a folder in bfloat16 that is written from it."""
+def test_saved_model_keeps_every_bit(name, tmp_path, monkeypatch):
+    """In one and in several files. A bfloat16 folder written from these has the bytes of one written directly."""
     model = model_of(**HEADS[name])
     save_hf(model, tmp_path / "plain")
     save_hf(model, tmp_path / "packed", weights="bf12")
@@ -77,8 +77,8 @@ def test_every_bit_comes_back(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("many_exceptions")
-def test_any_reader_lists_the_tensors(tmp_path):
-    """Each matrix is in a group or as it is; tiles begin at lines of a cache, also of a mapped file."""
+def test_files_are_readable_and_aligned(tmp_path):
+    """Any reader lists the tensors. A matrix is in one group or unchanged, and tiles begin at cache lines."""
     save_hf(model_of(), tmp_path, weights="bf12")
     stored = load_file(tmp_path / "model.safetensors")
     assert stored["model.layers.1.feed_forward.w2.weight"].dtype == "bfloat16", "random bits stay"
@@ -95,7 +95,7 @@ def test_any_reader_lists_the_tensors(tmp_path):
     assert listed > 2 * len(tiles)
 
 
-def test_a_quarter_smaller(tmp_path):
+def test_files_are_a_quarter_smaller(tmp_path):
     model = tiny.random_model(tiny.values(vocab_size=512, hidden_size=128, intermediate_size=256))
     weights = {path: w.astype("bfloat16") for path, w in model.weights().items()}
     model = laneformer.Laneformer(model.config, weights)
@@ -107,8 +107,8 @@ def test_a_quarter_smaller(tmp_path):
 
 
 @pytest.mark.usefixtures("many_exceptions")
-def test_rounded_exceptions_are_the_nearest_held_values(tmp_path):
-    """Everything else keeps its bits, the matrix with too many exceptions too; the folder has no exceptions."""
+def test_rounded_exceptions_are_the_nearest_values(tmp_path):
+    """All other weights keep their bits, also the matrix with too many exceptions. The folder has no exceptions."""
     model = model_of()
     save_hf(model, tmp_path / "packed", weights="bf12")
     save_hf(model, tmp_path / "rounded", weights="bf12", round_exceptions=True)
@@ -135,12 +135,12 @@ def test_rounded_exceptions_are_the_nearest_held_values(tmp_path):
 
 
 def value(bits: np.ndarray) -> np.ndarray:
-    """Of bfloat16."""
+    """The values of bfloat16 bits, float64."""
     return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
 @pytest.mark.usefixtures("many_exceptions")
-def test_exceptions_that_are_not_finite_are_not_rounded(tmp_path):
+def test_infinite_exceptions_are_not_rounded(tmp_path):
     model = model_of()
     weights = model.weights() | {"lm_head": model.weights()["lm_head"].at[0, 0].set(np.inf)}
     with pytest.raises(
@@ -154,7 +154,7 @@ def test_other_dtypes_are_refused(tmp_path):
         save_hf(tiny.random_model(tiny.values()), tmp_path, weights="bf12")
 
 
-def test_a_folder_of_another_writer_is_read_but_not_mapped(tmp_path, caplog, many_exceptions):
+def test_folder_of_another_writer_is_read_but_not_mapped(tmp_path, caplog, many_exceptions):
     """safetensors' own writer aligns to 8 bytes."""
     save_hf(model_of(), tmp_path, weights="bf12")
     expected, file = bits_of(load(tmp_path)), tmp_path / "model.safetensors"
@@ -175,7 +175,7 @@ TABLE, WORDS = f"{GROUP}.bf12_table", f"{GROUP}.bf12_exceptions"
 
 
 class Parts:
-    """A file taken apart: its header, the groups of its metadata, and its bytes."""
+    """The parts of a file: its header, the groups in its metadata, and its data."""
 
     def __init__(self, file):
         self.file, data = file, file.read_bytes()
@@ -210,7 +210,7 @@ def table(place, to):
 
 
 def word(to):
-    """In place of the first exception."""
+    """Replaces the first exception."""
 
     def change(parts):
         words = parts.values(WORDS, np.uint32)
@@ -224,7 +224,7 @@ def last_word(parts):
 
 
 def matrices(**shapes):
-    """Other shapes of the group's matrices; by the ends of their names."""
+    """Replaces shapes of the group's matrices: end of a name -> shape."""
 
     def change(parts):
         for end, shape in shapes.items():
@@ -243,9 +243,9 @@ DAMAGE = {
     "another version": (lambda parts: parts.packed.update(format_version=2), "weights in version 2 of bf12"),
     "no version": (lambda parts: parts.packed.pop("format_version"), "metadata bf12: KeyError"),
     "no groups": (lambda parts: parts.packed.pop("groups"), "metadata bf12: KeyError"),
-    "groups that are none": (lambda parts: parts.packed.update(groups=[3]), "metadata bf12: TypeError"),
+    "groups of another type": (lambda parts: parts.packed.update(groups=[3]), "metadata bf12: TypeError"),
     "no matrices": (lambda parts: parts.group.update(matrices={}), "not shapes of matrices"),
-    "a shape that is none": (matrices(wq="ab"), "not shapes of matrices"),
+    "a shape that is a text": (matrices(wq="ab"), "not shapes of matrices"),
     "a negative shape": (matrices(wq=[4, -8, 32]), "not shapes of matrices"),
     "interleaved with a number": (lambda parts: parts.group.update(interleaved=1), "not shapes of matrices"),
     "interleaved of unlike shapes": (lambda parts: parts.group.update(interleaved=True), "do not fit each other"),
@@ -298,14 +298,14 @@ ROUNDED = '{"format_version": 1, "groups": [{"matrices": {"a": [2, 2]}, "interle
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "3", "null", '{"format_version": 1, "groups": {"a": 1}}', ROUNDED])
-def test_metadata_that_are_none(whole, tmp_path, text):
+def test_damaged_metadata_are_refused(whole, tmp_path, text):
     copy(whole, tmp_path)
     Parts(tmp_path / "model.safetensors").write(text)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is damaged \(metadata bf12: "):
         open_checkpoint(tmp_path)
 
 
-def test_a_file_that_shrinks_after_it_was_opened(whole, tmp_path):
+def test_file_that_shrinks_after_opening_is_refused(whole, tmp_path):
     copy(whole, tmp_path)
     checkpoint, file = open_checkpoint(tmp_path), tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:5000])

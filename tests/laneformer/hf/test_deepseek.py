@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Kimi K2 against reference models, written and read again, and files that are refused."""
+"""DeepSeek-V3 and Kimi K2 against reference models, saved and loaded again, and files that are refused."""
 
 import json
 import shutil
@@ -39,7 +39,7 @@ def model(case: str) -> laneformer.Laneformer:
 
 
 def tensors_of(case: str) -> dict[str, np.ndarray]:
-    """Those of its file; safetensors has no FP8 for NumPy."""
+    """The tensors of the case's file by name. safetensors' reader for NumPy does not support FP8."""
     found = find_tensors(MOE / case)[0]
     return {name: t.values().view(E4M3) if t.dtype == "F8_E4M3" else t.values() for name, t in found.items()}
 
@@ -49,8 +49,8 @@ def slow(*values):
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3_1", *map(slow, ("deepseek_v3_2", "kimi_1", "kimi_2"))])
-def test_reference_models(case):
-    """Logits, and greedy tokens from a cache; FP8 and INT4 stay packed, draft layers and vision towers are left out."""
+def test_models_equal_the_reference(case):
+    """Logits, and greedy tokens with a cache. FP8 and INT4 stay packed; draft layers and vision towers are ignored."""
     assert tiny.difference(model(case)(io(case)["input_ids"]), io(case)["logits"]) < 1e-4
     greedy = tiny.continue_greedily(model(case), io(case)["greedy_prompt"], len(io(case)["greedy_ids"]))
     assert greedy == io(case)["greedy_ids"].tolist()
@@ -66,8 +66,8 @@ def test_reference_models(case):
         *(pytest.param(case, *cut, marks=pytest.mark.exhaustive) for case in CASES for cut in ((2, 2), (4, 0))),
     ],
 )
-def test_lanes(case, lanes, devices):
-    """Blocks of FP8 and groups of INT4 are cut within, where lanes have shares of rows and columns."""
+def test_lanes_equal_the_reference(case, lanes, devices):
+    """The lanes' shares of rows and columns cut blocks of FP8 and groups of INT4."""
     mesh = laneformer.make_mesh(lanes, lane=devices) if devices else None
     cut = laneformer.load(MOE / case, dtype="float32", num_lanes=lanes, mesh=mesh)
     ids = io(case)["input_ids"]
@@ -78,8 +78,8 @@ def test_lanes(case, lanes, devices):
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3_1", *map(slow, CASES[1:])])
-def test_routes(case):
-    """Experts and shares in every layer that has some."""
+def test_routes_equal_the_reference(case):
+    """The chosen experts in every layer with experts."""
 
     @jax.jit
     def routes(model, ids_bs):
@@ -95,7 +95,7 @@ def test_routes(case):
 
 
 @pytest.mark.parametrize("parts", [(1, 47), slow((17, 30, 1)), slow((16, 16, 16))], ids=str)
-def test_any_split_of_a_prompt(parts):
+def test_any_split_of_a_prompt_gives_the_same_logits(parts):
     case = "deepseek_v3_1"
     ids, found, step = io(case)["input_ids"], [], jax.jit(lambda model, ids, cache: model.extend(ids, cache))
     cached, start = model(case).make_cache(2, 64), 0
@@ -107,7 +107,7 @@ def test_any_split_of_a_prompt(parts):
 
 
 @pytest.mark.slow
-def test_generation():
+def test_engine_generates_the_reference_tokens():
     case = "kimi_2"
     engine = Engine(model(case), backend="xla")
     tokens = [*engine.generate(io(case)["greedy_prompt"].tolist(), max_new_tokens=5, sampling=Sampling(temperature=0))]
@@ -115,8 +115,8 @@ def test_generation():
 
 
 @pytest.mark.parametrize("case", ["deepseek_v3_2", *map(slow, ("deepseek_v3_1", "kimi_1", "kimi_2"))])
-def test_written_and_read_again(case, tmp_path):
-    """In two lanes, every bit, the correction in float32 beside weights of 16 bits."""
+def test_saved_model_is_read_again_unchanged(case, tmp_path):
+    """In two lanes, every bit is kept. The correction stays float32, even if 16 bits are requested."""
     first = laneformer.load(MOE / case, num_lanes=2)
     again = laneformer.load(laneformer.save_hf(first, tmp_path))
     assert again.config == first.config
@@ -131,7 +131,7 @@ def test_written_and_read_again(case, tmp_path):
 
 
 def test_partial_blocks_end_at_multiples_of_128():
-    """192 rows have two scales, the second for 64 of them; the last of 96 columns shares that of the first."""
+    """192 rows have two scales, the second for 64 rows. The 128 columns share a scale."""
     record = model("deepseek_v3_2").weights()["layers.0.attention.wkv_a"]
     assert (record.shape, record.group, record.scales.shape) == ((192, 128), (128, 128), (2, 1))
     tensors = tensors_of("deepseek_v3_2")
@@ -141,20 +141,20 @@ def test_partial_blocks_end_at_multiples_of_128():
     np.testing.assert_array_equal(record.on_host().dequantize("float32"), whole)
 
 
-def test_bytes_of_packed_weights():
-    """Of a vision model too, whose quantization is described within its language model."""
+def test_packed_bytes_come_from_the_config():
+    """The model also takes images; its language model's config contains the quantization."""
     found = packed_bytes(MOE / "kimi_2", read_values(MOE / "kimi_2" / "config.json"), model("kimi_2").config)
     assert found == {f"layers.{n}.feed_forward.{w}": 4.5 / 8 for n in (1, 2) for w in ("w1", "w3", "w2")}
 
 
 def moonlight(**changes) -> dict:
-    """DeepSeek's config as Moonlight has it: queries without a rank, two shared experts, no groups, no YARN."""
+    """A DeepSeek config like Moonlight's: queries without a rank, two shared experts, no groups, no YARN."""
     values = json.loads((MOE / "deepseek_v3_1" / "config.json").read_text())
     del values["rope_scaling"]
     return values | {"q_lora_rank": None, "n_shared_experts": 2, "n_group": 1, "topk_group": 1} | changes
 
 
-def test_moonlight():
+def test_config_of_moonlight_is_read():
     config = config_from_hf(moonlight())
     assert config.latent_attention.q_lora_rank is None and config.shared_expert_intermediate_size == 96
     assert config.layers[0].attention.scale == 24**-0.5 and config.n_group == 1
@@ -183,15 +183,15 @@ def test_unknown_configs_are_refused(changes, words):
 
 
 @pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k25"])
-def test_a_token_reads_what_the_dimensions_say(name):
-    """The weights of the blocks against those counted from the config's fields, at published sizes."""
+def test_weights_per_token_equal_the_dimensions(name):
+    """Counts from the blocks equal counts from the config's fields, at published sizes."""
     config, found = config_from_hf(MIXTURES[name]), dimensions_from_hf(MIXTURES[name])
     assert matmul_parameters(config) == sum(part.read for part in found.parts)
     assert kv_bytes_per_token(config, 10, 2) == found.kv_full * 11 * 2
 
 
 def test_recipes_have_the_published_sizes():
-    """In billions of weights."""
+    """Sizes are in billions of weights."""
     for config, count in ((DEEPSEEK_V3, 671.0), (KIMI_K2, 1026.4), (MOONLIGHT_16B, 15.96)):
         assert parameter_count(config) / 1e9 == pytest.approx(count, rel=1e-3)
 

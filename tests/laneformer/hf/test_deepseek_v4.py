@@ -1,4 +1,4 @@
-"""DeepSeek-V4 against a reference model and float64 NumPy: lanes, caches, generation, files that are refused."""
+"""DeepSeek-V4 against a reference model and float64 NumPy: lanes, caches, generation, and files that are refused."""
 
 import json
 import shutil
@@ -43,7 +43,7 @@ def values() -> dict:
 
 
 def extend(own, ids, parts, capacity=160):
-    """Logits of ids [b, s], part by part through a cache."""
+    """Logits of ids [b, s], computed part by part with a cache."""
     step = jax.jit(lambda own, ids, cache: own.extend(ids, cache))
     kept, found, start = own.make_cache(len(ids), capacity), [], 0
     for part in parts:
@@ -54,7 +54,7 @@ def extend(own, ids, parts, capacity=160):
 
 
 def routes(own, ids):
-    """Experts of each layer's tokens, [s, k], of ids [1, s]."""
+    """The experts [s, k] of the tokens in each layer. ids: [1, s]."""
 
     @jax.jit
     def run(own, ids):
@@ -66,19 +66,19 @@ def routes(own, ids):
 
 
 @pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_reference_model(lanes):
-    """150 positions: longer than the window of 16 and one entry of 128, with 37 entries of which 8 are chosen."""
+def test_logits_equal_the_reference(lanes):
+    """150 positions exceed the window of 16 and one entry of 128, and make 37 entries, of which 8 are chosen."""
     assert tiny.difference(model(lanes)(io()["input_ids"]), io()["logits"]) < 1e-4
 
 
 @pytest.mark.slow
-def test_greedy_tokens():
+def test_greedy_tokens_equal_the_reference():
     found = tiny.continue_greedily(model(), io()["greedy_prompt"], len(io()["greedy_ids"]))
     assert found == io()["greedy_ids"].tolist()
 
 
 @pytest.mark.slow
-def test_routes_and_logits_are_those_of_float64():
+def test_routes_and_logits_equal_float64():
     ids = io()["input_ids"][:1]
     logits, chosen = deepseek_v4.Model(values(), load_file(CASE / "model.safetensors"))(ids[0])
     assert tiny.difference(model()(ids)[0], logits) < 1e-4
@@ -88,7 +88,7 @@ def test_routes_and_logits_are_those_of_float64():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parts", [(7, 120, 3, 1, 19), (149, 1), (1,) * 150])
-def test_any_split_of_a_prompt(parts):
+def test_any_split_of_a_prompt_gives_the_same_logits(parts):
     ids = io()["input_ids"]
     assert tiny.difference(extend(model(), ids, parts), io()["logits"]) < 1e-4
 
@@ -107,7 +107,7 @@ def test_padding_changes_nothing_that_is_kept():
 
 
 @pytest.mark.slow
-def test_lanes_on_a_mesh():
+def test_lanes_on_a_mesh_equal_the_reference():
     own = laneformer.load(CASE, dtype="float32", num_lanes=2, mesh=laneformer.make_mesh(2, lane=2))
     assert tiny.difference(own(io()["input_ids"]), io()["logits"]) < 1e-4
     found = tiny.continue_greedily(own, io()["greedy_prompt"], len(io()["greedy_ids"]))
@@ -115,8 +115,8 @@ def test_lanes_on_a_mesh():
 
 
 @pytest.mark.slow
-def test_generation():
-    """136 tokens of prompt; a second request uses the cache again."""
+def test_engine_generates_the_reference_tokens():
+    """The prompt has 136 tokens. A second request reuses the cache."""
     engine, prompt = Engine(model(), backend="xla"), io()["greedy_prompt"].tolist()
     for count in (12, 4):
         found = [*engine.generate(prompt, max_new_tokens=count, sampling=Sampling(temperature=0))]
@@ -132,7 +132,7 @@ VARIANT = {
 
 @pytest.fixture(scope="module")
 def variant(tmp_path_factory):
-    """A folder with random weights of other sizes, and its tensors."""
+    """A folder with random weights of other sizes."""
     folder = tmp_path_factory.mktemp("variant")
     given = values() | VARIANT
     (folder / "config.json").write_text(json.dumps(given))
@@ -151,8 +151,8 @@ def variant(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_other_sizes_against_float64(variant):
-    """More heads and groups, two streams, a limit that clamps, all ratios, no stretching; four lanes, and a cache."""
+def test_other_sizes_equal_float64(variant):
+    """More heads and groups, two streams, a limit that clamps, all ratios, no rope scaling; four lanes, and a cache."""
     ids = np.random.default_rng(6).integers(0, 256, (1, 140))
     logits, chosen = deepseek_v4.Model(values() | VARIANT, load_file(variant / "model.safetensors"))(ids[0])
     own = laneformer.load(variant, num_lanes=4)
@@ -162,8 +162,8 @@ def test_other_sizes_against_float64(variant):
         np.testing.assert_array_equal(np.sort(a), np.sort(b))
 
 
-def test_written_and_read_again(tmp_path):
-    """In two lanes, every bit, whole numbers and float32 beside weights of 16 bits, also where these are asked for."""
+def test_saved_model_is_read_again_unchanged(tmp_path):
+    """In two lanes, every bit is kept. Integers and float32 weights keep their dtype, even if 16 bits are requested."""
     first = laneformer.load(CASE, num_lanes=2)
     again = laneformer.load(laneformer.save_hf(first, tmp_path), dtype="bfloat16")
     assert again.config == first.config
@@ -175,15 +175,15 @@ def test_written_and_read_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_fresh_weights_compute():
+def test_fresh_weights_give_finite_logits():
     own = laneformer.Laneformer.init(config_from_hf(values()).replace(num_lanes=2))
     assert np.isfinite(own(np.arange(20)[None])).all()
     table = own.weights()["layers.0.feed_forward.by_token"]
     assert table.min() == 0 and table.max() == 7 and all(len(set(row)) == 3 for row in table[:20].tolist())
 
 
-def test_a_token_reads_what_the_dimensions_say():
-    """At published sizes; dimensions leave out what mixes the streams."""
+def test_weights_per_token_equal_the_dimensions():
+    """At published sizes. Dimensions do not count the matrices that mix the streams."""
     published = V4 | {"quantization_config": None}
     config = config_from_hf(published)
     mixing = sum(w.size for path, w in parameter_table(config).items() if path.endswith("streams.mix"))
@@ -191,16 +191,16 @@ def test_a_token_reads_what_the_dimensions_say():
     assert matmul_parameters(config) - mixing == found
 
 
-def test_bytes_that_are_kept():
-    """Two bytes per value, and four of what waits for its entry: written, and with 99 earlier positions read."""
+def test_state_bytes_equal_those_by_hand():
+    """Bytes that a token writes, and reads after 99 earlier positions: two per value, four in compressors' tails."""
     ring, tails = 4 * 32 * (1 + 15), 2 * (7 * 128 + 7 * 64) + 127 * 64
     entries = 2 * (32 * (0.25 + 8) + 16 * (0.25 + 24)) + round(32 * (1 / 128 + 0))
     assert kv_bytes_per_token(config_from_hf(values()), 99, 2) == 2 * (ring + entries) + 4 * 2 * tails
 
 
-def test_flops_of_attention():
-    """Of 100 tokens, which see 14.8 of the newest 16 positions on average, and the entries of 50.5: of four positions
-    each 8 that an index has chosen, of 128 each all. Four heads of 32 channels, 16 of 16 in the index.
+def test_flops_of_attention_equal_those_by_hand():
+    """100 tokens attend on average to 14.8 of the newest 16 positions, and to entries over 50.5 positions: 8 chosen
+    ones of four positions, or all of 128 positions. There are four heads of 32 channels, and 16 of 16 in the index.
     """
     keys, index = 4 * 14.8 + 2 * 8 + 50.5 / 128, 2 * 50.5 / 4
     found = attention_flops_per_token(config_from_hf(values()), 100)
@@ -231,7 +231,7 @@ def test_unknown_configs_are_refused(changes, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_layouts_that_cannot_mix_and_lanes_that_do_not_fit():
+def test_other_layouts_and_unfit_lanes_are_refused():
     config = config_from_hf(values())
     with pytest.raises(ConfigError, match="residual_streams requires layout 'tp', got 'ladder'"):
         config.replace(layout="ladder")
@@ -265,21 +265,21 @@ def test_damaged_files_are_refused(tmp_path, change, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-# ---- as published: experts in FP4, the other matrices in FP8
+# ---- packed as published: experts in FP4, the other matrices in FP8
 
 FP8 = ("attn.wq_a", "attn.wq_b", "attn.wkv", "attn.wo_a", "attn.wo_b", "indexer.wq_b", "shared_experts.w")
 QUANTIZATION = V4["quantization_config"] | {"activation_scheme": "dynamic", "fmt": "e4m3", "scale_fmt": "ue8m0"}
 
 
 def packing_of(name: str):
-    """What packs the tensor of that name; None: nothing."""
+    """The packer of the tensor with this name; None if it is not packed."""
     if ".ffn.experts." in name:
         return packers.deepseek_fp4
     return packers.deepseek_fp8 if any(f".{part}" in name for part in FP8) else None
 
 
 def write_packed(folder, change=lambda tensors: None, pack=packing_of, **fields) -> dict[str, np.ndarray]:
-    """The case, packed; returns what its tensors stand for, by name."""
+    """Writes the case with packed tensors. Returns name -> exact weights."""
     tensors = load_file(CASE / "model.safetensors")
     weights, written = dict(tensors), {}
     for name, w in tensors.items():
@@ -300,7 +300,7 @@ def write_packed(folder, change=lambda tensors: None, pack=packing_of, **fields)
 
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory):
-    """A packed folder, and the float64 logits of the first sequence with exactly its weights."""
+    """A packed folder, and the first sequence's float64 logits with exactly the folder's weights."""
     folder = tmp_path_factory.mktemp("packed")
     weights = write_packed(folder)
     logits, _ = deepseek_v4.Model(values(), weights)(io()["input_ids"][0])
@@ -309,7 +309,7 @@ def packed(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("lanes", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
-def test_published_packing_has_exactly_its_weights(packed, lanes):
+def test_published_packing_is_read_exactly(packed, lanes):
     folder, logits = packed
     own = laneformer.load(folder, num_lanes=lanes)
     ids = io()["input_ids"][:1]
@@ -326,7 +326,7 @@ def test_published_packing_has_exactly_its_weights(packed, lanes):
 
 @pytest.mark.slow
 def test_packed_model_generates(packed):
-    """Through the cache, whose last logits are those of the whole sequence."""
+    """Logits with a cache equal those of the whole sequence."""
     folder, logits = packed
     own = laneformer.load(folder)
     assert tiny.difference(extend(own, io()["input_ids"][:1], (100, 49, 1))[0], logits) < 1e-4
@@ -337,8 +337,8 @@ def test_packed_model_generates(packed):
 
 @small.needs_library
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_packed_model_on_backend_cpu(packed, lanes):
-    """The packed weights stay so; a prompt in two calls."""
+def test_packed_model_on_backend_cpu_equals_float64(packed, lanes):
+    """The weights stay packed. The prompt is read in two calls."""
     folder, logits = packed
     engine, ids = Engine.load(folder, "cpu", num_lanes=lanes, threads=2), io()["input_ids"][0]
     assert {name.split()[0] for name in engine.conditions["quantized_formats"]} == {"fp8", "mxfp4"}
@@ -349,7 +349,7 @@ def test_packed_model_on_backend_cpu(packed, lanes):
 
 
 @small.needs_library
-def test_experts_beyond_those_of_the_model_are_refused(tmp_path):
+def test_table_with_unknown_experts_is_refused(tmp_path):
     tensors = load_file(CASE / "model.safetensors")
     tensors["layers.0.ffn.gate.tid2eid"][7, 2] = 8
     save_file(tensors, tmp_path / "model.safetensors")
@@ -359,13 +359,11 @@ def test_experts_beyond_those_of_the_model_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_packed_weights_are_written_and_read_again(packed, tmp_path, lanes):
+def test_packed_weights_are_read_again_unchanged(packed, tmp_path, lanes):
     first = laneformer.load(packed[0], num_lanes=lanes)
     again = laneformer.load(laneformer.save_hf(first, tmp_path)).weights()
     for path, weight in first.weights().items():
-        arrays, others = (
-            w.arrays if isinstance(w, Quantized) else {"all": w} for w in (weight, again[path])
-        )  # of a record its codes and scales
+        arrays, others = (w.arrays if isinstance(w, Quantized) else {"all": w} for w in (weight, again[path]))
         assert arrays.keys() == others.keys(), path
         for name, array in arrays.items():
             assert array.dtype == others[name].dtype, path
@@ -373,7 +371,7 @@ def test_packed_weights_are_written_and_read_again(packed, tmp_path, lanes):
 
 
 def test_scales_keep_their_bits(packed):
-    """Powers of two from the smallest to the largest that E8M0 has."""
+    """The scales are powers of two, from the smallest to the largest of E8M0."""
     bits = find_tensors(packed[0])[0]["layers.1.attn.indexer.wq_b.scale"].values()
     record = laneformer.load(packed[0]).weights()["layers.1.attention.indexer.wq"]
     np.testing.assert_array_equal(np.asarray(record.scales, np.float64), 2.0 ** (bits.astype(float) - 127))
@@ -385,7 +383,7 @@ def test_scales_keep_their_bits(packed):
 
 
 def test_experts_in_fp8_are_read(tmp_path):
-    """As the base model has them, with float32 scales."""
+    """The base model has experts in FP8 with float32 scales."""
 
     def wide(tensors):
         for name in [name for name in tensors if name.endswith(".scale")]:
@@ -458,7 +456,7 @@ W1, WKV = "layers.1.ffn.experts.2.w1", "layers.1.attn.wkv"
         ),
     ],
 )
-def test_packed_files_that_do_not_fit_are_refused(tmp_path, change, fields, words):
+def test_unfit_packed_files_are_refused(tmp_path, change, fields, words):
     write_packed(tmp_path, change, **fields)
     with pytest.raises((CheckpointError, ConfigError)) as caught:
         laneformer.load(tmp_path)

@@ -1,4 +1,4 @@
-"""Dimensions of mixtures of experts from their config.json, against published totals and hand arithmetic."""
+"""Dimensions of mixtures of experts from their config.json, against published totals and arithmetic by hand."""
 
 from fractions import Fraction
 
@@ -10,14 +10,14 @@ from tests.support.hf.configs import GPT, INT4, K2, KIMI, MIXTRAL, MIXTURES, QWE
 
 
 @pytest.mark.parametrize(("values", "billions"), [(MIXTRAL, 12.9), (QWEN_MOE, 3.3), (V3, 37), (K2, 32)])
-def test_active_weights_as_published(values, billions):
-    """The makers count the embedding too, and write them with two or three digits."""
+def test_active_weights_equal_published_numbers(values, billions):
+    """The published numbers include the embedding and have two or three digits."""
     model = dimensions_from_hf(values)
     active = sum(part.read for part in model.parts) + values["vocab_size"] * values["hidden_size"]
     assert active / 1e9 == pytest.approx(billions, rel=0.03)
 
 
-def test_formats():
+def test_formats_follow_the_quantization():
     def formats(values):
         return {part.name.split(",")[0]: part.format for part in dimensions_from_hf(values).parts}
 
@@ -31,18 +31,18 @@ def test_formats():
     assert formats(without)["routed experts"] == "bfloat16"
     assert formats(V4 | {"expert_dtype": None})["routed experts"] == "mxfp4"
     int8 = {"group": {"weights": {"num_bits": 8, "type": "int"}}}
-    for published in (K2, V4):  # the quantization of scripts.quantize states the experts' format too
+    for published in (K2, V4):  # the quantization_config of scripts.quantize includes the experts
         given = published | {"quantization_config": INT4 | {"config_groups": int8}}
         assert formats(given)["routed experts"] == "int8"
 
 
-def test_variants():
+def test_dimensions_follow_the_fields():
     def parts(values):
         return {part.name: part.read for part in dimensions_from_hf(values).parts}
 
     dense = parts(QWEN_MOE | {"mlp_only_layers": [0], "decoder_sparse_step": 2})
     assert dense["dense layers, 24"] == 24 * 3 * 6144 * 2048 and dense["router"] == 24 * 128 * 2048, (
-        "layer 0 is dense by the step already"
+        "layer 0 is already dense because of the step"
     )
     window = dimensions_from_hf(MIXTRAL | {"sliding_window": 4096})
     assert (window.kv_full, window.kv_window) == (0, (32 * 2 * 8 * 128, 4096))
@@ -54,21 +54,21 @@ def test_variants():
     assert "shared expert" not in parts(V3 | {"n_shared_experts": None})
 
 
-def test_shares_are_those_of_the_routed_experts():
+def test_shares_equal_those_of_the_routed_experts():
     for values, share in ((MIXTRAL, (2, 8)), (GPT, (4, 128)), (QWEN, (10, 512)), (V4, (6, 256)), (KIMI, (8, 384))):
         routed, *others = dimensions_from_hf(values).parts
         assert routed.share == Fraction(*share) and {part.share for part in others} == {1}
         assert routed.parameters * share[0] == routed.read * share[1]
 
 
-def test_all_weights_of_mixtral_as_published():
+def test_all_weights_of_mixtral_equal_the_published_number():
     """46.7 billion parameters with the embedding table (mistral.ai, Mixtral of experts)."""
     weights = sum(part.parameters for part in dimensions_from_hf(MIXTRAL).parts) + 32_000 * 4096
     assert weights / 1e9 == pytest.approx(46.7, abs=0.05)
 
 
 @pytest.mark.parametrize("values", MIXTURES.values(), ids=MIXTURES)
-def test_null_fields_mean_missing_ones(values):
+def test_null_fields_equal_missing_ones(values):
     inner = values.get("text_config", values)
     unused = {name: None for name in ("norm_topk_prob", "mlp_only_layers", "n_group", "torch_dtype", "dtype")}
     nulls = {name: value for name, value in unused.items() if name not in inner} | {"tie_word_embeddings": None}
@@ -76,7 +76,7 @@ def test_null_fields_mean_missing_ones(values):
     assert dimensions_from_hf(changed) == dimensions_from_hf(values)
 
 
-def test_missing_key_value_heads_are_as_many_as_query_heads():
+def test_missing_key_value_heads_equal_the_query_heads():
     full = dimensions_from_hf(MIXTRAL | {"num_key_value_heads": 32})
     assert dimensions_from_hf(MIXTRAL | {"num_key_value_heads": None}) == full
 
@@ -112,7 +112,7 @@ def test_missing_key_value_heads_are_as_many_as_query_heads():
         ({**QWEN_MOE, "use_sliding_window": True}, "use_sliding_window = true"),
     ],
 )
-def test_what_is_not_known_names_the_field(values, shown):
+def test_unsupported_values_name_the_field(values, shown):
     with pytest.raises(ConfigError) as error:
         dimensions_from_hf(values)
     assert shown in str(error.value) and "\n" not in str(error.value)

@@ -17,14 +17,16 @@ from laneformer.weights import packing_order, parameter_table
 from tests.support import tiny
 
 DENSE = sorted(path.parent for path in (tiny.TESTS / "dense").glob("*/config.json"))
-SEVERAL = [folder for folder in DENSE if folder.name != "olmo2"]  # in several lanes
-CACHED = ("llama3", "mistral", "exaone4")  # decoded with a cache in every run of the tests
+SEVERAL = [folder for folder in DENSE if folder.name != "olmo2"]  # models that can have several lanes
+CACHED = ("llama3", "mistral", "exaone4")  # models that decode with a cache in every run of the tests
 FOLDERS = {folder.name: folder for folder in DENSE}
 OLD_STYLE = [folder for folder in DENSE if (folder / "config_old_style.json").exists()]
 
 
 def marks_of(folder, number):
-    """Of a test that decodes with a cache. Every second one of the others is slow, the rest exhaustive."""
+    """The marks of a test that decodes with a cache: none for CACHED; of the others, every second one is slow, the rest
+    exhaustive.
+    """
     return () if folder.name in CACHED else pytest.mark.exhaustive if number % 2 else pytest.mark.slow
 
 
@@ -33,11 +35,10 @@ def name_of(value) -> str:
     return getattr(value, "name", str(value))
 
 
-# --------------------------------------------------------------------------------------------------------- dense
-# imports
+# --------------------------------------------------------------------------------------------------------- dense models
 
 
-def test_the_dense_fixtures_are_there():
+def test_dense_fixtures_are_complete():
     assert [folder.name for folder in DENSE] == [
         "arcee",
         "exaone4",
@@ -81,7 +82,7 @@ def test_the_dense_fixtures_are_there():
     ],
     ids=name_of,
 )
-def test_dense_models_become_lanes(folder, lanes):
+def test_dense_models_in_lanes_equal_the_reference(folder, lanes):
     io = np.load(folder / "io.npz")
     model = load(folder, num_lanes=lanes)
     assert (model.config.num_lanes, model.config.layout) == (lanes, "tp")
@@ -95,8 +96,8 @@ def test_dense_models_become_lanes(folder, lanes):
         for i, folder in enumerate(SEVERAL)
     ],
 )
-def test_dense_models_on_a_mesh_with_a_cache(folder, devices):
-    """Greedy tokens by cached steps, and what was spread over devices is what one device has."""
+def test_dense_models_on_a_mesh_with_a_cache_equal_the_reference(folder, devices):
+    """Weights spread over devices equal those on one device, and cached steps give the reference's greedy tokens."""
     io = np.load(folder / "io.npz")
     mesh = make_mesh(4, lane=devices)
     model, one = load(folder, num_lanes=4, mesh=mesh), load(folder, num_lanes=4)
@@ -105,8 +106,8 @@ def test_dense_models_on_a_mesh_with_a_cache(folder, devices):
 
 
 @pytest.mark.parametrize("folder", OLD_STYLE, ids=name_of)
-def test_old_spelling_of_dense_configs(folder, tmp_path):
-    """The same config, and so the same logits, which are computed for two of them."""
+def test_old_spelling_of_dense_configs_gives_the_same_model(folder, tmp_path):
+    """Equal configs mean equal logits, which are computed for only two models."""
     for file in folder.glob("*.safetensors*"):
         shutil.copy(file, tmp_path)
     shutil.copy(folder / "config_old_style.json", tmp_path / "config.json")
@@ -127,14 +128,14 @@ def test_converted_dense_models_are_saved_as_laneformers(folder, tmp_path):
     assert tiny.difference(again(io["input_ids"]), io["logits"]) < 1e-4
 
 
-def test_a_dense_model_in_more_lanes_than_it_has_heads():
+def test_more_lanes_than_heads_are_refused():
     words = r"qwen2.config\.json: .*num_lanes = 16\b.*num_attention_heads = 8.*1, 2, 4, 8$"
     with pytest.raises(ConfigError, match=words):
         load(FOLDERS["qwen2"], num_lanes=16)
 
 
-def test_a_norm_over_all_heads_needs_one_lane(tmp_path):
-    """Decoded with a cache, and saved and loaded as a Laneformer."""
+def test_norm_over_all_heads_requires_one_lane(tmp_path):
+    """With one lane, OLMo-2 decodes with a cache, and is saved and loaded as a Laneformer."""
     with pytest.raises(ConfigError, match=r"olmo2.config\.json: num_lanes = 2 with qk_norm_over = 'projection'.*= 1"):
         load(FOLDERS["olmo2"], num_lanes=2)
     io, model = np.load(FOLDERS["olmo2"] / "io.npz"), load(FOLDERS["olmo2"])
@@ -143,13 +144,12 @@ def test_a_norm_over_all_heads_needs_one_lane(tmp_path):
     assert same_bits(load(tmp_path), model)
 
 
-def test_a_laneformer_keeps_its_lanes():
+def test_other_number_of_lanes_is_refused():
     with pytest.raises(ConfigError, match=r"config\.json: .*num_lanes = 2\b.*\b8 lanes"):
         load(tiny.ORACLE[0], num_lanes=2)
 
 
-# ------------------------------------------------------------------------------------------------------------ round
-# trip
+# ----------------------------------------------------------------------------------------------------- saved and loaded
 
 HEADS = [
     {},
@@ -161,7 +161,7 @@ HEADS = [
 
 
 def same_bits(one, other) -> bool:
-    """Whether two models hold the same weights bit for bit, in the same dtype."""
+    """Whether two models have the same weights bit for bit, in the same dtypes and order."""
     first, second = one.weights(), other.weights()
     alike = [
         w.dtype == second[path].dtype and np.asarray(w).tobytes() == np.asarray(second[path]).tobytes()
@@ -184,8 +184,8 @@ def test_saved_models_load_bit_for_bit(head, dtype, tmp_path):
 
 
 @pytest.mark.parametrize("head", HEADS, ids=str)
-def test_saved_files_are_those_of_the_published_family(head, tmp_path):
-    """Names, shapes and values: what goes in under the reference's names comes out so."""
+def test_saved_files_have_the_published_names_and_values(head, tmp_path):
+    """Files have the names, shapes and values of the reference."""
     values = tiny.values(**head)
     save_hf(tiny.random_model(values), tmp_path)
     found, wanted = load_file(tmp_path / "model.safetensors"), tiny.random_weights(values)
@@ -203,7 +203,7 @@ def test_published_models_round_trip_in_both_spellings(case, spelling, tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == spelling
 
 
-def test_several_files_with_an_index(tmp_path, monkeypatch):
+def test_large_models_are_saved_in_several_files(tmp_path, monkeypatch):
     model = tiny.random_model(tiny.values(lm_head_type="lane"))
     monkeypatch.setattr(laneformer.hf.folder, "_FILE_BYTES", 12_000)
     save_hf(model, tmp_path)
@@ -217,7 +217,7 @@ def test_several_files_with_an_index(tmp_path, monkeypatch):
     assert index["metadata"]["total_size"] == sum(w.nbytes for w in model.weights().values())
     assert same_bits(model, load(tmp_path))
     monkeypatch.undo()
-    save_hf(model, tmp_path)  # over it, in one file: the parts and the index must go
+    save_hf(model, tmp_path)  # replaces the folder by one file: the parts and the index must be removed
     assert sorted(file.name for file in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
     assert same_bits(model, load(tmp_path))
 
@@ -236,7 +236,7 @@ def test_models_on_a_mesh_are_saved_and_loaded(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_loading_in_another_dtype(dtype, tmp_path):
+def test_weights_are_loaded_in_another_dtype(dtype, tmp_path):
     values = tiny.values()
     save_hf(tiny.random_model(values), tmp_path)
     weights = load(tmp_path, dtype).weights()
@@ -246,7 +246,7 @@ def test_loading_in_another_dtype(dtype, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float64", "float33", 3.5])
-def test_loading_in_a_dtype_that_holds_no_weights(dtype):
+def test_unsupported_dtypes_are_refused(dtype):
     with pytest.raises(ConfigError, match=r"dtype .*float32, bfloat16, float16"):
         load(tiny.ORACLE[0], dtype)
 
@@ -255,7 +255,7 @@ def test_loading_in_a_dtype_that_holds_no_weights(dtype):
 
 
 def same_weights(folder, dtype=None, num_lanes=None) -> bool:
-    """Whether reading one by one gives what load() gives, bit for bit, in the same order, contiguous."""
+    """Whether weights that are read one by one equal those of load() bit for bit, are contiguous, and are in order."""
     loaded = load(folder, dtype, num_lanes=num_lanes).weights()
     paths = []
     for path, weight in open_checkpoint(folder, dtype, num_lanes).weights():
@@ -268,17 +268,17 @@ def same_weights(folder, dtype=None, num_lanes=None) -> bool:
 
 
 @pytest.mark.parametrize("folder", tiny.ORACLE, ids=name_of)
-def test_weights_of_published_models_one_by_one(folder):
+def test_published_models_read_one_by_one_are_equal(folder):
     assert same_weights(folder) and same_weights(folder, "bfloat16")
 
 
-@pytest.mark.parametrize("folder", DENSE, ids=name_of)  # llama2 lies in four files
-def test_weights_of_dense_models_one_by_one(folder):
+@pytest.mark.parametrize("folder", DENSE, ids=name_of)  # llama2 has four files
+def test_dense_models_read_one_by_one_are_equal(folder):
     lanes = (4, 2) if folder in SEVERAL else (1, 1)
     assert same_weights(folder, num_lanes=lanes[0]) and same_weights(folder, "float16", lanes[1])
 
 
-def test_every_weight_once_more_in_its_own_dtype(tmp_path):
+def test_files_of_mixed_dtypes_keep_them(tmp_path):
     """Files may mix dtypes."""
     values = tiny.values(lm_head_type="lane")
     arrays = {
@@ -294,11 +294,11 @@ def test_every_weight_once_more_in_its_own_dtype(tmp_path):
 
 @pytest.fixture(scope="module")
 def large_folder(tmp_path_factory):
-    """A dense model of ones, 20 MB of float32 in matrices of at most 2 MB, and the same as a Laneformer."""
+    """A dense model of ones, 20 MB of float32 in matrices of at most 2 MB, and the same model as a Laneformer."""
     folder = tmp_path_factory.mktemp("large")
     dense = json.loads((FOLDERS["qwen3"] / "config.json").read_text())
     dense |= {"vocab_size": 2000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
-    del dense["layer_types"]  # of two layers
+    del dense["layer_types"]  # it is for two layers
     (folder / "dense").mkdir()
     (folder / "dense" / "config.json").write_text(json.dumps(dense))
     config = read_hf_config(folder / "dense", 4)
@@ -313,8 +313,8 @@ def large_folder(tmp_path_factory):
 
 @pytest.mark.parametrize(("kind", "copies"), [("laneformer", 1), ("dense", 2)])
 def test_only_one_weight_is_in_memory(large_folder, kind, copies):
-    """Beside it, for a dense model, the bytes from which its columns were picked; the embedding table until the first
-    one of a layer is read.
+    """For a dense model, there are also the bytes from which the weight's columns were taken. The embedding table stays
+    in memory until the first weight of a layer is read.
     """
     checkpoint = open_checkpoint(large_folder / kind, num_lanes=4)
     tracemalloc.start()
@@ -325,13 +325,13 @@ def test_only_one_weight_is_in_memory(large_folder, kind, copies):
     assert sum(sizes) > 9 * max(sizes) and max(sizes) < peak < copies * max(sizes) + of_layers + 200_000
 
 
-def test_an_array_is_overwritten_by_the_next_one(large_folder):
-    """Those of the layers share the memory that the largest needs: a caller must not keep one. The table's goes."""
+def test_array_is_overwritten_by_the_next_one(large_folder):
+    """All weights of layers share one memory, so that a caller must not keep them. The embedding table has its own."""
     table, first, second, *_ = (weight for _, weight in open_checkpoint(large_folder / "laneformer").weights())
     assert np.shares_memory(first, second) and not np.shares_memory(table, first)
 
 
-def test_folders_that_cannot_be_written(tmp_path):
+def test_folders_that_cannot_be_written_are_named(tmp_path):
     model = tiny.random_model(tiny.values())
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):

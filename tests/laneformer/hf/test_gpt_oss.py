@@ -1,4 +1,4 @@
-"""gpt-oss: fields and defaults of config.json, MXFP4 as its files have it, the transposed copies, and what is wrong."""
+"""gpt-oss: fields and defaults of config.json, MXFP4 in its files, the transposed matrices, and damaged folders."""
 
 import json
 import shutil
@@ -25,8 +25,8 @@ SMALL = {
 FIRST = "model.layers.0.mlp.experts"
 
 
-def test_defaults_are_those_of_transformers():
-    """Copied from its configuration class."""
+def test_defaults_equal_those_of_transformers():
+    """The defaults are copied from transformers' configuration class."""
     found = config_from_hf(SMALL)
     assert (found.num_key_value_heads, found.head_size, found.max_position_embeddings) == (8, 64, 131072)
     assert (found.num_experts, found.num_experts_per_tok, found.moe_intermediate_size) == (128, 4, 24)
@@ -61,13 +61,13 @@ def test_defaults_are_those_of_transformers():
     ],
     ids=str,
 )
-def test_variants(changes, meant):
+def test_fields_set_the_config(changes, meant):
     found = config_from_hf(SMALL | changes)
     assert {name: getattr(found, name) for name in meant} == meant
 
 
-def test_spellings_of_rope():
-    """A null scaling is the default one; transformers 5 writes both settings under one name."""
+def test_all_spellings_of_rope_are_read():
+    """A null scaling is the default scaling. transformers 5 writes base and scaling under one name."""
     usual = config_from_hf(SMALL)
     assert config_from_hf(SMALL | {"rope_scaling": None, "rope_parameters": None}) == usual
     yarn = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False}
@@ -91,7 +91,7 @@ def test_spellings_of_rope():
     ],
     ids=str,
 )
-def test_what_is_refused_names_the_field(changes, shown):
+def test_unsupported_values_name_the_field(changes, shown):
     with pytest.raises(ConfigError) as error:
         config_from_hf(SMALL | changes)
     assert shown in str(error.value) and "\n" not in str(error.value)
@@ -99,7 +99,7 @@ def test_what_is_refused_names_the_field(changes, shown):
 
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_blocks_and_scales_stay_packed(lanes):
-    """Codes and scales of gate and up are every second row of the file's, also in float32."""
+    """Codes and scales of gate and up are every second row of the file's tensors, also with dtype float32."""
     weights = laneformer.load(MOE / "gpt_oss_2", dtype="float32", num_lanes=lanes).weights()
     tensors = load_file(MOE / "gpt_oss_2" / "model.safetensors")
     codes, scales = (tensors[f"{FIRST}.gate_up_proj_{name}"] for name in ("blocks", "scales"))
@@ -118,8 +118,8 @@ def test_blocks_and_scales_stay_packed(lanes):
     np.testing.assert_array_equal(np.concatenate(down, -1), wanted.reshape(8, 96, 64))
 
 
-def test_order_of_rows():
-    """Transposed copies: rows of gate and up take turns; half-split rotary rows and their biases become neighbours."""
+def test_rows_are_reordered():
+    """Matrices are transposed, rows of gate and up alternate, and half-split rotary rows and biases are interleaved."""
     weights = laneformer.load(MOE / "gpt_oss_1", num_lanes=2).weights()
     tensors = load_file(MOE / "gpt_oss_1" / "model.safetensors")
     first = "layers.0"
@@ -156,8 +156,8 @@ def test_lanes_share_a_key_value_head():
 
 
 @pytest.mark.parametrize(("case", "lanes"), [("gpt_oss_1", 8), ("gpt_oss_2", 2), ("qwen3_moe_2", 2)])
-def test_written_and_read_again(tmp_path, case, lanes):
-    """Bit for bit, packed weights packed."""
+def test_saved_model_is_read_again_unchanged(tmp_path, case, lanes):
+    """Weights are equal bit for bit, and packed weights stay packed."""
     model = laneformer.load(MOE / case, num_lanes=lanes)
     laneformer.save_hf(model, tmp_path)
     again = laneformer.load(tmp_path)
@@ -234,7 +234,7 @@ def test_damaged_folders_are_named_in_one_line(tmp_path, case, change, values, w
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_a_scale_that_is_no_number(tmp_path):
+def test_scale_that_is_not_a_number_is_refused(tmp_path):
     def change(tensors):
         tensors[f"{FIRST}.down_proj_scales"][1, 2, 1] = 0xFF
 

@@ -27,7 +27,7 @@ scalings = st.one_of(
 
 @st.composite
 def configs(draw) -> ModelConfig:
-    """Valid configs that use every field."""
+    """Valid configs that together use every field."""
     head = draw(st.sampled_from(["replicate", "lane", "vocab_parallel"]))
     whole_head = head == "replicate"
     fields = {name: value for name, value in tiny.BASE.items() if name != "model_type"}
@@ -93,7 +93,7 @@ def test_every_field_is_written():
     assert set(ModelConfig.__dataclass_fields__) <= set(values)
 
 
-def test_the_published_files_are_read():
+def test_published_files_are_read():
     for folder in tiny.ORACLE:
         values = json.loads((folder / "config.json").read_text())
         config = read_hf_config(folder)
@@ -110,14 +110,14 @@ def test_the_published_files_are_read():
             assert getattr(config, name) == values[name]
 
 
-def test_spellings_of_the_exchange_switches():
+def test_both_spellings_of_the_exchange_switches_are_read():
     assert not tiny.config(use_comm=False).use_mlp_comm
     newer = tiny.config(model_type="laneformer", use_attention_comm=False, use_mlp_comm=True)
     assert (newer.use_attention_comm, newer.use_mlp_comm) == (False, True)
     assert tiny.config(model_type="laneformer").use_attention_comm
 
 
-def test_fields_of_older_files():
+def test_fields_of_older_files_are_read():
     assert tiny.config(rms_norm_eps=1e-6).norm_eps == tiny.config(rms_norm_eps=1e-6, norm_eps=None).norm_eps == 1e-6
     assert tiny.config(rms_norm_eps=1e-6, norm_eps=1e-4).norm_eps == 1e-4
     assert tiny.config(num_key_value_heads=None).num_key_value_heads == 8
@@ -134,12 +134,12 @@ def test_fields_of_older_files():
     )  # the list decides
 
 
-def test_lanes_of_a_laneformer_are_its_own():
+def test_other_number_of_lanes_is_refused():
     assert config_from_hf(tiny.values(), num_lanes=4).num_lanes == 4
     with pytest.raises(ConfigError, match=r"num_lanes = 2\b.*\b4 lanes"):
         config_from_hf(tiny.values(), num_lanes=2)
 
 
-def test_unknown_spelling():
+def test_unknown_spelling_is_refused():
     with pytest.raises(ConfigError, match=r"'llama'.*laneformer_tp, laneformer"):
         config_to_hf(tiny.config(), "llama")

@@ -1,4 +1,4 @@
-"""config.json of Llama and the families spelled like it: their fields, defaults and windows, and what is refused."""
+"""config.json of Llama and the families that use its names: fields, defaults, windows, and values that are refused."""
 
 import logging
 
@@ -12,7 +12,7 @@ DENSE_TYPES = ("llama", "arcee", "mistral", "ministral", "qwen2", "qwen3", "smol
 DENSE = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 8}
 
 
-def test_fields_of_dense_families():
+def test_fields_of_dense_families_are_read():
     llama = config_from_hf(DENSE | {"model_type": "llama", "rms_norm_eps": 1e-6}, num_lanes=2)
     assert (llama.num_key_value_heads, llama.num_lanes, llama.layout, llama.norm_eps) == (8, 2, "tp", 1e-6)
     assert config_from_hf(DENSE | {"model_type": "llama"}).num_lanes == 1
@@ -23,8 +23,8 @@ def test_fields_of_dense_families():
 
 
 @pytest.mark.parametrize("kind", DENSE_TYPES)
-def test_defaults_are_those_of_transformers(kind):
-    """Copied from the configuration classes of transformers 5.23."""
+def test_defaults_equal_those_of_transformers(kind):
+    """The defaults are copied from the configuration classes of transformers 5.23."""
     longest, theta, tied = {
         "llama": (2048, 10000.0, False),
         "arcee": (4096, 10000.0, False),
@@ -49,13 +49,13 @@ def test_defaults_are_those_of_transformers(kind):
     ("name", "meant"),
     [("swish", "silu"), ("gelu", "gelu"), ("gelu_new", "gelu_pytorch_tanh"), ("relu2", "relu2"), (None, "silu")],
 )
-def test_activations_under_the_names_of_transformers(name, meant):
+def test_activation_names_of_transformers_are_read(name, meant):
     found = config_from_hf(DENSE | {"model_type": "llama", "hidden_act": name})
     assert found.hidden_act == meant and found.gated_mlp
 
 
 @pytest.mark.parametrize(("kind", "more"), [("qwen2", {}), ("qwen3", {"head_dim": 4})])
-def test_windows_of_qwen(kind, more):
+def test_windows_of_qwen_are_read(kind, more):
     window = DENSE | {"model_type": kind, "sliding_window": 5, "use_sliding_window": True} | more
     assert config_from_hf(window | {"max_window_layers": 2}).layer_windows == (None, None, 5)
     assert config_from_hf(window | {"max_window_layers": 0}).layer_windows == (5, 5, 5)
@@ -69,7 +69,7 @@ def test_windows_of_qwen(kind, more):
     assert config_from_hf(first).layer_windows == (4096, 4096, 4096)
 
 
-def test_windows_of_mistral():
+def test_windows_of_mistral_are_read():
     mistral = DENSE | {"model_type": "mistral", "head_dim": 6}
     assert config_from_hf(mistral | {"sliding_window": 5}).layer_windows == (5, 5, 5)
     assert config_from_hf(mistral | {"sliding_window": 5}).head_size == 6
@@ -79,7 +79,7 @@ def test_windows_of_mistral():
     assert config_from_hf(mistral | uniform).layer_windows == (5, 5, 5)
 
 
-def test_windows_of_ministral():
+def test_windows_of_ministral_are_read():
     ministral = DENSE | {"model_type": "ministral", "sliding_window": 5}
     assert config_from_hf(ministral).layer_windows == (5, 5, 5)
     kinds = ["sliding_attention", "full_attention", "full_attention"]
@@ -87,7 +87,7 @@ def test_windows_of_ministral():
     assert config_from_hf(ministral | {"layer_types": kinds, "sliding_window": None}).layer_windows == (None,) * 3
 
 
-def test_windows_of_smollm3():
+def test_windows_of_smollm3_are_read():
     smollm3 = DENSE | {"model_type": "smollm3", "no_rope_layers": [1, 1, 1], "sliding_window": 5}
     kinds = ["full_attention", "sliding_attention", "full_attention"]
     assert config_from_hf(smollm3 | {"use_sliding_window": True}).layer_windows == (None, None, None)
@@ -96,7 +96,7 @@ def test_windows_of_smollm3():
     assert config_from_hf(smollm3 | {"layer_types": kinds}).layer_windows == (None, None, None)
 
 
-def test_layers_without_rotation():
+def test_layers_without_rotation_are_read():
     smollm3 = DENSE | {"model_type": "smollm3", "num_hidden_layers": 8}
     assert config_from_hf(smollm3).nope_layers == (3, 7)
     assert config_from_hf(smollm3 | {"no_rope_layer_interval": 3}).nope_layers == (2, 5)
@@ -115,7 +115,7 @@ def test_layers_without_rotation():
     assert found.nope_layers == (0,) and found.layer_windows == (None, *(5,) * 7)
 
 
-def test_norms_after_modules():
+def test_norms_after_modules_are_read():
     olmo2 = config_from_hf(DENSE | {"model_type": "olmo2"})
     assert (olmo2.norm_before, olmo2.norm_after) == (False, "sum")
     assert olmo2.layers[0].attention.qk_norm == "projection"
@@ -164,6 +164,6 @@ def test_unsupported_values_name_the_field(kind, changes, shown):
 
 
 @pytest.mark.parametrize("lanes", [3, 16, 0, -1])
-def test_lanes_that_do_not_fit_a_dense_model(lanes):
+def test_unfit_numbers_of_lanes_are_refused(lanes):
     with pytest.raises(ConfigError, match=f"num_lanes = {lanes}"):
         config_from_hf(DENSE | {"model_type": "llama"}, num_lanes=lanes)

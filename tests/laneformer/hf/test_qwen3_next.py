@@ -1,4 +1,4 @@
-"""Qwen3-Next: reference outputs with lanes, caches and a mesh, the order of rows, folders written again, damage."""
+"""Qwen3-Next: reference outputs with lanes, caches and meshes, the order of rows, saved models, and damaged folders."""
 
 import json
 import shutil
@@ -28,8 +28,8 @@ FIRST = "model.layers.0.linear_attn"
         *(pytest.param("qwen3_next_2", *cut, marks=pytest.mark.exhaustive) for cut in ((1, 0), (2, 2), (4, 0), (4, 4))),
     ],
 )
-def test_reference_models(case, lanes, devices):
-    """Logits, and greedy tokens from a cache; torch's float32 is within 2.5e-4 of float64."""
+def test_models_equal_the_reference(case, lanes, devices):
+    """Logits, and greedy tokens with a cache. The reference, torch's float32, is within 2.5e-4 of float64."""
     mesh = laneformer.make_mesh(lanes, lane=devices) if devices else None
     model = laneformer.load(MOE / case, dtype="float32", num_lanes=lanes, mesh=mesh)
     io = np.load(MOE / case / "io.npz")
@@ -39,7 +39,7 @@ def test_reference_models(case, lanes, devices):
 
 
 def test_padding_does_not_change_the_state():
-    """As a compiled prompt is padded, twice; the logits of the text are those of the whole one."""
+    """Parts are padded like compiled prompts. The logits of their texts equal those of the whole text."""
     model, io = laneformer.load(MOE / "qwen3_next_1", dtype="float32"), np.load(MOE / "qwen3_next_1" / "io.npz")
     cache, found, start = model.make_cache(2, 32), [], 0
     for count in (6, 3, 8):
@@ -52,8 +52,8 @@ def test_padding_does_not_change_the_state():
     assert tiny.difference(np.concatenate(found, 1), io["logits"][:, :start]) < 5e-4
 
 
-def test_order_of_rows():
-    """Queries and gates take turns head by head; the first 8 of 32 channels rotate; a lane has its own q, k and v."""
+def test_rows_are_reordered():
+    """Queries and gates alternate by head, the first 8 of 32 channels are rotated, a lane has its own q, k and v."""
     weights = laneformer.load(MOE / "qwen3_next_1", num_lanes=2).weights()
     tensors = load_file(MOE / "qwen3_next_1" / "model.safetensors")
     rotated = [0, 4, 1, 5, 2, 6, 3, 7, *range(8, 32)]
@@ -68,7 +68,7 @@ def test_order_of_rows():
     np.testing.assert_array_equal(weights["layers.0.attention.decay"], tensors[f"{FIRST}.A_log"].reshape(2, 2))
 
 
-def test_state_is_float32_and_as_large_as_its_heads():
+def test_state_is_float32_with_the_size_of_its_heads():
     cache = laneformer.load(MOE / "qwen3_next_2", num_lanes=2).make_cache(1, 16)
     found = {name: (array.shape, array.dtype.name) for name, array in cache.layers[0].items()}
     assert found["state"] == ((2, 1, 1, 2, 2, 32, 16), "float32") and found["inputs"][0] == (2, 1, 1, 3, 192)
@@ -76,8 +76,8 @@ def test_state_is_float32_and_as_large_as_its_heads():
 
 
 @pytest.mark.parametrize("case", ["qwen3_next_1", "qwen3_next_2"])
-def test_written_and_read_again(tmp_path, case):
-    """Bit for bit, packed weights packed, and the sizes of DeltaNet in config.json."""
+def test_saved_model_is_read_again_unchanged(tmp_path, case):
+    """Weights are equal bit for bit, packed weights stay packed, and config.json has the sizes of DeltaNet."""
     model = laneformer.load(MOE / case, num_lanes=2)
     laneformer.save_hf(model, tmp_path / "own")
     again = laneformer.load(tmp_path / "own")
@@ -137,12 +137,12 @@ def test_wrong_values_are_named_in_one_line(values, words):
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
-def test_lanes_cut_key_heads():
+def test_lanes_that_do_not_divide_the_key_heads_are_refused():
     with pytest.raises(ConfigError, match=r"num_lanes = 4 does not divide delta_net.key_heads = 2; .* that do: 1, 2"):
         read_hf_config(MOE / "qwen3_next_1", 4)
 
 
-def test_missing_values_are_those_of_transformers():
+def test_defaults_equal_those_of_transformers():
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     given = json.loads((MOE / "qwen3_next_1" / "config.json").read_text())
     config = config_from_hf({name: given[name] for name in (*names, "model_type")})

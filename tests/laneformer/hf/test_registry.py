@@ -1,4 +1,4 @@
-"""The registry of families: what any config.json gives, in which missing and null fields mean the default."""
+"""The registry of families: any config.json gives a config or a clear error; missing and null fields mean defaults."""
 
 import json
 import logging
@@ -13,7 +13,7 @@ from laneformer.hf.fields import REQUIRED
 from tests.support import tiny
 from tests.support.hf.configs import MIXTURES, with_missing
 
-OPTIONAL = {  # model_type -> each optional field with what a missing or null one stands for
+OPTIONAL = {  # model_type -> optional fields, with the meaning of a missing or null one
     "laneformer_tp": {
         "head_dim": 4,
         "max_position_embeddings": 4096,
@@ -156,7 +156,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("changes", "shown"), WRONG)
 def test_wrong_values_name_file_and_field(tmp_path, changes, shown):
-    """NaN and Infinity as Python writes and reads them."""
+    """config.json has NaN and Infinity as Python writes and reads them."""
     (tmp_path / "config.json").write_text(json.dumps(tiny.values(**changes)))
     with pytest.raises(ConfigError) as caught:
         read_hf_config(tmp_path)
@@ -166,7 +166,7 @@ def test_wrong_values_name_file_and_field(tmp_path, changes, shown):
 
 
 @pytest.mark.parametrize("values", MIXTURES.values(), ids=MIXTURES)
-def test_mixtures_are_known_to_the_roofline_and_run_or_are_refused_by_load(tmp_path, values):
+def test_mixtures_have_dimensions_and_run_or_are_refused(tmp_path, values):
     assert dimensions_from_hf(values).parts
     if find_family(values).config_from is not None:
         names = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -182,7 +182,7 @@ def test_mixtures_are_known_to_the_roofline_and_run_or_are_refused_by_load(tmp_p
 
 
 @pytest.mark.parametrize("kind", ["llama", "laneformer", "olmo2"])
-def test_models_that_are_no_mixtures_have_no_dimensions(kind):
+def test_models_without_experts_have_no_dimensions(kind):
     with pytest.raises(ConfigError, match=kind):
         dimensions_from_hf(tiny.values(model_type=kind))
 
@@ -236,7 +236,7 @@ fields = sorted(
     changes=st.dictionaries(st.sampled_from(fields), json_values, min_size=1, max_size=2),
     kind=st.sampled_from(sorted(FAMILIES)),
 )
-def test_anything_in_a_file_is_a_config_or_a_clear_error(changes, kind):
+def test_any_values_give_a_config_or_a_clear_error(changes, kind):
     try:
         config_from_hf(tiny.values(model_type=kind) | changes)
     except LaneformerError as error:

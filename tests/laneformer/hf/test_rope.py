@@ -1,4 +1,4 @@
-"""Rotary settings of config.json: every spelling, and what missing or null ones stand for."""
+"""Rotary settings of config.json: every spelling, and the meaning of missing and null ones."""
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ SCALING = {
 }
 
 
-def test_spellings_of_rope_scaling():
+def test_all_spellings_of_rope_scaling_are_read():
     args = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "old_context_len": 2048}
     llama3 = RopeScaling(
         type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=2048
@@ -47,7 +47,7 @@ def test_spellings_of_rope_scaling():
 @settings(max_examples=100)
 @given(data=st.data(), kind=st.sampled_from(["laneformer", "llama"]), name=st.sampled_from(["scaling", "parameters"]))
 def test_null_and_missing_fields_of_rope_scaling_mean_the_default(data, kind, name):
-    """A yarn factor is the longest context over the original one; the type alone cannot be left out."""
+    """The default of a yarn factor is the longest context divided by the original one. Only the type is required."""
     required = {"model_type": kind, "max_position_embeddings": 32} | {n: tiny.BASE[n] for n in REQUIRED}
     optional = {n: value for n, value in SCALING.items() if n not in ("rope_type", "original_max_position_embeddings")}
     kept = {n: SCALING[n] for n in ("rope_type", "original_max_position_embeddings")}
@@ -57,7 +57,7 @@ def test_null_and_missing_fields_of_rope_scaling_mean_the_default(data, kind, na
 
 
 @pytest.mark.parametrize("kind", ["llama3", "yarn"])
-def test_null_original_context_means_the_longest_one(kind):
+def test_null_original_context_means_the_longest_context(kind):
     scaling = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": None}
     assert tiny.config(rope_scaling=scaling).rope_scaling.original_max_position_embeddings == 32
 
@@ -83,7 +83,7 @@ def test_unsupported_rotation_names_field_and_value(changes, shown):
     assert shown in str(error.value)
 
 
-def test_partial_rotary_factor_of_one_is_all_channels():
+def test_partial_rotary_factor_of_one_means_all_channels():
     assert tiny.config(partial_rotary_factor=1.0) == tiny.config()
 
 

@@ -15,19 +15,19 @@ from tests.support import tiny
 
 @pytest.fixture
 def folder(tmp_path):
-    """A whole folder in one file, to be damaged."""
+    """A folder with one file, to be damaged."""
     return save_hf(tiny.random_model(tiny.values()), tmp_path / "model")
 
 
 @pytest.fixture
 def folder_of_parts(tmp_path, monkeypatch):
-    """A whole folder in several files with an index, to be damaged."""
+    """A folder with several files and an index, to be damaged."""
     monkeypatch.setattr(laneformer.hf.folder, "_FILE_BYTES", 20_000)
     return save_hf(tiny.random_model(tiny.values()), tmp_path / "model")
 
 
 def change_tensors(folder, **changes):
-    """Rewrites model.safetensors with some tensors replaced, or left out where None; __ stands for a dot."""
+    """Rewrites model.safetensors with some tensors replaced, or removed if None. __ in a name stands for a dot."""
     tensors = load_file(folder / "model.safetensors")
     for key, value in changes.items():
         name = key.replace("__", ".")
@@ -38,14 +38,14 @@ def change_tensors(folder, **changes):
 
 
 def refused(folder, *messages) -> None:
-    """load() must raise a CheckpointError that says all of that and names the folder."""
+    """load() must raise a CheckpointError that contains the messages and names the folder."""
     with pytest.raises(CheckpointError) as caught:
         load(folder)
     for message in (str(folder), *messages):
         assert message in str(caught.value)
 
 
-def test_a_missing_tensor(folder):
+def test_missing_tensor_is_refused(folder):
     change_tensors(folder, model__layers__1__attention__wo__weight=None)
     refused(folder, "model.layers.1.attention.wo.weight")
 
@@ -56,17 +56,17 @@ def test_many_missing_tensors_are_counted(folder):
     refused(folder, "model.layers.3.attention.wk.weight", "and 13 more")
 
 
-def test_an_extra_tensor(folder):
+def test_extra_tensor_is_refused(folder):
     change_tensors(folder, model__layers__0__attention__wq__bias=np.zeros(3, np.float32))
     refused(folder, "model.layers.0.attention.wq.bias")
 
 
-def test_old_rotary_buffers_are_no_extra_tensors(folder):
+def test_old_rotary_buffers_are_ignored(folder):
     change_tensors(folder, model__layers__0__attention__rotary_emb__inv_freq=np.zeros(3, np.float32))
     assert load(folder)
 
 
-def test_a_tied_head_stored_twice(tmp_path):
+def test_copy_of_a_tied_head_must_be_equal(tmp_path):
     folder = save_hf(tiny.random_model(tiny.values(tie_word_embeddings=True)), tmp_path)
     table = load_file(folder / "model.safetensors")["model.tok_embeddings.weight"]
     change_tensors(folder, lm_head__weight=table)
@@ -79,7 +79,7 @@ def test_a_tied_head_stored_twice(tmp_path):
 
 
 @pytest.mark.parametrize("shape", [(40, 31), (32, 40), (40,), (4, 10, 32)])
-def test_a_tensor_of_another_shape(folder, shape):
+def test_tensor_of_another_shape_is_refused(folder, shape):
     change_tensors(folder, lm_head__weight=np.zeros(shape, np.float32))
     refused(folder, "lm_head.weight", str(list(shape)), "[40, 32]")
 
@@ -87,50 +87,50 @@ def test_a_tensor_of_another_shape(folder, shape):
 @pytest.mark.parametrize(
     ("dtype", "spelling"), [("int8", "I8"), ("float64", "F64"), ("int32", "I32"), ("bool", "BOOL")]
 )
-def test_a_tensor_that_is_no_weight(folder, dtype, spelling):
+def test_tensor_of_another_dtype_is_refused(folder, dtype, spelling):
     change_tensors(folder, lm_head__weight=np.zeros((40, 32), dtype))
     refused(folder, "lm_head.weight", spelling, "F32, F16, BF16")
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, 0.5, -1])
-def test_a_truncated_file(folder, keep):
+def test_truncated_file_is_refused(folder, keep):
     file = folder / "model.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
     refused(folder, "model.safetensors", "truncated")
 
 
-def test_a_damaged_header(folder):
+def test_damaged_header_is_refused(folder):
     file = folder / "model.safetensors"
     file.write_bytes(b"\xff" * 64 + file.read_bytes()[64:])
     refused(folder, "model.safetensors", "damaged")
 
 
-def test_no_tensor_files(folder):
+def test_folder_without_tensors_is_refused(folder):
     (folder / "model.safetensors").unlink()
     refused(folder, ".safetensors")
 
 
-def test_a_missing_part(folder_of_parts):
+def test_missing_part_is_refused(folder_of_parts):
     part = sorted(folder_of_parts.glob("*.safetensors"))[1]
     part.unlink()
     refused(folder_of_parts, part.name, "model.safetensors.index.json")
 
 
-def test_a_truncated_part(folder_of_parts):
+def test_truncated_part_is_refused(folder_of_parts):
     part = sorted(folder_of_parts.glob("*.safetensors"))[1]
     part.write_bytes(part.read_bytes()[:-10])
     refused(folder_of_parts, part.name, "truncated")
 
 
-def test_a_missing_part_without_an_index(folder_of_parts):
+def test_missing_part_without_an_index_is_refused(folder_of_parts):
     (folder_of_parts / "model.safetensors.index.json").unlink()
     assert load(folder_of_parts)
     sorted(folder_of_parts.glob("*.safetensors"))[1].unlink()
     refused(folder_of_parts, "tensor(s) model.")
 
 
-def test_a_tensor_in_two_files(folder):
+def test_tensor_in_two_files_is_refused(folder):
     save_file({"model.norm.weight": np.ones(32, np.float32)}, folder / "other.safetensors")
     refused(folder, "model.norm.weight", "model.safetensors", "other.safetensors")
 
@@ -138,13 +138,13 @@ def test_a_tensor_in_two_files(folder):
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"weight_map": 3}', '{"weight_map": []}', '{"weight_map": null}', "\x00"]
 )
-def test_a_damaged_index(folder, text):
+def test_damaged_index_is_refused(folder, text):
     (folder / "model.safetensors.index.json").write_text(text)
     refused(folder, "model.safetensors.index.json")
 
 
 @pytest.mark.parametrize("names", [{"a": 1}, {"a": 1, "b": "x"}, {"a": None}])
-def test_an_index_of_files_that_are_not_there(folder, names):
+def test_index_of_missing_files_is_refused(folder, names):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     refused(folder, "model.safetensors.index.json")
 
@@ -165,13 +165,13 @@ OUTSIDE = [
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_an_index_of_files_outside_the_folder(folder, name):
+def test_index_of_files_outside_the_folder_is_refused(folder, name):
     shutil.copy(folder / "model.safetensors", folder.parent / "model.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     refused(folder, "model.safetensors.index.json", repr(name))
 
 
-def test_an_index_of_files_in_a_folder_below(folder):
+def test_index_of_files_in_a_folder_below_is_read(folder):
     (folder / "parts").mkdir()
     (folder / "model.safetensors").rename(folder / "parts" / "one.safetensors")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "parts/one.safetensors"}}))
@@ -179,14 +179,14 @@ def test_an_index_of_files_in_a_folder_below(folder):
 
 
 def test_linked_files_are_read(folder):
-    """The cache of Hugging Face's hub has links to files elsewhere."""
+    """The cache of Hugging Face's hub contains links to files in another folder."""
     (folder / "model.safetensors").rename(folder.parent / "blob")
     (folder / "model.safetensors").symlink_to(folder.parent / "blob")
     assert load(folder)
 
 
 def with_header(folder, change) -> None:
-    """Rewrites the header of model.safetensors, as text."""
+    """Rewrites the header of model.safetensors. change: old header -> new header, as text."""
     file = folder / "model.safetensors"
     data = file.read_bytes()
     length = int.from_bytes(data[:8], "little")
@@ -194,7 +194,7 @@ def with_header(folder, change) -> None:
     file.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
 
 
-def test_a_tensor_twice_in_one_header(folder):
+def test_duplicate_tensor_in_a_header_is_refused(folder):
     def twice(text: str) -> str:
         header = json.loads(text)
         return text.rstrip()[:-1] + f',"model.norm.weight":{json.dumps(header["model.norm.weight"])}}}'
@@ -216,19 +216,19 @@ def test_a_tensor_twice_in_one_header(folder):
         lambda text: text.replace('"shape":[32]', '"shape":[31]'),
     ],
 )
-def test_a_damaged_header_of_the_right_length(folder, change):
+def test_damaged_header_of_the_right_length_is_refused(folder, change):
     with_header(folder, change)
     refused(folder, "model.safetensors")
 
 
-def test_a_truncated_file_names_both_sizes(folder):
+def test_truncated_file_names_both_sizes(folder):
     file = folder / "model.safetensors"
     data = file.read_bytes()
     file.write_bytes(data[:-10])
     refused(folder, f"{len(data) - 10:,}", f"{len(data):,}")
 
 
-def test_a_file_that_shrinks_after_it_was_opened(folder):
+def test_file_that_shrinks_after_opening_is_refused(folder):
     checkpoint = open_checkpoint(folder)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-10])

@@ -1,5 +1,5 @@
-"""Records of weights in 8 and 4 bits: every code with every scale against ml_dtypes, checks, and cuts that move codes
-and scales together.
+"""Records of weights in 8 and 4 bits: the value of every code with every scale against ml_dtypes, checks of damaged
+records, and cuts that move codes and scales together.
 """
 
 import re
@@ -21,12 +21,12 @@ HALVES = np.arange(1 << 16, dtype=np.uint16)
 
 
 def finite(dtype) -> np.ndarray:
-    """All finite numbers of 16 bits."""
+    """All finite values of a 16-bit dtype."""
     values = HALVES.view(dtype)
     return values[np.isfinite(values.astype(np.float32))]
 
 
-# For each kind all codes, and all scales with what they are by ml_dtypes.
+# Kind -> all codes, their values by ml_dtypes, scales, and their values by ml_dtypes
 TABLE = {
     "mxfp4": (NIBBLES, NIBBLES.view(FLOAT4), BYTES[:255], BYTES[:255].view(EXPONENT)),
     "nvfp4": (NIBBLES, NIBBLES.view(FLOAT4), NUMBERS, NUMBERS.view(FLOAT8)),
@@ -37,14 +37,14 @@ TABLE = {
 
 
 def record(kind, codes, scales, group, **more) -> Quantized:
-    """codes: one by one."""
+    """A record of codes that are not packed yet, [rows, columns]."""
     packed = pack4(codes) if kind in ("mxfp4", "nvfp4", "int4") else codes
     return Quantized(kind, packed, scales, group, codes.shape[-1], **more)
 
 
 @pytest.mark.parametrize("kind", TABLE)
-def test_every_code_with_every_scale(kind):
-    """Each row has all codes and one scale. float32 overflows with some scales, as the product of two float32 does."""
+def test_every_code_and_scale_has_its_exact_value(kind):
+    """Each row has all codes and one scale. Some products overflow in float32, in the record and in the expectation."""
     codes, values, scales, real = TABLE[kind]
     found = record(kind, np.tile(codes, (len(scales), 1)), scales[:, None], (1, len(codes)))
     assert found.problem() is None
@@ -58,7 +58,7 @@ def same_bits(one: np.ndarray, other: np.ndarray) -> bool:
     return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
 
 
-def test_zero_points_and_the_global_scale():
+def test_zero_points_are_subtracted_and_the_global_scale_divides():
     points = np.repeat(NIBBLES, 16)[:, None]
     found = record("int4", np.tile(NIBBLES, (256, 1)), np.ones((256, 1), np.float16), (1, 16), zero_points=points)
     assert (found.dequantize() == np.arange(16) - np.repeat(np.arange(16), 16)[:, None]).all()
@@ -76,7 +76,7 @@ def test_zero_points_and_the_global_scale():
 
 
 @pytest.mark.parametrize("columns", [1, 2, 7, 8])
-def test_nibbles(columns):
+def test_unpack4_is_the_inverse_of_pack4(columns):
     codes = np.random.default_rng(0).integers(0, 16, (3, columns), np.uint8)
     packed = pack4(codes)
     assert (packed[:, 0] & 15 == codes[:, 0]).all() and (unpack4(packed, columns) == codes).all()
@@ -102,7 +102,7 @@ CUT = {
     "odd columns": random_record("int4", (1, 32), (24, 93)),
     "rows": random_record("int8", (1, 96), zeros=True),
     "blocks": random_record("fp8", (8, 32)),
-    "blocks that are larger": random_record("fp8", (128, 128)),
+    "blocks larger than the matrix": random_record("fp8", (128, 128)),
     "tensor": random_record("fp8", (24, 96)),
     "exponents": random_record("mxfp4", (1, 32)),
     "two scales": replace(random_record("nvfp4", (1, 16)), global_scale=np.full((), 5, np.float32)),
@@ -111,9 +111,7 @@ CUT = {
 
 @pytest.mark.parametrize("name", CUT)
 def test_codes_and_scales_move_together(name):
-    """Lanes of rows and of columns that do and do not fit the groups, and permutations of rows within and across
-    blocks.
-    """
+    """Rows and columns are cut into lanes that fit the groups or do not. Rows are permuted within and across blocks."""
     found = CUT[name]
     weights, (rows, columns) = found.dequantize(), found.shape
     for lanes in (1, 2, 3, 4, 6):
@@ -146,7 +144,7 @@ def test_rows_of_heads_are_cut_and_transposed(name, parts, first, count):
             assert same_bits(cut.dequantize(), np.ascontiguousarray(expected[None] if lanes else expected))
 
 
-def test_columns_in_an_order_are_rows_in_their_place_when_they_are_cut():
+def test_cut_restores_the_order_of_columns():
     order = np.random.default_rng(2).permutation(96).astype(np.int32)
     found = replace(CUT["groups"], order=order)
     expected = found.dequantize().reshape(2, 12, 96)[:, 3:9]
@@ -154,7 +152,7 @@ def test_columns_in_an_order_are_rows_in_their_place_when_they_are_cut():
     assert same_bits(found.cut(2, 3, 6, True).dequantize(), np.ascontiguousarray(expected.swapaxes(1, 2)))
 
 
-def test_columns_in_an_order_of_their_own():
+def test_order_permutes_the_columns():
     order = np.random.default_rng(2).permutation(96).astype(np.int32)
     found = replace(CUT["groups"], order=order)
     assert found.problem() is None
@@ -164,7 +162,7 @@ def test_columns_in_an_order_of_their_own():
         found.split_columns(2)
 
 
-WRONG = {  # a record, its changes, what is said
+WRONG = {  # record, changes, expected in the problem
     "kind": ("groups", {"kind": "int5"}, "kind 'int5' is not one of int4"),
     "codes": ("groups", {"codes": np.zeros((24, 48), np.int8)}, r"codes are int8 \[24, 48\], not uint8"),
     "axes": ("groups", {"codes": np.zeros(48, np.uint8)}, "2, 3 or 4 axes"),
@@ -187,7 +185,7 @@ WRONG = {  # a record, its changes, what is said
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_said(name):
+def test_problem_names_what_is_wrong(name):
     of, changes, expected = WRONG[name]
     assert CUT[of].problem() is None
     assert re.search(expected, replace(CUT[of], **changes).problem())
@@ -200,7 +198,7 @@ def test_scales_become_narrow_only_without_loss():
     assert narrow_scales(half).dtype == np.float32 and (narrow_scales(half) == half).all()
 
 
-def test_bytes_and_names():
+def test_names_and_bytes_describe_the_record():
     names = {
         "groups": "int4 group 32",
         "groups with zero points": "int4 group 32, zero points",

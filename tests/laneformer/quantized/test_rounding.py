@@ -1,4 +1,4 @@
-"""Rounding to 8 and 4 bits: nearest codes, scales, and errors of normal weights."""
+"""Rounding to 8 and 4 bits: nearest codes, scales, and the errors of normal weights."""
 
 import ml_dtypes
 import numpy as np
@@ -12,11 +12,11 @@ NORMAL = np.random.default_rng(0).standard_normal((256, 1024), np.float32)
 
 
 def uniform(shared: int) -> float:
-    """Relative error of steps of max|w| / 127: a step over the root of 12."""
+    """Relative error with steps of max|w| / 127 for `shared` weights: the step divided by the square root of 12."""
     return float(np.sqrt(np.mean(np.square(np.abs(NORMAL.reshape(-1, shared)).max(1) / 127)) / 12))
 
 
-# Relative errors of normal weights; those of 4 bits and fp8 as measured when the formats were chosen.
+# Relative errors of normal weights; those of 4 bits and fp8 were measured when the formats were chosen.
 ERRORS = {
     ("int8", "row"): uniform(1024),
     ("int8", 32): uniform(32),
@@ -31,7 +31,7 @@ ERRORS = {
     ("mxfp4", 32): 0.1116,
     ("nvfp4", 16): 0.0953,
 }
-VALUES = {  # numbers that a code can stand for
+VALUES = {  # values of the codes
     "int4": np.arange(-8, 8),
     "int8": np.arange(-128, 128),
     "fp8": E4M3[~np.isnan(E4M3)],
@@ -42,7 +42,7 @@ VALUES = {  # numbers that a code can stand for
 
 @pytest.mark.parametrize(("kind", "shared"), ERRORS)
 def test_codes_are_the_nearest(kind, shared):
-    """For the scales that were chosen, by a search over all codes; and the error is that of the format."""
+    """A search over all codes finds none that is nearer with the chosen scales. The error is that of the format."""
     found = round_to(NORMAL, kind, shared)
     assert found.problem() is None
     rows, columns = found.group
@@ -61,8 +61,8 @@ def test_every_allowed_group_is_tested():
     assert {*ERRORS} == {(kind, shared) for kind, allowed in ALLOWED.items() for shared in allowed}
 
 
-def test_scales():
-    """The largest weight of 8 bits gets the largest code; those of mxfp4 are the better of two powers of two."""
+def test_scales_fit_the_largest_weights():
+    """With 8 bits, the largest weight gets the largest code. Scales of mxfp4 are the better of two powers of two."""
     found = round_to(NORMAL, "int8")
     assert (np.abs(found.codes).max(1) == 127).all() and found.scales.dtype == np.float32
     found = round_to(NORMAL, "fp8", "row")
@@ -77,7 +77,7 @@ def test_scales():
     assert (found.scale_values() == np.where(errors[1] < errors[0], 2 * floor, floor)).mean() > 0.999
 
 
-def test_lanes_blocks_at_the_edge_and_zeros():
+def test_lanes_partial_blocks_and_zeros_are_rounded():
     lanes = np.zeros((2, 130, 160), np.float32)
     lanes[1, 129, 159] = 1e-30
     for kind in ALLOWED:
@@ -88,7 +88,7 @@ def test_lanes_blocks_at_the_edge_and_zeros():
         assert short.problem() is None and relative_error(NORMAL[:, :200], short) < 0.12
     assert round_to(lanes, "fp8").scales.shape == (2, 2, 2)
     quick = round_to(NORMAL, "int4", search=False)
-    assert relative_error(NORMAL, quick) == pytest.approx(0.097, rel=0.03)  # as measured when the format was chosen
+    assert relative_error(NORMAL, quick) == pytest.approx(0.097, rel=0.03)  # measured when the format was chosen
     same = round_to(NORMAL[:64], "int4").dequantize()
     assert (round_to(NORMAL[:64].reshape(2, 32, -1), "int4").dequantize().reshape(64, -1) == same).all()
 
@@ -101,6 +101,6 @@ def test_lanes_blocks_at_the_edge_and_zeros():
         (NORMAL * np.float32(np.inf), "fp8", None, "not finite"),
     ],
 )
-def test_what_cannot_be_rounded(weights, kind, shared, expected):
+def test_wrong_groups_and_infinite_weights_are_refused(weights, kind, shared, expected):
     with pytest.raises(ConfigError, match=expected):
         round_to(weights, kind, shared)

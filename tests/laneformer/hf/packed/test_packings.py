@@ -1,4 +1,4 @@
-"""Published packings of quantized weights: files of independent writers become records with exactly their weights."""
+"""Published packings of quantized weights: files from independent writers become records with exactly their weights."""
 
 import json
 import math
@@ -51,7 +51,7 @@ BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_sc
 
 
 def write(folder, pack, quantization, *, metadata=None, change=lambda tensors: None, files=()) -> dict[str, np.ndarray]:
-    """A folder with matrices made by `pack(rng, shape)`; returns the weights that they stand for, by name."""
+    """Writes a folder with matrices packed by `pack(rng, shape)`. Returns name -> exact weights."""
     rng, texts = np.random.default_rng(0), {"format": "pt"}
     tensors = {name: rng.normal(0, 0.3, shape).astype(packers.BF16) for name, shape in PLAIN.items()}
     weights = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
@@ -73,7 +73,7 @@ def write(folder, pack, quantization, *, metadata=None, change=lambda tensors: N
 
 
 def in_lanes(folder, weights: dict[str, np.ndarray], lanes: int) -> dict[str, np.ndarray]:
-    """The weights by path, cut as those of a model that is not quantized."""
+    """The weights by path, cut into lanes like those of a model that is not quantized."""
     config = read_hf_config(folder, lanes)
     sources = LLAMA.sources(config, parameter_table(config))
     return {path: source.convert(weights[source.name]) for path, source in sources.items()}
@@ -169,8 +169,8 @@ PACKINGS = {
 
 
 @pytest.mark.parametrize("name", PACKINGS)
-def test_packings_become_records_with_exactly_their_weights(name, tmp_path):
-    """Cut into lanes, and written and read again, too."""
+def test_packings_become_exact_records(name, tmp_path):
+    """Also when cut into lanes, and when saved and loaded again."""
     function, quantization, expected = PACKINGS[name]
     weights = write(tmp_path / "a", function, quantization)
     ordered = "order" in name or "desc_act" in name
@@ -184,7 +184,7 @@ def test_packings_become_records_with_exactly_their_weights(name, tmp_path):
                 assert (weight.zero_points is not None) == ("zero" in expected)
                 assert (weight.order is not None) == ordered
                 assert (weight.dequantize() == wanted).all() and weight.shape == wanted.shape, path
-        if lanes == 1:  # more of them cut some groups
+        if lanes == 1:  # more lanes cut some groups
             records = {path: weight for path, weight in found.items() if isinstance(weight, Quantized)}
             sizes = {path: in_records(weight, "group" in expected) for path, weight in records.items()}
             assert published(tmp_path / "a") == pytest.approx(sizes)
@@ -196,19 +196,19 @@ def test_packings_become_records_with_exactly_their_weights(name, tmp_path):
 
 
 def published(folder) -> dict[str, float]:
-    """Bytes of one weight of each packed matrix, by the folder's config.json alone."""
+    """Path -> bytes per weight of each packed matrix, according to the folder's config.json alone."""
     return packed_bytes(folder, json.loads((folder / "config.json").read_text()), read_hf_config(folder))
 
 
 def in_records(weight: Quantized, groups: bool) -> float:
-    """The same by its codes and, with `groups` of columns, scales of at most 16 bits and zero points."""
+    """Bytes per weight of a record: codes and, with `groups` of columns, scales of at most 16 bits and zero points."""
     zeros = 0 if weight.zero_points is None else weight.format.bits / 8
     scales = weight.scales.size * (min(weight.scales.itemsize, 2) + zeros) if groups else 0
     return (weight.codes.nbytes + scales) / math.prod(weight.shape)
 
 
 def same(one, other) -> bool:
-    """Bit for bit."""
+    """Whether two weights are equal bit for bit."""
     if not isinstance(one, Quantized):
         return np.asarray(one).tobytes() == np.asarray(other).tobytes()
     facts = [(each.kind, each.group, each.columns, each.arrays.keys()) for each in (one, other)]
@@ -216,7 +216,7 @@ def same(one, other) -> bool:
 
 
 def mixed(order: bool) -> tuple[dict, dict]:
-    """Every kind in one model, each in its own matrix: packers by module, and the quantization_config."""
+    """A model with every kind of packing, each in its own matrix: packers by module, and the quantization_config."""
     parts = {
         "self_attn.q": ("w4a16 actorder" if order else "w4a16"),
         "self_attn.k": "w8a16 asymmetric",
@@ -243,8 +243,8 @@ def mixed(order: bool) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("lanes", [1, 4])
 def test_backends_compute_with_the_exact_weights(lanes, tmp_path):
-    """Against float32 weights. xla: a prompt and a cached step, on one device and with a lane on each of four. cpu: an
-    answer, with the matrices of a product in several formats and orders of columns.
+    """Against a model of float32 weights. Backend xla: a prompt and a cached step, on one device or with four lanes on
+    four devices. Backend cpu: an answer, with the matrices of a product in several formats and orders of columns.
     """
     write(tmp_path, *mixed(order=lanes == 1))
     mesh = make_mesh(lanes) if lanes > 1 else None
@@ -376,8 +376,8 @@ def test_another_class_of_torchao_is_refused(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_rounding_to_bfloat16_is_the_users_word(tmp_path):
-    """It also opens what cannot be kept: columns in an order of their own in several lanes, uneven groups."""
+def test_rounding_to_bfloat16_must_be_requested(tmp_path):
+    """It also opens what cannot stay packed: ordered columns in several lanes, and groups of unequal sizes."""
     uneven = replaced(f"{Q}.g_idx", lambda g: np.sort(g) * (np.arange(64) > 40))
     write(tmp_path, *PACKINGS["gptq desc_act"][:2], change=uneven)
     with pytest.raises(CheckpointError, match=r"(q|o)_proj.weight \(int4.*; add --weights bfloat16"):
@@ -388,16 +388,16 @@ def test_rounding_to_bfloat16_is_the_users_word(tmp_path):
         assert (np.asarray(found.weights()[path]) == wanted.astype(np.float32).astype(packers.BF16)).all(), path
 
 
-IGNORED = {  # what leaves q_proj and o_proj in 16 bits
+IGNORED = {  # quantization_config that leaves q_proj and o_proj in 16 bits
     "names": COMPRESSED("pack-quantized", ("lm_head", Q, Q.replace("q_proj", "o_proj")), **INT4),
     "an expression": COMPRESSED("pack-quantized", ("re:.*self_attn.[qo]_proj$",), **INT4),
     "parts of names": COMPRESSED("pack-quantized", ("q_proj", "self_attn.o_proj"), **INT4),
-    "nothing, as their weights are there": COMPRESSED("pack-quantized", (), **INT4),
+    "nothing, but the files have 16 bits": COMPRESSED("pack-quantized", (), **INT4),
 }
 
 
 @pytest.mark.parametrize("name", IGNORED)
-def test_modules_that_are_left_alone(name, tmp_path):
+def test_ignored_modules_are_not_quantized(name, tmp_path):
     def left(rng, shape):
         weights = rng.normal(0, 0.1, shape).astype(packers.BF16)
         return packers.Matrix(weights.astype(np.float64), {"weight": weights})
@@ -408,9 +408,9 @@ def test_modules_that_are_left_alone(name, tmp_path):
     assert {path for path, quantized in kinds.items() if quantized} == {"wk", "wv", "w1", "w2", "w3"}
 
 
-def test_what_else_such_folders_have(tmp_path):
-    """Settings in files of their own, scales of activations, biases of zeros that GPTQ's tools add, and modules with
-    settings of their own.
+def test_older_settings_and_extra_tensors_are_accepted(tmp_path):
+    """Settings in separate files, scales of activations, biases of zeros from GPTQ's tools, and modules with their own
+    settings.
     """
     function = {module: pack("gptq", bits=8 if "q_proj" in module else 4) for module in SHAPES}
 
