@@ -24,9 +24,8 @@ class Attention(Block):
         self.options, self.precision = options, precision
 
     def project(self, names: str, h_lbsd: jax.Array) -> list[jax.Array]:
-        """The named ones of the queries q, keys k, values v and gate g (names: letters, as in qkv), each
-        [l, b, s, heads, k]. If the options have them, biases (Qwen2) and the norms of q and k (Qwen3, OLMo-2) are
-        applied.
+        """The projections of h that `names` lists by letter (queries q, keys k, values v, gate g), each
+        [l, b, s, heads, k]. Biases (Qwen2) and norms of q and k (Qwen3, OLMo-2) are applied if the options have them.
         """
         products = self.products([f"w{name}" for name in names], h_lbsd)
         return [self._heads(name, y) for name, y in zip(names, products, strict=True)]

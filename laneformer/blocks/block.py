@@ -76,8 +76,8 @@ def weight_of_op(
 
 
 def attention_weight(path: str, shape: tuple[int, ...], spec: P, initial: str, group: str, **others) -> Weight:
-    """A weight of an attention block at `path`. Its name in a checkpoint follows its path. Norms are the weights that
-    start as ones.
+    """A weight of an attention block at `path`. Its name in a checkpoint follows its path. A weight that starts as ones
+    counts as a norm.
     """
     part = "norms" if initial == "ones" else "attention"
     file_name = f"model.{path}.weight"

@@ -4,9 +4,9 @@ Shape letters as in laneformer/model.py, and: k channels of a head, r channels o
 positions, i query heads of the indexer, c channels of the indexer, g groups of heads, o rows of a group's projection.
 
 One vector per position, norm(wkv h) with its last channels rotated, is key and value of all heads. A query attends to
-the newest `window` positions, to all complete entries (laneformer/blocks/compressor.py) and to one sink per head. As
-values are rotated like keys, each head's result is rotated back. All lanes have the same positions and entries, each
-lane in its own copy.
+the newest `window` positions, to complete entries (laneformer/blocks/compressor.py), and to one sink per head. Where
+windows overlap, an indexer chooses among the entries. As values are rotated like keys, each head's result is rotated
+back. All lanes have the same positions and entries, each lane in its own copy.
 """
 
 import dataclasses
