@@ -1,5 +1,10 @@
-// The persistent decode kernel: one launch generates a whole answer. A lane has kCtas CTAs, all resident; they meet
-// only through edges.h.
+// The persistent decode kernel: one launch generates a whole answer. host/session.cc launches it cooperatively with
+// kCtas CTAs for each lane of the device, all of them resident.
+//
+// laneformer_decode checks the call (call.h), starts the weight stream (stream.h) and then makes passes: the embedding,
+// the ops of every layer and the head (decoder.h), and the draw (sampling.h). All CTAs make the same passes, because
+// each of them computes the next token and the end of the call from the same packets. CTAs synchronize only through the
+// words of edges.h.
 #include "call.h"
 #include "drafts.h"
 #include "peers.h"
@@ -8,9 +13,10 @@
 namespace laneformer {
 namespace gpu {
 
-constexpr int kSeveral = larger_of(2, kPassRows);
+constexpr int kSeveral = larger_of(2, kPassRows);  // rows of the code for several; Run<1> is the code for one
 
-// rows: the tokens of the pass's rows.
+// Runs a pass up to the logits. rows.token(m): the token of row m. draws: whether any row draws; if none does, the head
+// is skipped. head_rows: the CTA's rows of the head.
 template <int most, class Rows>
 LF_DEVICE void run_pass(Decoder& decoder, const Run<most>& run, const Rows& rows, bool draws, int head_rows,
                         Stream& stream, u32 tag, u32 sequence) {
@@ -22,13 +28,13 @@ LF_DEVICE void run_pass(Decoder& decoder, const Run<most>& run, const Rows& rows
   decoder.head(run, tag, head_rows);
 }
 
-// A whole answer by passes of several rows: the prompt but for its last token, then the last token of the text and
-// drafts of those after it.
+// Generates an answer in passes of several rows. The first passes read the prompt except its last token. Each later
+// pass has the newest token of the text and drafts of the tokens after it.
 template <int most>
 LF_DEVICE void decode_rows(const Params& p, const Control& control, Decoder& decoder, Sampler& sampler, Stream& stream,
                            Drafts& drafts) {
-  Progress now = {0, 0, 0, kLength, 0};  // pass: positions of the prompt
-  int got = 0;                           // tokens of the last pass
+  Progress now = {0, 0, 0, kLength, 0};  // pass: tokens of the prompt that were in passes
+  int got = 0;                           // tokens that the last pass drew
   drafts.begin(control.prompt);
   for (u32 tag = p.pass_tag + 1, sequence = p.exchange_tag;; tag += kPassTags, sequence += kNumSums + 1) {
     const int left = control.prompt - 1 - now.pass;
@@ -60,8 +66,8 @@ LF_DEVICE void decode_rows(const Params& p, const Control& control, Decoder& dec
   finish(p, control, now);
 }
 
-// Several requests, each in its slot, until one has ended or the host asks for the device. Every pass reads the head:
-// the stream cannot know which do not draw.
+// Serves several requests, each in its slot, until one of them ends or the call must yield. Every pass computes the
+// head, because the weight stream runs ahead of the passes and cannot know which of them draw.
 template <int most>
 LF_DEVICE void decode_requests(const Params& p, Decoder& decoder, Sampler& sampler, Stream& stream,
                                Requests& requests) {

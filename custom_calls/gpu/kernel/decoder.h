@@ -1,6 +1,14 @@
-// What a CTA does for a token, op by op. decode.cu does it all in one launch, steps.cu an op in each.
+// The ops of a pass in a CTA, in their order: embedding, layers, head and draw. decode.cu calls them all in one launch,
+// steps.cu one op in each launch.
 //
-// Specialised for one model: model.h is made by custom_calls/gpu/header.py.
+// Decoder is the last of a chain of classes: DenseOps (ops/dense.h) has products, StreamOps (ops/streams.h) several
+// residual streams, ChosenOps (ops/chosen.h) experts. They are compiled for one model: model.h, which
+// custom_calls/gpu/header.py writes, has the ops of a layer as types, and run_op chooses the code of each op by its
+// type.
+//
+// All CTAs of a lane run the same ops in the same order with the same tags, and within an op each CTA publishes its
+// words before it waits for words that others publish in that op. So every awaited word is written, and CTAs never wait
+// for each other in a circle.
 #pragma once
 
 #include "chosen.h"
@@ -9,8 +17,9 @@ namespace laneformer {
 namespace gpu {
 
 constexpr bool kHeadOfAll =
-    Head::kKind != HeadKind::kVocabParallel && kLanes > 1;  // it reads what the lanes have made together
+    Head::kKind != HeadKind::kVocabParallel && kLanes > 1;  // the head reads a combination of all lanes
 
+// A slot's numbers in Params::control.
 struct Control {
   int prompt, start, limit;
 
@@ -24,7 +33,7 @@ class Decoder : public ChosenOps {
  public:
   using ChosenOps::ChosenOps;
 
-  // token(m): of row m.
+  // Starts a pass with the embeddings of its tokens; token(m): that of row m.
   template <int most, class Token>
   LF_DEVICE void embed(const Run<most>& run, Token token, u32 tag) {
     const Clock clock(*this, kNameEmbed, -1);
@@ -35,7 +44,7 @@ class Decoder : public ChosenOps {
     clock.end();
   }
 
-  // Those of the pass's rows, where routers choose by them.
+  // Keeps the tokens of the pass's rows in shared memory, where routers choose by token.
   template <int most, class Token>
   LF_DEVICE void keep_tokens(const Run<most>& run, Token token) {
     if constexpr (kByToken) {
@@ -43,7 +52,7 @@ class Decoder : public ChosenOps {
     }
   }
 
-  // All ops of a layer.
+  // Runs all ops of a layer.
   template <int most>
   LF_DEVICE void run(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     watch_.layer = layer;
@@ -51,7 +60,7 @@ class Decoder : public ChosenOps {
     run_module(FeedForwards::All{}, FeedForwards::kind_of(layer), run, layer, tag, sequence);
   }
 
-  // One of them, by its place among them.
+  // Runs op `number` of a layer.
   LF_DEVICE void run_one(const Run<1>& run, int number, int layer, u32 tag, u32 sequence) {
     const int attention = Attentions::kind_of(layer), before = count_of(Attentions::All{}, attention);
     if (number < before) {
@@ -61,7 +70,7 @@ class Decoder : public ChosenOps {
     }
   }
 
-  // What the head reads of several streams, and what a head over all lanes needs of them.
+  // Prepares what the head reads: from several residual streams, and from all lanes if the head is over all lanes.
   template <int most>
   LF_DEVICE void final(const Run<most>& run, u32 tag, u32 sequence) {
     const Clock clock(*this, kNameFinal, kLayers);
@@ -70,7 +79,7 @@ class Decoder : public ChosenOps {
     clock.end();
   }
 
-  // Logits of the CTA's rows of the head into shared memory.
+  // Writes the logits of the CTA's `rows` rows of the head to shared memory.
   template <int most>
   LF_DEVICE void head(const Run<most>& run, u32 tag, int rows) {
     const Clock clock(*this, kNameHead, kLayers);
@@ -83,7 +92,7 @@ class Decoder : public ChosenOps {
                                                     tag + (kHeadOfAll ? kHeadEdge : 2 * kLayers), watch_};
       float* squares = this->squares(turn_);
       const int here = kHeadTurns == 1 ? rows : smaller(rows - turn * Head::kRows, Head::kRows);
-      // What a part has of them.
+      // Writes the logits of a part's rows.
       const auto finish = [&](int part) {
         float factor = 1;
         if constexpr (normed && most == 1) factor = norm_factor(squares, Head::kNormEps);
@@ -111,12 +120,11 @@ class Decoder : public ChosenOps {
       sync_cta();
       if constexpr (parts == 1) finish(0);
     }
-    if constexpr (kHeadTurns > 1 || most > 1)
-      sync_cta();  // the sampler's threads have other rows than those that wrote them
+    if constexpr (kHeadTurns > 1 || most > 1) sync_cta();  // the sampler's threads read logits that others wrote
     clock.end();
   }
 
-  // The end of a pass of one row: the token of the next one, which the prompt has or the sampler draws.
+  // Ends a pass of one row: the next pass gets the prompt's next token, or the one that the sampler draws.
   LF_DEVICE void next(Sampler& sampler, const Control& control, u32 tag, Progress& now) {
     const Clock clock(*this, kNameSample, kLayers);
     const int parity = (int)(tag / kPassTags & 1);
@@ -139,8 +147,8 @@ class Decoder : public ChosenOps {
     now.pass++;
   }
 
-  // The end of a pass whose rows draw, the first one's position being `position`. A draft is right if it is what the
-  // row before it has drawn; the first row whose token is another ends the run. Returns the tokens that are drawn.
+  // Ends a pass whose rows draw, the first at `position`. A draft is right if it equals the token that the row before
+  // it draws; rows from the first wrong draft on draw nothing. Returns the number of tokens drawn.
   LF_DEVICE int draw(Sampler& sampler, const Drafts& drafts, int position, u32 tag, Progress& now) {
     const Clock clock(*this, kNameSample, kLayers);
     const int parity = (int)(tag / kPassTags & 1), rows = drafts.rows(), before = now.drawn;
@@ -161,7 +169,7 @@ class Decoder : public ChosenOps {
     return now.drawn - before;
   }
 
-  // The same where a pass has rows of several requests. Returns what the host has asked, or kFailure.
+  // Ends a pass with rows of several requests. Returns Host::asked as the packets report it, or kFailure.
   LF_DEVICE int draw(Sampler& sampler, Requests& requests, u32 tag) {
     const Clock clock(*this, kNameSample, kLayers);
     const int parity = (int)(tag / kPassTags & 1);
@@ -173,7 +181,7 @@ class Decoder : public ChosenOps {
                         requests.forced(m));
     }
     if (offered == 0) asked = sampler.end_of_pass(tag, parity);
-    bool right = false;  // whether the row before has drawn the next one's token
+    bool right = false;  // whether the row before has drawn this row's token
     for (int m = 0; m < requests.rows() && asked < kFailure; m++) {
       if (!requests.draws(m) || (requests.place(m) > 0 && !right)) continue;
       const int slot = requests.row(m).slot, drawn = requests.drawn(slot) + requests.place(m);
@@ -196,7 +204,7 @@ class Decoder : public ChosenOps {
  private:
   LF_DEVICE const float* final_gains() const { return small(Head::norm(0), Head::kNormStride); }
 
-  // By functions that are always inlined, as a lambda is not: what a call is given by reference would be in memory.
+  // These are functions because they are always inlined. A call of a lambda would keep its references in memory.
   template <int most, class... Kind>
   LF_DEVICE void run_module(Kinds<Kind...>, int kind, const Run<most>& run, int layer, u32 tag, u32 sequence) {
     int number = 0;
@@ -250,7 +258,8 @@ class Decoder : public ChosenOps {
     }
   }
 
-  // What a head over all lanes reads: the mean of their norms, the sum of their streams, or their norms end to end.
+  // Publishes what a head over all lanes reads: the mean of the lanes' normed streams, the sum of their streams, or
+  // their normed streams end to end.
   template <int most>
   LF_DEVICE void combine_lanes(const Run<most>& run, const float* gains, u32 tag, u32 sequence) {
     float* squares = this->squares(turn_ ^ 1);

@@ -1,6 +1,9 @@
-// Lists of ops, and what their arithmetic needs of numbers. model.h, which custom_calls/gpu/header.py writes, has a
-// struct of constants for each op of each kind of module, the ops of a kind as Ops<...>, and all kinds as AllKinds =
-// Kinds<...>. Attentions and FeedForwards are the two modules of layers: their kinds, and which of them a layer has.
+// Lists of ops as types, functions over such lists, and the arithmetic of activation.h. model.h includes this file.
+//
+// model.h, which custom_calls/gpu/header.py writes, has a struct of constants for each op. The ops of one kind of
+// module are Ops<...>, and all kinds are AllKinds = Kinds<...>. Modules of one kind differ only in weights and windows,
+// so they share code. Attentions and FeedForwards are the two modules of a layer: All is the list of their kinds, and
+// kind_of(layer) the number of a layer's kind in it.
 #pragma once
 
 #include "numbers.h"
@@ -11,12 +14,12 @@
 namespace laneformer {
 namespace gpu {
 
-struct Numbers {  // for activation.h
+struct Numbers {  // functions of float32 for activation.h
   LF_DEVICE static float exp(float x) { return exp_of(x); }
   LF_DEVICE static float at_least(float x, float low) { return larger(x, low); }
 };
 
-// log(1 + x) of x in 0 .. 1, by the series of 2 atanh(x / (2 + x)).
+// log(1 + x) for x in 0 .. 1, by the series of 2 atanh(x / (2 + x)).
 LF_DEVICE float log_of_one_and(float x) {
   const float y = x / (2 + x), square = y * y;
   float sum = 1.0f / 15;
@@ -33,17 +36,19 @@ struct Ops {};
 template <class... Kind>
 struct Kinds {};
 
-// Calls body with the ops of a layer in a module, which is Attentions or FeedForwards.
+// Calls body with the ops of kind number `kind`.
 template <class Body, class... Kind>
 LF_DEVICE void with_kind(Kinds<Kind...>, int kind, Body body) {
   int number = 0;
   ((kind == number++ ? body(Kind{}) : void()), ...);
 }
+// Calls body with the ops of a layer. Module: Attentions or FeedForwards.
 template <class Module, class Body>
 LF_DEVICE void with_ops(int layer, Body body) {
   with_kind(typename Module::All{}, Module::kind_of(layer), body);
 }
 
+// The number of ops of a list, or of kind number `kind`.
 template <class... Op>
 LF_DEVICE constexpr int count_of(Ops<Op...>) {
   return sizeof...(Op);
@@ -56,7 +61,7 @@ LF_DEVICE constexpr int count_of(Kinds<Kind...>, int kind) {
   return found;
 }
 
-// The largest Measure::of<Op>() of all ops.
+// The largest Measure::of<Op>() of the ops.
 template <class Measure, class... Op>
 constexpr int most_of(Ops<Op...>) {
   int most = 0;

@@ -1,6 +1,10 @@
-// The same kernels with a launch for each op of each pass: what the persistent kernel is compared with. What CTAs need
-// of each other goes over the borders of launches; only the exchange between lanes and the sampling wait within one.
-// The weights' ring starts empty in every launch, and ends with it.
+// The same ops with one launch for each op of each pass, to measure what the persistent kernel (decode.cu) saves.
+// host/session.cc records the launches of a pass as a graph and launches it until the answer has ended.
+//
+// CTAs synchronize at the borders of launches, so the words of earlier launches are valid. Only the exchange between
+// lanes, norms after modules, mixtures of streams, compressed attention and the sampling wait within a launch; for them
+// the whole grid must be resident. The weights' ring starts empty in every launch and has only the lines of its op. The
+// residual stream is kept in memory from launch to launch (Params::kept), the progress of the answer likewise.
 #define LF_STEPS 1
 #include "call.h"
 #include "read.h"
@@ -8,16 +12,16 @@
 namespace laneformer {
 namespace gpu {
 
-// What a launch must know of its op.
+// Properties of the op of a launch.
 struct Step {
-  Stretch weights;   // in a pass
-  bool of_residual;  // it adds the module's output, or reads several streams
-  bool waits;        // for other CTAs of the launch
+  Stretch weights;   // its lines in a pass
+  bool of_residual;  // whether it adds the module's output or reads several streams
+  bool waits;        // whether it waits for other CTAs of the launch
 };
 
 template <class Op>
 LF_DEVICE Step step_of(u32 line) {
-  // Sums over lanes, norms and mixtures of streams are waited for.
+  // These wait within the launch: sums over lanes, norms and mixtures of streams.
   constexpr bool of_residual = Op::kWrites == Value::kOutput || Op::kIsGatherStreams;
   Step step = {{0, 0}, of_residual, of_residual || Op::kIsCompressedAttend};
   if constexpr (Op::kStreamed) step.weights = {line + Op::kFirstLine, Op::kLines};
@@ -47,11 +51,12 @@ LF_DEVICE Step step_of(int step, int layer) {
   return {{0, 0}, false, false};
 }
 
-// The CTA's rows of the residual stream, and of the last modules' outputs, stay in memory between launches.
-// With several streams also these, and how an output joins them.
+// Floats of several residual streams that a CTA keeps between launches.
 constexpr int kKeptStreams = kStreams * kStreamRows;
 LF_DEVICE float* kept_by(const Params& p) { return p.kept + (i64)cta() * kKeptFloats; }
 
+// recall reads from memory, and keep writes to it, the CTA's channels of the residual stream and of the last modules'
+// outputs; with several streams also these, and how an output joins them.
 LF_DEVICE void recall(const Params& p, const Residual& residual) {
   const float* kept = kept_by(p);
   residual.each(Run<1>{0}, [&](int, int r) {
@@ -126,7 +131,7 @@ LF_KERNEL void laneformer_step(LF_PARAMS p) {
       if (sampler.polls_host()) *sampler.end = Sampler::ending(sampler.asked_by_host());
       sync_cta();
       if (thread() == 0 && has_failed(load_word(p.shared[p.device]), p.pass_tag))
-        *sampler.end = kFailed;  // in an earlier launch
+        *sampler.end = kFailed;  // an earlier launch has failed
       if (draws) {
         decoder.head(run, tag, sampler.count);
       } else {
