@@ -1,136 +1,140 @@
-// What a launch is given. Host and device read this file.
+// The parameters of a launch, and the host memory that the kernel reads and writes while it runs. host/api.cc and
+// host/session.cc fill Params; the host and the kernel compile this file, so both have the same structs. Array shapes
+// are in brackets; [slots] is [1] in a kernel for one request.
 #pragma once
 
 #ifndef LF_KEPT
-#define LF_KEPT kMaxKept  // the host's; a kernel's is in model.h
+#define LF_KEPT kMaxKept  // on the host; model.h defines it for a kernel
 #endif
 
 namespace laneformer {
 namespace gpu {
 
 constexpr int kMaxLayers = 128, kMaxDevices = 8;
-constexpr int kMaxKept = 6 * kMaxLayers;  // arrays that layers keep between tokens, as many as compressed attention's
+constexpr int kMaxKept = 6 * kMaxLayers;  // arrays kept between tokens; compressed attention has 6 in a layer
 
+// How a call, or a slot's request in it, ended. A yielded request continues in another call.
 enum Ends { kLength, kStop, kCancelled, kFailed, kYielded };
 
-// What a thread waited for when it timed out: a device-side error.
+// What a thread was waiting for when it timed out. kBadCall: the call's numbers are invalid.
 enum Waits { kNothing, kAtCheckIn, kAtVector, kAtAttention, kAtLanding, kAtPacket, kAtLogits, kBadCall };
 
-constexpr int kPacketWords = 6;  // of a CTA, at the end of a pass
+constexpr int kPacketWords = 6;  // of the packet that a CTA publishes for a row (sampling.h)
 
-constexpr int kMaxRows = 8;  // of a pass, and slots of a call
-constexpr int kMaxTop = 20, kControls = 5;
+constexpr int kMaxRows = 8;                 // rows of a pass, and slots of a call, at most
+constexpr int kMaxTop = 20, kControls = 5;  // most likely tokens reported at most; ints of a slot in Params::control
 
-// What the host may ask of a running call: bit s cancels the one of slot s, and this one ends the pass for all.
+// Bits of Host::asked: bit s cancels the request of slot s; kYield ends the call for all slots after the pass.
 constexpr int kYield = 1 << kMaxRows;
 
-struct EmittedToken {  // in memory of the host
+struct EmittedToken {  // in host memory
   int token;
   float logprob;
   unsigned long long time_ns;
 };
 
-// What drafts were worth to a slot in a call: passes after the prompt's by its rows, right drafts by their place, and
-// those from another text.
+// Counts of a slot's drafts in a call, without the pass that draws the first token. passes[n]: passes that checked n
+// drafts. accepted[i]: right drafts at place i. other, other_accepted: drafts from another text, and the right ones.
 struct DraftCounts {
   int passes[kMaxRows], accepted[kMaxRows - 1], other, other_accepted;
 };
 
-// Memory of the host that the kernel sees; one for all devices of a process.
+// Host memory that the kernel reads and writes while it runs; one for all devices of a process.
 struct Host {
-  int asked;                   // by the host: bits of slots to cancel, and kYield
-  int count[kMaxRows];         // of each slot: tokens emitted so far
-  int done[kMaxRows];          //   it has ended, and not yielded
-  unsigned long long failure;  // failure_word of edges.h; 0 for none
-  unsigned read;
-  unsigned ended;                // the first pass tag of the last call that has ended
-  DraftCounts drafts[kMaxRows];  // of each slot
+  int asked;                     // by the host: bits of slots to cancel, and kYield
+  int count[kMaxRows];           // by slot: tokens of its request emitted so far
+  int done[kMaxRows];            // by slot: 1 once its request has ended, other than by yielding
+  unsigned long long failure;    // failure_word of edges.h; 0 for none
+  unsigned read;                 // written by laneformer_read, so that its loads are not removed
+  unsigned ended;                // Params::pass_tag of the last call that has ended
+  DraftCounts drafts[kMaxRows];  // by slot
   int passes;                    // of the last call of several slots
 };
 
-// What a slot of a call drafts from.
+// The texts from which a slot's drafts are copied, and their limits (pass/drafts.h).
 struct Texts {
-  const int* given;        // in memory of the host, one after the other:
-  int before;              //   another text, and what is before the prompt
-  int forced;              //   the answer's first tokens, whatever is drawn
-  int drafts;              //   drafts of the answer's tokens by number, -1 for none, for tests: at any price
-  int other;               // tokens of `before` that are another text
-  int most;                // drafts of a pass; 0: none
-  int room;                // tokens of before, prompt and answer
-  float prices[kMaxRows];  // time of a pass of 1, 2, ... rows over that of one
-  int* text;               // of the device: [room], then forced and drafts
+  const int* given;        // host memory with three texts, one after the other; the next three are their sizes
+  int before;              // tokens of another text and of the text before the prompt
+  int forced;              // the answer's first tokens, taken whatever is drawn
+  int drafts;              // for tests: a draft of each token of the answer, -1 for none, checked at any price
+  int other;               // how many of the `before` tokens are another text
+  int most;                // drafts of a pass at most; 0: none
+  int room;                // tokens of text before the prompt, prompt and answer
+  float prices[kMaxRows];  // time of a pass of 1, 2, ... rows over that of a pass of one
+  int* text;               // device memory: [room], then the tokens of `forced` and `drafts`
 };
 
-// What a launch of steps.cu does. kStepOp and those after it: the first, second, ... op of a layer.
+// What a launch of steps.cu computes. kStepOp + n is op n of a layer.
 enum Steps { kStepBegin, kStepEmbed, kStepFinal, kStepHead, kStepOp };
 
-// How far an answer has got; the same in every CTA.
+// The progress of an answer, the same in every CTA.
 struct Progress {
-  int pass, token, drawn;
-  int end;  // a value of Ends
-  int over;
+  int pass, token, drawn;  // passes made; token of the next pass; tokens drawn
+  int end;                 // a value of Ends
+  int over;                // whether the call has ended
 };
 
-struct Span {
+struct Span {  // of a trace; op: see Names in ops/dense.h
   int op, layer;
   unsigned long long begin_ns, end_ns;
 };
 
 struct Params {
-  // Of the model, on this device: its own lanes first.
-  const void* weights;     // [lanes here][CTAs][warps][lines of a pass][warp size] of 16 bytes
+  // The model on this device.
+  const void* weights;     // [lanes here][CTAs][warps][lines of a warp][warp size] of 16 bytes
   const void* embedding;   // [vocab][hidden]
-  const float* small;      // norm gains and biases of all lanes, at the offsets that model.h has
-  const float* rotations;  // tables [context][2][head_dim / 2] of cosines and sines
-  const unsigned* coding;  // of each product, 4 words: see formats.h
-  const unsigned* listed;  // [lanes here][CTAs][warps][listed_words]: what is listed beside a warp's stream
+  const float* small;      // norm gains, biases and other vectors of all lanes, at the offsets in model.h
+  const float* rotations;  // rotary tables [context][2][head_dim / 2] of cosines and sines
+  const unsigned* coding;  // 4 words for each product: see formats.h
+  const unsigned* listed;  // [lanes here][CTAs][warps][listed_words]: exceptions and factors beside the streams
   int listed_words;
 
-  // Of the call. What a request has alone is here once for each slot.
-  const int* prompt;
-  const int* control;     // tokens of the prompt, position of the first, tokens to draw at most, top_k, drawn before
-  const float* settings;  // temperature, top_p, min_p, repetition penalty
-  const unsigned int* key;
-  const int* stops;
-  unsigned char* seen;
-  long long capacity;
-  int* tokens;
+  // The call. What belongs to one request exists once for each slot.
+  const int* prompt;  // [slots][room_of_prompt]
+  // [slots][kControls]: tokens of the prompt, position of the first, most tokens to draw, top_k, tokens drawn before
+  const int* control;
+  const float* settings;    // [slots][4]: temperature, top_p, min_p, repetition penalty
+  const unsigned int* key;  // [slots][2], of the noise
+  const int* stops;         // [slots][num_stops]
+  unsigned char* seen;      // [slots][vocab]: 1 for a token of the text
+  long long capacity;       // positions of the caches
+  int* tokens;              // [slots][room]; so is logprobs
   float* logprobs;
-  int* top_tokens;
+  int* top_tokens;  // [slots][room][top]; so is top_logprobs
   float* top_logprobs;
-  float* logits;  // [room][vocab] or null
-  int* status;
+  float* logits;  // [slots][room][vocab] or null
+  int* status;    // [slots][3]: tokens drawn, a value of Ends, the next position
   int room_of_prompt, num_stops, room, top;
 
-  // Of the session.
-  unsigned long long* boards;               // between CTAs of a lane, [lanes here][kLaneWords]
-  unsigned long long* shared[kMaxDevices];  // between lanes, one on each device of all processes
+  // The session.
+  unsigned long long* boards;               // between CTAs of a lane: [lanes here][rows of a pass][kLaneWords]
+  unsigned long long* shared[kMaxDevices];  // between lanes: one on each device of all processes
   int devices, device, first_lane;
-  int reports;  // whether this device reports the call to the host and polls for a cancellation: one of each process
+  int reports;  // whether this device reports the call to the host and polls Host::asked: one of each process
   unsigned int pass_tag,
-      exchange_tag;                   // the first of this call; that of its passes is a multiple of kPassTags and not 0
-  unsigned long long timeouts_ns[3];  // of the check-in, of waits for other lanes, and of waits that these may cause
-  unsigned long long chaos_ns, peer_delay_ns;
+      exchange_tag;                   // the first of this call; pass_tag is a multiple of kPassTags and not 0
+  unsigned long long timeouts_ns[3];  // of the check-in, of waits for other lanes, and of waits that those may cause
+  unsigned long long chaos_ns, peer_delay_ns;  // longest random delay (Watch); delay of emulated lanes (peers.h)
   Host* host;
-  int passes;             // after which a call of several slots yields; 0: none
-  int emitted_room;       // the context
+  int passes;             // after which a call of several slots yields; 0: no limit
+  int emitted_room;       // tokens of a slot in the arrays below: the context
   EmittedToken* emitted;  // [slots][context]
-  int* emitted_tokens;    // [slots][context][top], of several slots [kMaxTop]
+  int* emitted_tokens;    // [slots][context][top], with several slots [kMaxTop]; so is emitted_logprobs
   float* emitted_logprobs;
-  Span* spans;     // [CTAs][max_spans], null for no trace
+  Span* spans;     // [CTAs][max_spans]; null for no trace
   int* num_spans;  // [CTAs]
   int max_spans;
 
-  // Of a launch of steps.cu: the op, and what the CTAs keep from one launch to the next.
+  // A launch of steps.cu: the op, and what the CTAs keep from one launch to the next.
   int op, layer;
   Progress* progress;  // [CTAs]
-  float* kept;         // [CTAs][1 + kHistory][rows]: of the residual stream
+  float* kept;         // [CTAs][kKeptFloats]: the residual stream, see steps.cu
 
-  Texts texts[kMaxRows];  // of each slot
+  Texts texts[kMaxRows];  // by slot
 
-  // Of the call. A kernel takes as many of the host's as its model has, so that few models need more than the 4 KiB of
-  // parameters that CUDA had before 12.1.
-  void* caches[LF_KEPT];  // [lanes here][slots][capacity or 1][...]: what layers keep (custom_calls/plan.py), by layer
+  // The call's caches. They are last, because a kernel takes only as many of the host's as its model has: so few models
+  // exceed the 4 KiB of parameters that CUDA allowed before 12.1.
+  void* caches[LF_KEPT];  // by layer, [lanes here][slots][capacity or 1][...]: see kept_of in custom_calls/plan.py
 };
 
 }  // namespace gpu
