@@ -1,11 +1,19 @@
-// How CTAs hand values to each other: 8-byte words of a float32 and a tag, written and read whole with relaxed
-// accesses. A word is valid once it carries the tag that the reader waits for. A tag recurs after 2^32 others, so
-// nothing is ever cleared.
+// Edges: how CTAs pass values to each other. All ops use these functions; within a launch CTAs synchronize in no other
+// way.
 //
-// Boards are the memory of one kind of edge. A board may be written again once every reader has read it, which follows
-// from the order of the edges: a CTA that has passed an edge of the residual stream has read words of all CTAs of its
-// lane, each of which owns rows of it, so all of them have reached that edge. Two boards of that kind take turns, one
-// is enough for every other. See docs/gpu.md.
+// A value travels as a word of 8 bytes, a float32 and a tag, written and read whole with relaxed accesses. A word is
+// valid once it carries the tag that the reader waits for, so words may arrive in any order. Tags count up and recur
+// after 2^32 others, so words are never cleared.
+//
+// A board is the memory of one kind of edge. It may be written again once every reader has read it. No reader
+// acknowledges that; it follows from the order of the edges. A CTA that has passed an edge of the residual stream has
+// read words of all CTAs of its lane, because each of them owns channels of the stream. So all of them have reached
+// this edge and have finished reading the boards of earlier edges. They may still be reading the words of this edge
+// itself. Therefore two boards take turns for the residual stream, and one is enough for every other kind of edge. See
+// docs/gpu.md.
+//
+// What layers keep between passes, such as caches, has no tags. Fences order it: one before a CTA publishes its packet
+// at the end of a pass, and one after it has read all packets (sampling.h).
 #pragma once
 
 #include "model.h"
@@ -19,26 +27,26 @@ LF_DEVICE u64 word_of(float value, u32 tag) { return (u64)tag << 32 | float_to_b
 LF_DEVICE float value_of(u64 word) { return bits_to_float((u32)word); }
 LF_DEVICE bool arrived(u64 word, u32 tag) { return (u32)(word >> 32) == tag; }
 
-// What ends a call, as one word: its first pass tag with the layer + 1 in the bits that are 0 there, then 21 bits of
-// what was waited for, 8 of the lane that waited, and 3 of Waits. The first word of every device's shared memory; also
-// reported to the host.
+// The word that ends a failed call: in the upper half its pass_tag plus the layer + 1 (the low bits of a pass_tag are
+// 0), then 21 bits of what was waited for, 8 of the lane that waited, and 3 of Waits. It is the first word of the
+// memory between lanes (Params::shared) on every device, and is reported to the host.
 LF_DEVICE u64 failure_word(u32 tag, Waits where, int lane, int layer, int waited_for) {
   return (u64)(tag + layer + 1) << 32 | ((u32)waited_for << 11 | (u32)(lane << 3 | where));
 }
 LF_DEVICE bool has_failed(u64 word, u32 tag) { return (u32)(word >> 32) - tag < kPassTags; }
 
-// Reports to the host and to all devices; the first report stays.
+// Reports a failure to the host and to all devices, unless the call has failed already.
 LF_COLD void fail(const Params& p, Waits where, int lane, int layer, int waited_for) {
   if (has_failed(load_word(p.shared[p.device]), p.pass_tag)) return;
   const u64 failure = failure_word(p.pass_tag, where, lane, layer, waited_for);
   p.host->failure = failure;
   fence_system();
   for (int d = 0; d < p.devices; d++) store_word(p.shared[d], failure);
-  fence_system();  // before this CTA's packet, by which all others end
+  fence_system();  // before this CTA's packet, which ends the call in all others
 }
 
-// The watchdog of every wait for another CTA: a thread that times out reports it to all devices, from then on no thread
-// waits, and the kernel ends with the pass, whose token is not emitted.
+// The watchdog of every wait for another CTA. A thread that times out reports that to all devices. From then on no
+// thread waits, and the kernel ends with the pass without emitting its token.
 class Watch {
  public:
   LF_DEVICE Watch(const Params& p, u64* abort, int lane)
@@ -46,10 +54,10 @@ class Watch {
 
   int layer = -1;
 
-  // After a look that found nothing: whether to look again.
+  // Called after a read that found no valid word. Returns whether to read again.
   LF_DEVICE bool keep_waiting(u32& spins, Waits where, int waited_for) {
     if (ended_) return false;
-    if (spins++ % 64 != 63) {  // the clock and the failure's word are looked at now and then
+    if (spins++ % 64 != 63) {  // the clock and the failure word are read every 64th time
       pause();
       return true;
     }
@@ -70,7 +78,7 @@ class Watch {
 
   LF_DEVICE bool ended() const { return ended_; }
 
-  // Tests delay every edge of a CTA by random times.
+  // For tests: delays an edge by a random time.
   LF_DEVICE void delay() {
     if (p_.chaos_ns == 0) return;
     random_ ^= random_ << 13, random_ ^= random_ >> 17, random_ ^= random_ << 5;
@@ -87,7 +95,7 @@ class Watch {
   u64 began_ = 0;
 };
 
-// The value of one word.
+// Waits for a word and returns its value.
 LF_DEVICE float wait_for(const u64* word, u32 tag, Watch& watch, Waits where, int waited_for) {
   u64 v;
   for (u32 spins = 0; !arrived(v = load_word(word), tag);)
@@ -95,7 +103,7 @@ LF_DEVICE float wait_for(const u64* word, u32 tag, Watch& watch, Waits where, in
   return value_of(v);
 }
 
-// The boards of a pass's rows, `stride` words apart. Those of the rows beyond the pass's are the last one's.
+// The boards of a pass's rows, `stride` words apart. Rows beyond the pass's last one have the last one's board.
 template <int rows>
 struct Boards {
   const u64* first;
@@ -111,16 +119,16 @@ struct Boards<1> {
   LF_DEVICE const u64* of(int) const { return first; }
 };
 
-// What each thread reads of each row's board: n times `per` words in pairs, the pair of word i being distance(v, i)
-// behind the thread's first (those beyond `end` are 0; whole: there are none). patient: one word is looked at alone
-// until it is valid, since many CTAs that poll all words all the time take bandwidth from the weights.
+// Each thread waits for n * per words of each row's board: out[m][v][i] and [i + 1] are the pair at word first +
+// distance(v, i) of row m's board. Words from `end` on are 0; whole states that there are none. patient: polls the
+// thread's first word alone until it is valid, because polling all words would take bandwidth from the weights.
 template <bool whole, bool patient = true, int rows, int n, int per, class Distance>
 LF_DEVICE void read_words(const Boards<rows>& boards, int first, int end, u32 tag, Distance distance,
                           float (&out)[rows][n][per], Watch& watch, Waits where) {
   static_assert(per % 2 == 0, "words are read in pairs");
   const u64* own = boards.of(0) + first;
   u32 spins = 0;
-  if (patient && (!kSteps || where == kAtPacket) && (whole || first < end))  // an earlier launch's words are all valid
+  if (patient && (!kSteps || where == kAtPacket) && (whole || first < end))  // words of earlier launches are valid
     while (!arrived(load_word(own), tag))
       if (!watch.keep_waiting(spins, where, first)) break;
   for (;;) {
@@ -157,8 +165,8 @@ struct InOrder {
   LF_DEVICE int operator()(int i) const { return i; }
 };
 
-// All of the CTA's threads bring n words into shared memory, thread t those of numbers t, t + threads, ...; a sync_cta
-// makes them visible. place(i): of word i on the board; into(i): of its value.
+// Waits for n words and writes their values to shared memory, by all threads of the CTA: thread t has words t, t +
+// threads, ... A sync_cta must follow. place(i): where word i is on the board; into(i): where its value goes in `out`.
 template <int threads, class Place = InOrder, class Into = InOrder>
 LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch, Waits where, Place place = {},
                       Into into = {}) {
@@ -170,7 +178,7 @@ LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch
     u32 spins = 0;
     do {
       all = true;
-      u64 words[each] = {};  // registers of words that only some threads read would be taken over all passes
+      u64 words[each] = {};  // uninitialised, they would take registers over all passes
       LF_UNROLL for (int i = 0; i < each; i++) {
         const int at = first + i * threads + own;
         if (at < n) words[i] = load_word(board + place(at));

@@ -1,11 +1,13 @@
-// The lane exchange: one-shot pushes into the receivers' memory, fire and forget. Every 8 bytes carry their own tag, so
-// that data is recognised by itself, in any order, and 8 bytes are written and read whole on every machine. CTA c of a
-// lane talks to CTA c of the others.
+// The exchange between lanes, on one device or several. Residual and Decoder push a lane's values into the memory of
+// every device, and later pull the values of all lanes from the memory of their own device. Values travel as the words
+// of edges.h, whose tag is the sequence number of the exchange: they may arrive in any order. CTA c of a lane exchanges
+// with CTA c of the other lanes, which own the same channels.
 //
-// A slot of the ring is written again without acknowledgement: a lane that has received exchange q from another one
-// knows that this one had issued q, and so had read what was due before. custom_calls/cpu/exchange.h computes how many
-// slots a schedule needs for that (ring_slots). Sequence numbers continue from call to call and recur after 2^32, so an
-// ended call leaves nothing behind that could be taken for data.
+// Exchange q is in slot q % slots of a ring, and a slot is written again without an acknowledgement. This is right
+// because a lane that has received exchange q from another lane knows that the other one had issued q, and so had read
+// all exchanges that were due before q. custom_calls/cpu/exchange.h computes how many slots a schedule needs for that
+// (ring_slots). Sequence numbers continue from call to call and recur after 2^32, so words of an ended call are never
+// taken for data.
 #pragma once
 
 #include "edges.h"
@@ -13,23 +15,23 @@
 namespace laneformer {
 namespace gpu {
 
-// Memory of each device: [slots][lanes][width] words. slots: a power of two, so that sequence numbers may wrap around.
+// The ring in the memory of each device: [slots][lanes][width] words.
 template <int lanes, int slots, int width>
 struct Exchange {
-  static_assert((slots & (slots - 1)) == 0, "sequence numbers wrap around");
+  static_assert((slots & (slots - 1)) == 0, "slots must be a power of two, because sequence numbers wrap around");
   static constexpr i64 kWords = (i64)slots * lanes * width;
 
   LF_DEVICE static i64 at(u32 sequence, int lane, int row) {
     return ((i64)(sequence % slots) * lanes + lane) * width + row;
   }
 
-  // One value of a lane, to all devices.
+  // Sends one value of a lane to all devices. base: the ring's first word in Params::shared.
   LF_DEVICE static void push(const Params& p, i64 base, u32 sequence, int lane, int row, float value) {
     const u64 word = word_of(value, sequence);
     for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + base + at(sequence, lane, row), word);
   }
 
-  // The values of all lanes, which may have arrived long ago.
+  // Waits for the values of all lanes, which may have arrived long before. memory: the ring on this device.
   LF_DEVICE static void pull(const u64* memory, u32 sequence, int row, float (&values)[lanes], Watch& watch,
                              Waits where) {
     u32 spins = 0;

@@ -1,6 +1,7 @@
-// One rank of several, alone on a GPU: spare CTAs emulate the other lanes. They send what this lane sends, after a
-// delay, so that the lane has every wait of a real exchange. Its results are meaningless; its time, and the delay from
-// which on it waits, can be measured. Always call such figures emulated.
+// Emulated peers, to measure one lane of several alone on a GPU (scripts/gpu_rank.py): kPeerCtas spare CTAs play the
+// other lanes. decode.cu runs them. They write what lane 0 sends to the places of the other lanes, after a delay, so
+// that lane 0 waits as in a real exchange. The results are meaningless. What can be measured is the time of a pass, and
+// the delay from which on it grows. Always call such figures emulated.
 #pragma once
 
 #include "residual.h"
@@ -9,12 +10,12 @@
 namespace laneformer {
 namespace gpu {
 
-constexpr int kTurns = larger_of(1, kPeerCtas);  // usually no CTA emulates
+constexpr int kTurns = larger_of(1, kPeerCtas);  // kPeerCtas is usually 0
 
-// The CTAs take turns with the exchanges, so that the next ones proceed while a CTA waits for its delay.
+// The CTAs take the exchanges in turn, so that others handle the next ones while one waits for its delay.
 struct Peers {
   const Params& p;
-  int index;  // of the CTA among those that emulate
+  int index;  // number of this CTA among the emulating ones
 
   LF_DEVICE void run(int passes) {
     copy(kCheckInAt, 1, kCtas, p.pass_tag, index == 0);
@@ -44,7 +45,8 @@ struct Peers {
     copy(from, 1, width, sequence, true, kHidden);
   }
 
-  // Copies words of lane 0 to the other lanes, `stride` words apart.
+  // Waits for each * count words of lane 0 with this tag, and copies them to the other lanes' places, `stride` words
+  // apart (0: one directly after the other).
   LF_DEVICE void copy(i64 at, int each, int count, u32 tag, bool mine, int stride = 0) {
     if (!mine) return;
     const int words = each * count;
