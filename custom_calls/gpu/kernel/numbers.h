@@ -1,4 +1,5 @@
-// The three dtypes of weights and caches, as stored in memory, and the names of the formats that weights have.
+// Numbers in memory: the three dtypes of weights and caches, conversions between them and float32, and declarations of
+// the weight formats. The three dtypes convert to float32 exactly.
 #pragma once
 
 #include "port.h"
@@ -8,12 +9,12 @@ namespace gpu {
 
 enum Dtype { kFloat32, kBfloat16, kFloat16 };
 
-// Of quantized weights: what codes stand for, and the dtype of the scales of blocks.
+// Of quantized weights: the numbers that codes stand for, and the dtype of the scales of blocks.
 enum class Code { kInt8, kE4M3, kInt4, kE2M1 };
 enum class Scale { kNone, kE8M0, kE4M3, kBfloat16, kFloat16, kFloat32 };
 
 template <Dtype dtype>
-struct Plain;  // formats.h, codes.h and tensor.h have them
+struct Plain;  // this and the next are defined in formats.h, codes.h and tensor.h
 struct Bf12;
 template <Code code, Scale scale, bool zeros, bool factors>
 struct Codes;
@@ -33,7 +34,7 @@ LF_DEVICE float widen(u16 v) {
   return dtype == kBfloat16 ? bits_to_float((u32)v << 16) : half_to_float(v);
 }
 
-// Element i of an array.
+// Element i of an array, as float32.
 template <Dtype dtype>
 LF_DEVICE float element(const void* data, i64 i) {
   if (dtype == kFloat32) return ((const float*)data)[i];
@@ -49,21 +50,21 @@ LF_DEVICE void put_element(void* data, i64 i, float v) {
   }
 }
 
-// The same of an array that other CTAs write.
+// Element i of an array that other CTAs write, as float32.
 template <Dtype dtype>
 LF_DEVICE float element_between_ctas(const void* data, i64 i) {
   if constexpr (dtype == kFloat32) return load_between_ctas((const float*)data + i);
   return widen<dtype>(load_between_ctas((const u16*)data + i));
 }
 
-// As it is read again once it has been put into an array.
+// v as it will be read from an array of this dtype.
 template <Dtype dtype>
 LF_DEVICE float rounded_to(float v) {
   if constexpr (dtype == kFloat32) return v;
   return widen<dtype>(dtype == kBfloat16 ? float_to_bfloat(v) : float_to_half(v));
 }
 
-// Maps a float to a uint32 of the same order.
+// Maps float32 to uint32 in the same order; float_of_order maps back.
 LF_DEVICE u32 order_of(float z) {
   const u32 bits = float_to_bits(z + 0.0f);  // -0 and 0 are equal
   return bits >> 31 ? ~bits : bits | 1u << 31;
@@ -73,7 +74,7 @@ LF_DEVICE float float_of_order(u32 order) { return bits_to_float(order >> 31 ? o
 template <Dtype dtype>
 constexpr int kPerVec = 16 / bytes_of(dtype);
 
-// Unpacks the elements of 16 bytes.
+// Unpacks the elements of 16 bytes to float32.
 template <Dtype dtype>
 LF_DEVICE void unpack(const Vec& vec, float (&out)[kPerVec<dtype>]) {
   if constexpr (dtype == kFloat32) {

@@ -1,5 +1,7 @@
-// What the kernels need of a machine: CUDA, HIP and, for tests, threads emulated on a CPU (LF_EMULATED names the header
-// that does it). Nothing else in this folder names a platform.
+// The platform layer: the functions and macros that differ between CUDA, HIP and, for tests, GPU threads emulated on a
+// CPU. LF_EMULATED names the header of the emulation (tests/support/emulator/port_host.h). No other file of this folder
+// names a platform. Code that depends on a feature tests LF_BULK (bulk copies into shared memory) or LF_TENSOR (matrix
+// products of bytes).
 #pragma once
 
 #ifndef LF_STEPS
@@ -15,11 +17,11 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i64 = long long;
 
-struct alignas(16) Vec {  // 16 bytes, as memory moves them
+struct alignas(16) Vec {  // 16 bytes: one load or store of a thread
   u32 word[4];
 };
 
-struct Words {
+struct Words {  // two neighbouring words of a board
   u64 a, b;
 };
 
@@ -27,7 +29,7 @@ struct alignas(8) Pair {
   float a, b;
 };
 
-constexpr bool kSteps = LF_STEPS;  // whether a launch is one op of one pass (steps.cu), or a whole answer (decode.cu)
+constexpr bool kSteps = LF_STEPS;  // whether a launch is one op of one pass (steps.cu) or a whole answer (decode.cu)
 
 }  // namespace gpu
 }  // namespace laneformer
@@ -49,7 +51,7 @@ constexpr bool kSteps = LF_STEPS;  // whether a launch is one op of one pass (st
 namespace laneformer {
 namespace gpu {
 
-constexpr int kWarpSize = 64, kSelectorBits = 8;  // of a byte's number in `permute`
+constexpr int kWarpSize = 64, kSelectorBits = 8;  // bits of a byte's number in `permute`
 
 LF_DEVICE int thread() { return __builtin_amdgcn_workitem_id_x(); }
 LF_DEVICE int cta() { return __builtin_amdgcn_workgroup_id_x(); }
@@ -62,29 +64,30 @@ LF_DEVICE void sync_warp() { __builtin_amdgcn_wave_barrier(); }
 LF_DEVICE u32 shuffle_bits(u32 v, int mask) {
   return __builtin_amdgcn_ds_bpermute((int)((thread() ^ mask) << 2), (int)v);
 }
-LF_DEVICE u32 broadcast(u32 v, int lane) {  // that of a thread of the warp; `lane` is the same in all of them
+LF_DEVICE u32 broadcast(u32 v, int lane) {  // v of thread `lane`; all threads name the same one
   return __builtin_amdgcn_readlane((int)v, __builtin_amdgcn_readfirstlane(lane));
 }
 LF_DEVICE u32 shuffle_from(u32 v, int lane) { return __builtin_amdgcn_ds_bpermute(lane << 2, (int)v); }
-// Bytes of b and a (those of a first) by number, 12 for a zero, one for each byte of the selector.
+// Four bytes of a (numbers 0 to 3) and b (4 to 7), named by the bytes of the selector; 12 names a zero.
 LF_DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __builtin_amdgcn_perm(b, a, selector); }
 
-// A value that the compiler does not know. What follows from it is computed where it is needed: kept over the loop of
-// all passes, it would take registers from the weights.
+// Returns v, but hides from the compiler that it does. Values derived from it are then computed where they are used;
+// kept over the loop of all passes, they would take registers from the weights.
 LF_DEVICE int opaque(int v) {
   asm volatile("" : "+v"(v));
   return v;
 }
-LF_DEVICE int same_in_warp(int v) { return __builtin_amdgcn_readfirstlane(v); }  // then it needs no vector register
+// v, which is equal in all threads of the warp, in a scalar register.
+LF_DEVICE int same_in_warp(int v) { return __builtin_amdgcn_readfirstlane(v); }
 
-// Memory of a device: other pointers may lead into shared memory too, which takes slower instructions.
+// A pointer to device memory. Other pointers may lead into shared memory too, and take slower instructions.
 template <class T>
 LF_DEVICE __attribute__((address_space(1))) T* in_global(T* p) {
   return (__attribute__((address_space(1))) T*)p;
 }
 
-// Exchanged words are relaxed and of system scope: they reach the memory that all dies and all GPUs see, and write back
-// no cache.
+// Exchanged words use relaxed accesses of system scope: these go to the memory that all dies and GPUs share, and write
+// back no cache.
 LF_DEVICE u64 load_word(const u64* p) {
   return __hip_atomic_load(in_global(p), __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
 }
@@ -96,8 +99,9 @@ LF_DEVICE void fence_device() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "agent"
 LF_DEVICE void fence_system() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, ""); }
 
 typedef u32 NativeVec __attribute__((ext_vector_type(4)));
+// Reads what other workgroups wrote in earlier passes; fences order these writes before it.
 template <class T>
-LF_DEVICE T load_between_ctas(const T* p) {  // what other workgroups wrote in earlier passes; fences order it
+LF_DEVICE T load_between_ctas(const T* p) {
   return *in_global((const volatile T*)p);
 }
 LF_DEVICE Vec load_vec_between_ctas(const void* p) {
@@ -110,11 +114,11 @@ LF_DEVICE Pair load_pair(const float* p) {
   const NativePair v = *in_global((const NativePair*)p);
   return {v[0], v[1]};
 }
-LF_DEVICE Vec load_stream(const void* p) {  // weights: read once per token
+LF_DEVICE Vec load_stream(const void* p) {  // loads weights, which are read once per token
   const NativeVec v = __builtin_nontemporal_load(in_global((const NativeVec*)p));
   return {{v[0], v[1], v[2], v[3]}};
 }
-LF_DEVICE u64 clock_ns() { return __builtin_amdgcn_s_memrealtime() * 10; }  // 100 MHz
+LF_DEVICE u64 clock_ns() { return __builtin_amdgcn_s_memrealtime() * 10; }  // the counter runs at 100 MHz
 LF_DEVICE void pause() { __builtin_amdgcn_s_sleep(1); }
 LF_DEVICE void join_launches() {}
 
@@ -131,7 +135,7 @@ LF_DEVICE u32 fma_halves(u32 a, u32 b, u32 c) {
                             __builtin_elementwise_fma(__builtin_bit_cast(HalfPair, a), __builtin_bit_cast(HalfPair, b),
                                                       __builtin_bit_cast(HalfPair, c)));
 }
-// E4M3 with a bias of 8 (FNUZ): half of OCP's values, and NaN in place of -0.
+// The hardware's E4M3 has a bias of 8 (FNUZ): its values are half of OCP's, and the code of -0 is NaN.
 constexpr float kE4M3Unit = 2;
 LF_DEVICE void unpack_e4m3(u32 word, float* out) {
   const auto low = __builtin_amdgcn_cvt_pk_f32_fp8((int)word, false);
@@ -152,14 +156,14 @@ LF_DEVICE void add_shared(u64* p, u64 v) {
 #else  // CUDA
 
 #define LF_DEVICE __device__ __forceinline__
-#define LF_COLD static __device__ __noinline__  // its values take no registers of the code around it
+#define LF_COLD static __device__ __noinline__  // not inlined: it takes no registers of its callers
 #define LF_KERNEL extern "C" __global__ __launch_bounds__(kThreads, 1)
 #define LF_CONSTANT static __constant__ const
 #define LF_SHARED(name) extern __shared__ __align__(128) char name[]
 #define LF_UNROLL _Pragma("unroll")
 #define LF_PARAMS const __grid_constant__ Params
 #define LF_BULK 1
-#define LF_TENSOR 1  // multiply_bytes and what goes with it
+#define LF_TENSOR 1  // has multiply_bytes, permute_or_sign and round_to_int
 
 namespace laneformer {
 namespace gpu {
@@ -180,7 +184,7 @@ LF_DEVICE u32 broadcast(u32 v, int lane) { return __shfl_sync(0xffffffffu, v, la
 LF_DEVICE u32 shuffle_from(u32 v, int lane) { return __shfl_sync(0xffffffffu, v, lane); }
 #define LF_WARP_MAXIMUM
 LF_DEVICE u32 largest_in_warp(u32 v) { return __reduce_max_sync(0xffffffffu, v); }
-// Bytes of a and b (those of a first) by number, one for each of the selector's four low nibbles.
+// Four bytes of a (numbers 0 to 3) and b (4 to 7), named by the four low nibbles of the selector.
 LF_DEVICE u32 permute(u32 a, u32 b, u32 selector) { return __byte_perm(a, b, selector); }
 
 LF_DEVICE u64 load_word(const u64* p) {
@@ -200,7 +204,7 @@ LF_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory");
 LF_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 template <class T>
-LF_DEVICE T load_between_ctas(const T* p) {  // past the first-level cache, which other CTAs' writes do not reach
+LF_DEVICE T load_between_ctas(const T* p) {  // past the first-level cache, which other CTAs' writes do not update
   return __ldcg(p);
 }
 LF_DEVICE Vec load_vec_between_ctas(const void* p) {
@@ -222,8 +226,8 @@ LF_DEVICE u64 clock_ns() {
 }
 LF_DEVICE void pause() {}
 
-// Where launches overlap: the next one's CTAs may start as this one's end, and what earlier ones wrote is visible from
-// here on.
+// For launches that overlap: lets the next launch's CTAs start as CTAs of this one end, and waits until what earlier
+// launches wrote is visible.
 LF_DEVICE void join_launches() {
   asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
 }
@@ -240,7 +244,7 @@ LF_DEVICE u16 float_to_half(float v) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(h) : "f"(v));
   return h;
 }
-LF_DEVICE u32 subtract_halves(u32 a, u32 b) {  // of both halves of a word
+LF_DEVICE u32 subtract_halves(u32 a, u32 b) {  // two float16 in a word
   u32 v;
   asm("sub.f16x2 %0, %1, %2;" : "=r"(v) : "r"(a), "r"(b));
   return v;
@@ -250,7 +254,7 @@ LF_DEVICE u32 fma_halves(u32 a, u32 b, u32 c) {
   asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(c));
   return v;
 }
-constexpr float kE4M3Unit = 1;  // in which unpack_e4m3 counts
+constexpr float kE4M3Unit = 1;  // factor on the results of unpack_e4m3
 LF_DEVICE void unpack_e4m3(u32 word, float* out) {
   u32 low, high;
   asm("{\n\t.reg .b16 a, b;\n\tmov.b32 {a, b}, %2;\n\tcvt.rn.f16x2.e4m3x2 %0, a;\n\tcvt.rn.f16x2.e4m3x2 %1, b;\n\t}"
@@ -259,16 +263,16 @@ LF_DEVICE void unpack_e4m3(u32 word, float* out) {
   out[0] = half_to_float((u16)low), out[1] = half_to_float((u16)(low >> 16));
   out[2] = half_to_float((u16)high), out[3] = half_to_float((u16)(high >> 16));
 }
-// As permute; of a nibble of 8 or more the sign of byte nibble - 8, eight times.
+// As permute, but a nibble of 8 or more gives the sign bit of byte nibble - 8, repeated eight times.
 LF_DEVICE u32 permute_or_sign(u32 a, u32 b, u32 selector) {
   u32 v;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(v) : "r"(a), "r"(b), "r"(selector));
   return v;
 }
 LF_DEVICE int round_to_int(float v) { return __float2int_rn(v); }
-// The product of two matrices of signed bytes, added to the sums of 32 bits before: 16 x 32 (or 16 x 16) by 8 columns,
-// of a warp. Thread 4 g + t has, of rows g and g + 8 in turn, bytes 4 t to 4 t + 3 of each 16; the same of column g;
-// and sums of row g, columns 2 t and 2 t + 1, then of row g + 8.
+// Multiplies two matrices of signed bytes by all threads of a warp: sums = before + a b, in 32 bits, for a [16][32] (or
+// [16][16]) and b [32][8]. Thread 4 g + t has bytes 4 t to 4 t + 3 of each 16 columns of a, of rows g and g + 8
+// alternately; the same bytes of column g of b; and sums in columns 2 t and 2 t + 1 of row g, then of row g + 8.
 LF_DEVICE void multiply_bytes(const u32 (&a)[4], const u32 (&b)[2], const u32 (&before)[4], u32 (&sums)[4]) {
   asm volatile(
       "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
@@ -288,21 +292,21 @@ LF_DEVICE float log_of(float v) { return logf(v); }
 LF_DEVICE float rsqrt_of(float v) { return rsqrtf(v); }
 LF_DEVICE void add_shared(u64* p, u64 v) { atomicAdd(p, v); }
 
-// Bulk copies into shared memory, which complete on a barrier there.
+// Bulk copies into shared memory. A copy completes on a barrier in shared memory.
 LF_DEVICE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 LF_DEVICE void barrier_init(u64* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 LF_DEVICE void barrier_init_done() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
-LF_DEVICE u64 stream_policy() {  // what is read once per token must not push the exchanged words out of the cache
+LF_DEVICE u64 stream_policy() {  // weights, read once per token, must not evict the exchanged words
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// Copies write past what orders loads and stores: what this thread has read is ordered before a copy over it that
-// another one issues after a barrier.
+// Orders this thread's reads of shared memory before a copy over them that another thread issues after a barrier. The
+// barrier alone does not: it orders loads and stores, but bulk copies use another proxy.
 LF_DEVICE void reads_done() {
-#if !defined(LF_UNFENCED)  // which shows what it costs
+#if !defined(LF_UNFENCED)  // defined to measure what the fence costs
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
@@ -324,7 +328,7 @@ LF_DEVICE bool barrier_passed(u64* barrier, u32 parity) {
       : "memory");
   return done != 0;
 }
-// Waits for a copy. If one never completes, the launch ends with an error of the driver.
+// Waits for a copy. After 20 s it ends the launch with a driver error.
 LF_DEVICE void await_barrier(u64* barrier, u32 parity) {
   for (u64 began = 0; !barrier_passed(barrier, parity);) {
     const u64 now = clock_ns();
