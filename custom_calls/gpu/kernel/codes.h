@@ -1,9 +1,14 @@
-// Quantized weights: vectors of 8 codes, two in a line in 8 bits, four in 4; custom_calls/gpu/codes.py packs them.
-// Codes become float32 exactly. Eight products of a vector are added by FMA, then multiplied by the scale of its block
-// and added to the row's sum; a row's factor multiplies the sum of all warps.
+// Quantized weights. custom_calls/gpu/codes.py packs their lines, and product.h multiplies them by Codes::add, with
+// vector code. tensor.h multiplies 4 bits by tensor cores instead.
 //
-//   int8  the code + 128     E4M3  the code; -0 is stored as 0     int4  weight k in nibble k
-//   E2M1  places of indices and signs as in Bf12: the table of a permutation has the high bytes of float16
+// A vector has 8 codes; a line has two vectors of 8 bits or four of 4. Codes become float32 exactly. The eight products
+// of a vector are added by FMA, then multiplied by the scale of its block and added to the row's sum. A row's factor
+// multiplies the sum over all warps. Codes are stored as follows:
+//
+//   int8  the code + 128
+//   E4M3  the code; -0 is stored as 0
+//   int4  weight k in nibble k
+//   E2M1  index and sign in the nibbles that Bf12 uses (look_up); the table has the high bytes of the values in float16
 #pragma once
 
 #include "params.h"
@@ -18,9 +23,10 @@ LF_DEVICE constexpr u32 selector(u32 a, u32 b, u32 c, u32 d) {  // for permute
   return a | b << kSelectorBits | c << 2 * kSelectorBits | d << 3 * kSelectorBits;
 }
 
-// Entries of a table of eight bytes, by index and with a sign, for a word of eight codes: 0 to 3 and 4 to 7. Where a
-// selector has four bits, the lowest nibbles are one: it has no room for signs, which are where two shifts bring them
-// to the bytes' highest bits.
+// Looks up eight codes, each an index of three bits and a sign, in a table of eight bytes. `first` gets the bytes of
+// codes 0 to 3, `second` those of 4 to 7, with the sign in the highest bit. Where selectors have four bits, the word
+// itself is one: index k is in nibble k. The signs of codes 0 to 3 are the highest bits of its bytes, those of codes 4
+// to 7 are four bits lower. Where selectors have eight bits, a code is a nibble, 4 to 7 the upper ones of the bytes.
 LF_DEVICE void look_up(u32 table0, u32 table1, u32 codes, u32& first, u32& second) {
   if (kSelectorBits == 4) {
     const u32 indices = codes & 0x77777777;
@@ -36,14 +42,14 @@ LF_DEVICE void unpack_halves(u32 pair, float& low, float& high) {
   low = half_to_float((u16)pair), high = half_to_float((u16)(pair >> 16));
 }
 
-// Bytes are put below the exponent of 2^23.
+// Unpacks four bytes to float32. Below the exponent of 2^23 a byte is 2^23 + byte; 2^23 + 128 is subtracted.
 LF_DEVICE void unpack_int8(u32 word, float* out) {
   LF_UNROLL for (u32 i = 0; i < 4; i++) out[i] =
       bits_to_float(permute(word, 0x4b000000, selector(i, 4, 4, 7))) - (8388608.0f + 128.0f);
 }
 
-// Nibbles u are put below the exponent of 2^10 in float16: 1024 + u, or 1024 + 16 u. zeros: 1024 + the zero point,
-// twice.
+// Unpacks eight nibbles u to float32, less their zero point. Below the exponent of 2^10 in float16 a nibble is 1024 +
+// u, or 1024 + 16 u. zeros: 1024 + the zero point in float16, twice.
 LF_DEVICE void unpack_int4(u32 word, u32 zeros, float* out) {
   const u32 sixteenth = 0x2c002c00, less = 0xd400d400 | (zeros & 0x000f000f) << 4;  // -64 - zero point
   LF_UNROLL for (int i = 0; i < 4; i += 2) {
@@ -55,7 +61,7 @@ LF_DEVICE void unpack_int4(u32 word, u32 zeros, float* out) {
 }
 
 LF_DEVICE void unpack_e2m1(u32 word, float* out) {
-  u32 high[2];  // bytes of float16; of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6
+  u32 high[2];  // high bytes of float16; the tables: 0, 0.5, 1, 1.5 and 2, 3, 4, 6
   look_up(0x3e3c3800, 0x46444240, word, high[0], high[1]);
   LF_UNROLL for (int i = 0; i < 4; i++) {
     const u32 pair = permute(high[i / 2], 0, i % 2 ? selector(4, 2, 4, 3) : selector(4, 0, 4, 1));
@@ -63,6 +69,7 @@ LF_DEVICE void unpack_e2m1(u32 word, float* out) {
   }
 }
 
+// scale: dtype of the scales of blocks; zeros: whether zero points are beside them; factors: whether rows have factors.
 template <Code code, Scale scale, bool zeros, bool factors>
 struct Codes {
   static constexpr bool kEight = code == Code::kInt8 || code == Code::kE4M3;
@@ -72,33 +79,33 @@ struct Codes {
   static constexpr int kScaleBytes = zeros || scale == Scale::kFloat32                       ? 4
                                      : scale == Scale::kBfloat16 || scale == Scale::kFloat16 ? 2
                                                                                              : 1;
-  // What decoding of E4M3 leaves out.
+  // The factor that decoding E4M3 codes and scales leaves out.
   static constexpr float kUnit = (code == Code::kE4M3 ? kE4M3Unit : 1.0f) * (scale == Scale::kE4M3 ? kE4M3Unit : 1.0f);
   template <int vectors>
   static constexpr int kLines = (vectors + kVectors - 1) / kVectors;
 
-  // The scales of n vectors, and zero points as unpack_int4 takes them.
+  // The scales of n vectors, and their zero points in the form that unpack_int4 takes, or as for_bytes says.
   template <int n>
   struct Scales {
     float value[n];
     u32 zero[n];
   };
 
-  // The scales of steps of n vectors, `count` of them: each thread of a cluster has `own`, in the lowest words.
-  // for_bytes: zero points are one byte, four times. more: lines taken together beside those that a step needs.
+  // The scales of steps of n vectors, `count` for each step. Each thread of a cluster has `own` of them, in its lowest
+  // words. for_bytes: a zero point is one byte, four times. more: lines to take together beyond those of one step.
   template <int n, int cluster, int count = n, bool for_bytes = false, int more = 0>
   class Scaled {
     static constexpr int own = (count + cluster - 1) / cluster, bytes = own * kScaleBytes,
                          lines = (bytes + 15) / 16 + more, served = 16 * lines / bytes, words = 4 * lines,
                          used = (bytes + 3) / 4;
-    // Whether they are in the last words of the step's last line.
+    // Whether the scales are in the last words of the step's last line.
     static constexpr bool inside = bytes <= 16 * kLines<n> - 4 * kWords * n;
 
    public:
-    // Lines of scales that N steps take beside those of codes, N = steps.
+    // Lines of scales of `steps` steps, beside the lines of codes.
     static constexpr int lines_of(int steps) { return inside ? 0 : (steps + served - 1) / served * lines; }
 
-    // Before a step's lines are taken.
+    // Takes lines of scales if the next step needs them; precedes the step's own lines.
     LF_DEVICE void take(Stream& stream) {
       if constexpr (inside) return;
       if (turn_ == 0) {
@@ -115,7 +122,7 @@ struct Codes {
       if (++turn_ == served) turn_ = 0;
     }
 
-    // Of the step whose lines were taken last.
+    // The scales of the step whose lines were taken last.
     LF_DEVICE Scales<count> scales(const Vec (&taken)[kLines<n>]) const {
       Scales<count> out;
       constexpr int per = 4 / kScaleBytes;  // scales of a word
@@ -150,7 +157,7 @@ struct Codes {
     LF_DEVICE void begin() {}
     LF_DEVICE void end() {}
 
-    // The factors of the CTA's rows, whose words each warp has a share of.
+    // Loads factors of the CTA's rows; each warp's list has some of them.
     template <int rows, int n>
     LF_DEVICE void load_factors(float (&out)[n]) const {
       constexpr int each = (rows + kWarps - 1) / kWarps;
@@ -167,7 +174,7 @@ struct Codes {
     int product_;
   };
 
-  // The sum with the products of vector `at`.
+  // Returns sum + the products of vector `at` of the lines with x, times the vector's scale.
   template <int n, class Held>
   LF_DEVICE static float add(float sum, const Vec (&lines)[kLines<n>], const Held& scales, int at,
                              const float (&x)[kPer]) {
@@ -209,7 +216,7 @@ struct Codes {
   }
 };
 
-// What a format has beside the lines of steps: nothing, or scales.
+// What a format takes from the stream beside the lines of steps: nothing, or scales.
 struct NothingBeside {
   static constexpr int lines_of(int) { return 0; }
   LF_DEVICE void take(Stream&) {}

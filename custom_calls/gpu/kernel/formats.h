@@ -1,9 +1,11 @@
-// How weights lie in the lines of a product; custom_calls/gpu/formats.py packs them. A format is a struct with
+// Formats: how the lines of a product encode its weights. custom_calls/gpu/formats.py packs the lines, and product.h
+// decodes them with these structs. A format is a struct with
 //   kPer       weights of a vector
-//   kLines<n>  lines that hold n vectors of each thread: what a step takes from the stream
-//   Reader     made for each product, before its vector is there. begin() precedes the first lines, end() follows the
-//   last. read<n>(lines, at, weights) brings the weights of vector `at` of such lines; it is called for each, in order.
-// codes.h has those of quantized weights, which add up vectors by themselves.
+//   kLines<n>  lines that hold n vectors of each thread
+//   Reader     constructed for each product, before its vector has arrived. begin() precedes the first lines, end()
+//              follows the last. read<n>(lines, at, weights) decodes vector `at` of kLines<n> lines; it is called for
+//              each vector, in order.
+// Quantized weights (codes.h) have `add` in place of `read`: it multiplies a vector and adds the products.
 #pragma once
 
 #include "codes.h"
@@ -11,8 +13,8 @@
 namespace laneformer {
 namespace gpu {
 
-// What a warp has beside its stream, listed in the order of its products. The next words, one in each thread, are in
-// registers, and as many are on their way.
+// Words that a warp reads beside its stream (Params::listed), in the order of its products. Each thread has one of the
+// next words in a register, and one of those that follow is in flight.
 class Lists {
  public:
   LF_DEVICE explicit Lists(const Params& p) : p_(p) {}
@@ -29,7 +31,7 @@ class Lists {
     if (++at_ % kWarpSize == 0) advance();
   }
 
-  // Passes by the words before `at`.
+  // Skips the words before `at`.
   LF_DEVICE void go_to(u32 at) {
     const u32 parts = at / kWarpSize - at_ / kWarpSize;
     if (parts > 1) return begin(at);
@@ -52,7 +54,7 @@ class Lists {
   u32 at_, words_, following_;
 };
 
-// As they are: a line is a vector.
+// Weights in their own dtype: a line is a vector.
 template <Dtype dtype>
 struct Plain {
   static constexpr int kPer = kPerVec<dtype>;
@@ -71,12 +73,12 @@ struct Plain {
   };
 };
 
-// bfloat16 in 12 bits without loss (docs/bf12.md). Four vectors are a unit of three lines: of codes, a word for each
-// vector, and of low bytes, two words for each. The vectors of a step that fill no unit are bfloat16.
+// bfloat16 in 12 bits without loss (docs/bf12.md). Four vectors are a unit of three lines: a line of codes, a word for
+// each vector, and two lines of low bytes, two words for each vector. Vectors of a step that fill no unit are bfloat16.
 //
-// A product has four words in Params::coding: the table of eight high bytes, and where its exceptions begin and end in
-// the list of each warp. An exception is a word unit << 19 | thread << 13 | slot << 8 | high byte; slot: the place of
-// the weight among the thread's 32. Words ascend by unit, and ~0 follows the last.
+// A product has four words in Params::coding: a table of eight high bytes, and where its exceptions begin and end in
+// the list of each warp. An exception is a word unit << 19 | thread << 13 | slot << 8 | high byte, where slot is the
+// place of the weight among the thread's 32. Words ascend by unit, and ~0 follows the last.
 struct Bf12 {
   static constexpr int kPer = 8, kVectors = 4, kUnitLines = 3, kUnitShift = 19;
   template <int vectors>
@@ -88,7 +90,7 @@ struct Bf12 {
         : lists_(lists), coding_(load_vec_between_ctas(p.coding + 4 * product)) {}
 
     LF_DEVICE void begin() {
-      if (kSteps) lists_.begin(coding_.word[2]);  // otherwise the product before has ended there
+      if (kSteps) lists_.begin(coding_.word[2]);  // otherwise the previous product has ended there
       word_ = lists_.word();
     }
 
@@ -125,7 +127,7 @@ struct Bf12 {
           (high_[i] & ~(255u << shift)) | (word & 255) << shift;
     }
 
-    // Four weights of their low and high bytes.
+    // Joins the low and high bytes of four weights.
     LF_DEVICE static void join(u32 low, u32 high, float* weights) {
       if (kSelectorBits == 4) {
         const u32 pairs[2] = {permute(low, high, 0x5140), permute(low, high, 0x7362)};

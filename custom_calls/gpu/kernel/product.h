@@ -1,19 +1,23 @@
-// Matrix times vector: a CTA has some rows of the matrix, its warps share the columns, and so do the threads of a warp
-// in groups, one row for each group. Every thread keeps its columns of the vector in registers, for all rows.
+// Matrix times vector. An op calls `product`, then sync_cta, then `row_sum` for each of its rows.
 //
-// A pass of several rows (rows.h) has as many vectors: each line is read once for all of them, and each sum is the one
-// that its vector has alone.
+// A CTA has some rows of the matrix. Its warps divide the columns, and the threads of a warp divide them further, in
+// groups of threads that compute a row together. Every thread keeps its columns of the vector in registers for all
+// rows. The order of the sums is fixed: a thread's columns, the threads of a group, the segments, the warps.
 //
-// A shape (custom_calls/gpu/tiling.py makes them, and packs the weights to match):
-//   kRows      of a CTA                    kColumns   of the matrix
-//   kGroup     threads for a row           kVectors   of 16 bytes that a thread has of a row, in each of kSegments
-//   stretches of columns.
-//              A vector's columns are dealt in pairs, those of kCluster of the group's threads side by side: what they
-//              read of a board together is contiguous, 64 bytes or more, and a cluster's columns may share a scale
-//   kColumnParts  parts of the columns: usually one for each warp
-//   kSteps     in which a warp takes all rows, warp size / kGroup of them at a time
-//   kTogether  steps whose lines are in registers at the same time
-//   Weights    the format of the lines (formats.h, tensor.h)
+// A pass of several rows (rows.h) has as many vectors. Each line of weights is read once for all of them, and each sum
+// has the same multiply-adds in the same order as for one vector, so its bits are the same.
+//
+// A shape says how a matrix is divided; custom_calls/gpu/tiling.py chooses it and packs the weights to match:
+//   kRows, kColumns  rows of a CTA, columns of the matrix
+//   kColumnParts     parts of the columns, usually one for each warp
+//   kSegments        stretches of a part's columns that are computed one after the other
+//   kGroup           threads that share a row
+//   kVectors         vectors of kPer weights that a thread has of a row in a segment
+//   kCluster         neighbouring threads whose columns of a vector are interleaved in pairs: what they read of a board
+//                    together is contiguous, 64 bytes or more, and their columns may share a scale
+//   kSteps           steps in which a warp takes all rows, warp size / kGroup of them at a time
+//   kTogether        steps whose lines are in registers at the same time
+//   Weights          the format of the lines (formats.h, codes.h, tensor.h)
 #pragma once
 
 #include "edges.h"
@@ -25,10 +29,11 @@
 namespace laneformer {
 namespace gpu {
 
+// Weights of a vector.
 template <class Shape>
 constexpr int kPer = Shape::Weights::kPer;
 
-// Threads of a group among which its sums end.
+// Threads of a group that have its sums after the reduction over the group.
 template <class Shape>
 constexpr int kOwners = smaller_of(Shape::kGroup, Shape::kTogether % 4 == 0   ? 4
                                                   : Shape::kTogether % 2 == 0 ? 2
@@ -37,27 +42,29 @@ constexpr int kOwners = smaller_of(Shape::kGroup, Shape::kTogether % 4 == 0   ? 
 template <class Shape>
 constexpr int kRowsAtOnce = kWarpSize / Shape::kGroup;
 
+// Rows of a CTA, padded to whole steps.
 template <class Shape>
 constexpr int kPaddedRows = Shape::kSteps * kRowsAtOnce<Shape>;
 
-// Sums of a CTA's warps: of the steps between two calls of `each_part`, or of all of them.
+// Floats of the warps' sums with one vector, in all steps or in one of `parts` parts of them.
 template <class Shape, int parts = 1>
 constexpr int kSumFloats = kWarps * kPaddedRows<Shape> / parts;
 
-// Floats of a CTA in shared memory: its warps' sums for each of a pass's rows, and the factors of the matrix's rows.
+// Floats of a product in shared memory: the warps' sums with each vector, then the factors of the matrix's rows.
 template <class Shape, int rows = 1, int parts = 1>
 constexpr int kPartials = rows * kSumFloats<Shape, parts> + (kHasFactors<typename Shape::Weights> ? Shape::kRows : 0);
 
-// Rows whose factors a thread brings, at least 1.
+// Factors of rows that a thread loads, at least 1.
 template <class Shape>
 constexpr int kFactors = kHasFactors<typename Shape::Weights> ? (Shape::kRows + kThreads - 1) / kThreads : 1;
 
-// Whether no thread's part of the vector is beyond its end.
+// Whether no thread's part of the vector extends beyond its end.
 template <class Shape>
 constexpr bool kWhole =
     Shape::kColumnParts * Shape::kSegments * Shape::kVectors * Shape::kGroup * kPer<Shape> == Shape::kColumns;
 
-// The thread's first column of a segment, and how far from it the pair is that begins at element i of vector v.
+// column: the thread's first column of a segment. distance: columns from there to the pair of elements i and i + 1 of
+// the thread's vector v.
 template <class Shape>
 LF_DEVICE int column(int segment, int part = warp()) {
   const int own = warp_lane() % Shape::kGroup;
@@ -69,7 +76,7 @@ LF_DEVICE int distance(int v, int i) {
   return v * kPer<Shape> * Shape::kGroup + i * Shape::kCluster;
 }
 
-// What a thread has of a vector: float32.
+// The thread's part of a vector as float32. Digits (tensor.h) has the same functions for tensor cores.
 template <class Shape>
 struct Floats {
   static constexpr int kFloats = 0, per = kPer<Shape>, vectors = Shape::kVectors;
@@ -80,7 +87,7 @@ struct Floats {
     load(segment, x);
   }
 
-  // The products of the vectors with row `at` of a step's lines.
+  // The products of each vector with row `at` of the lines, over the thread's columns.
   template <int n, int rows, class Held>
   LF_DEVICE static void sum(typename Shape::Weights::Reader& weights,
                             const Vec (&lines)[Shape::Weights::template kLines<n>], const Held& scales, int at,
@@ -114,18 +121,18 @@ struct OperandOf<Shape, true> {
 template <class Shape>
 using Operand = typename OperandOf<Shape, kByTensor<typename Shape::Weights>>::Type;
 
-// Floats of a CTA in shared memory by way of which its warps bring a vector.
+// Floats of shared memory that the CTA's warps need to prepare a vector for tensor cores; otherwise 0.
 template <class Shape>
 constexpr int kBrought = kWarps * Operand<Shape>::kFloats;
 
-struct Whole {  // a product's sums are read once it has ended
+struct Whole {  // the sums are read when the product has ended
   LF_DEVICE void operator()(int) const {}
 };
 
-// Each warp's sums of its columns into partial[vector][warp][padded rows]. load(segment, x) brings the thread's part of
-// the vectors, while the first weights are on their way; brought: kBrought floats; adds: to sums that are there.
-// parts: in which the steps are divided, if there is one segment; each_part(number) follows the sums of each of them,
-// which are overwritten by the next one's.
+// Writes each warp's sums over its columns to partial[vector][warp][padded rows]. load(segment, x) loads the thread's
+// part of the vectors, while the first weights are in flight. brought: kBrought floats of shared memory. adds: adds to
+// the sums that `partial` has. parts: divides the steps, with one segment only; each_part(number) is called after each
+// part, whose sums the next part overwrites.
 template <class Shape, int vectors_of_pass = 1, int parts = 1, class Load, class EachPart = Whole>
 LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, float* partial, float* brought,
                        Load load, bool adds = false, EachPart each_part = {}) {
@@ -133,9 +140,9 @@ LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, 
                 owners = kOwners<Shape>, taken = Shape::Weights::template kLines<together * vectors>,
                 part_steps = Shape::kSteps / parts;
   static_assert(parts == 1 || (Shape::kSegments == 1 && Shape::kSteps % (parts * together) == 0),
-                "custom_calls/gpu/layout.py chooses others");
+                "parts need one segment and must divide the steps: see custom_calls/gpu/layout.py");
   float* out = partial + opaque(warp() * (kPaddedRows<Shape> / parts));
-  [[maybe_unused]] float factors[kFactors<Shape>];  // read while the vector is awaited
+  [[maybe_unused]] float factors[kFactors<Shape>];  // loaded while the vector is awaited
   if constexpr (kHasFactors<typename Shape::Weights>) weights.template load_factors<Shape::kRows>(factors);
   Beside<typename Shape::Weights, together * vectors, Shape::kCluster> beside;
   for (int segment = 0; segment < Shape::kSegments; segment++) {
@@ -163,8 +170,8 @@ LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, 
         Operand<Shape>::template sum<together * vectors>(weights, lines, scales, t, x, own);
         LF_UNROLL for (int m = 0; m < vectors_of_pass; m++) all[m][t] = own[m];
       }
-      // Over the group's threads, in pairs that keep half of the sums each as long as there are several: thread i ends
-      // with sum i % owners.
+      // Adds over the group in pairs of threads. While they have several sums, each keeps half of them: thread i ends
+      // with the sums whose numbers are i modulo owners.
       LF_UNROLL for (int m = 0; m < vectors_of_pass; m++) {
         float (&sums)[together] = all[m];
         LF_UNROLL for (int mask = 1; mask < Shape::kGroup; mask *= 2) {
@@ -213,7 +220,8 @@ LF_DEVICE void product(Stream& stream, typename Shape::Weights::Reader weights, 
   weights.end();
 }
 
-// The sum of a row of the matrix with vector m. first: the matrix's row whose sum is the first of its part's.
+// The product of a row with vector m: the warps' sums in their order. With parts, `row` counts from the part's first
+// row, which is row `first` of the CTA.
 template <class Shape, int vectors_of_pass = 1, int parts = 1>
 LF_DEVICE float row_sum(const float* partial, int row, int m = 0, int first = 0) {
   const float* own = partial + m * kSumFloats<Shape, parts>;
@@ -224,7 +232,7 @@ LF_DEVICE float row_sum(const float* partial, int row, int m = 0, int first = 0)
   return sum;
 }
 
-// A vector from a board, as the threads of a product need it, or those of several rows.
+// Loads the thread's part of a vector from a board, or of the vectors of several rows.
 template <class Shape, int rows = 1>
 struct FromBoard {
   Boards<rows> board;
@@ -237,9 +245,9 @@ struct FromBoard {
   }
 };
 
-// The same under an RMS norm (Zhang & Sennrich, arXiv 1910.07467): the gains are applied here, the factor of the whole
-// vector to the results, so that no thread waits for it before multiplying. squares: [rows][kWarps], of each warp's
-// columns.
+// FromBoard under an RMS norm (Zhang & Sennrich, arXiv 1910.07467). The gains are applied here. The factor of the whole
+// vector is applied to the results, so that no thread waits for it before it multiplies. squares: [rows][kWarps],
+// receives the sum of squares over each warp's columns.
 template <class Shape, int rows = 1>
 struct NormedFromBoard {
   FromBoard<Shape, rows> board;
@@ -279,7 +287,7 @@ struct NormedFromBoard {
   }
 };
 
-// A vector in shared memory, or those of several rows, `stride` apart.
+// Loads the thread's part of a vector from shared memory, or of the vectors of several rows, `stride` floats apart.
 template <class Shape, int rows = 1>
 struct FromShared {
   const float* data;

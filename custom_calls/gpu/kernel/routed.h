@@ -1,13 +1,16 @@
-// The stream of a model with experts. Which of their weights come next is known once the router has run, so a warp has
-// two courses: the fixed one, of all other weights, and the pieces of the chosen experts, which are read between the
-// router of a layer and the end of the layer.
+// The weight stream of a model with experts; it replaces Ring of stream.h. Which experts' weights are needed is known
+// only after the router has run. So a warp has two courses: the fixed course of all other weights, and the pieces of
+// the chosen experts (experts.h), which it reads between `open`, after the router, and `close`.
 //
-// With bulk copies both share one ring. A freed slot takes the next lines of the chosen experts if there are any;
-// otherwise fixed ones: also those behind a router whose experts are unknown yet, at most kAheadSlots, which are on
-// their way meanwhile and stay until the experts have been read. So slots are read in another order than that of their
-// places. Pieces begin at slots, and so do the parts of the fixed course between them; the copies of their last lines
-// are short. One thread of the warp orders copies and keeps what that needs in shared memory; in registers it would
-// take the room of weights.
+// With bulk copies both courses share one ring. A free slot takes the next lines of the chosen experts if any are left,
+// otherwise fixed lines. These may follow a router whose experts are unknown: they are in flight while the CTA waits
+// for the router, and stay in the ring until the experts have been read. They are ordered only while fixed lines fill
+// fewer than kAheadSlots slots, so slots are always left for the experts, and the warp cannot block itself. Slots are
+// read in another order than that of their places; a queue for each course has the order. Pieces begin at the start of
+// a slot, and so do the parts of the fixed course between them; the copies of their last lines are short.
+//
+// One thread of the warp orders copies and keeps the queues in shared memory; in registers they would take the place of
+// weights.
 #pragma once
 
 #include "model.h"
@@ -18,10 +21,10 @@ namespace gpu {
 
 #if LF_BULK
 
-// The fixed lines of a pass in parts, the head's last; the first passes end before the head.
+// The fixed course: the lines of a pass in parts, the head's last. The first `without_head` passes leave out the head.
 struct PartCourse {
   int without_head, pass = 0, part = 0;
-  u32 at = 0, routers = 0;  // the line in the part; routers that were passed
+  u32 at = 0, routers = 0;  // the line in the part; routers that the course has passed
 
   LF_DEVICE u32 line() const { return part_line(part) + at; }
   LF_DEVICE u32 passed() const { return routers; }
@@ -36,7 +39,7 @@ struct PartCourse {
 };
 using PassCourse = PartCourse;
 
-// Numbers of slots, four bits each, the first in the lowest.
+// A queue of slot numbers, four bits each, the first in the lowest bits.
 struct Slots {
   u64 numbers = 0;
   int count = 0;
@@ -51,14 +54,14 @@ struct Slots {
   }
 };
 
-// What a warp orders.
+// What a warp has ordered and will order, in shared memory.
 template <class Course>
 struct Orders {
   Course course;
-  Slots read[2], free;      // what is to be read of the fixed course and of pieces; slots with nothing on its way
-  u64 pieces[kMostPieces];  // the first line, then lines, in 32 bits each
-  int count, next, at;      // pieces; the next one and the line in it
-  u32 routers;              // whose experts were ordered
+  Slots read[2], free;      // slots to read of the fixed course and of pieces; slots without a copy
+  u64 pieces[kMostPieces];  // of each the first line and the number of lines, in 32 bits each
+  int count, next, at;      // number of pieces; the piece to order next, and the line in it
+  u32 routers;              // routers whose experts were all ordered
   u64 policy;
 };
 
@@ -70,9 +73,9 @@ class RoutedRing {
         barriers_(barriers + warp() * kSlots),
         orders_((Orders<Course>*)((char*)barriers + kBarrierBytes) - (kWarps - warp())),
         weights_(weights) {
-    static_assert(kSlots <= 16, "the number of a slot has four bits");
+    static_assert(kSlots <= 16, "the number of a slot must fit four bits");
     static_assert((int)sizeof(Orders<Course>) * kWarps + 8 * kWarps * kSlots <= kBarrierBytes,
-                  "custom_calls/gpu/layout.py counts otherwise");
+                  "kBarrierBytes is too small for the orders: see custom_calls/gpu/layout.py");
     if (warp_lane() == 0) {
       for (int s = 0; s < kSlots; s++) barrier_init(barriers_ + s);
       barrier_init_done();
@@ -82,8 +85,8 @@ class RoutedRing {
     look();
   }
 
-  // What is read until `close` are the pieces of the chosen experts, `count` of them; line, lines: where the one of
-  // the thread's number begins among the lane's weights, and its lines.
+  // Until `close` the warp reads `count` pieces of the chosen experts. Thread i passes piece i: its first line among
+  // the lane's weights, and its number of lines.
   LF_DEVICE void open(u32 line, int lines, int count) {
     if (warp_lane() < count) orders_->pieces[warp_lane()] = (u64)line << 32 | (u32)lines;
     reading_pieces_ = true;
@@ -102,11 +105,11 @@ class RoutedRing {
     look();
   }
 
-  // This thread's part of the next n lines.
+  // Reads this thread's part of the next n lines.
   template <int n>
   LF_DEVICE void take(Vec (&out)[n]) {
     static_assert(n + kSlotLines - 1 <= kRingLines, "the ring is smaller than what a step takes");
-    constexpr int most = (n + 2 * kSlotLines - 2) / kSlotLines;  // slots that they may be in
+    constexpr int most = (n + 2 * kSlotLines - 2) / kSlotLines;  // slots that n lines may be in
     for (; awaited_ * kSlotLines < at_ + n; awaited_++) await(Slots::number(read_, awaited_));
     const char* from[most + 1];
     LF_UNROLL for (int i = 0; i < most; i++) from[i] =
@@ -121,7 +124,7 @@ class RoutedRing {
     if (at_ >= kSlotLines) pass_by();
   }
 
-  // Passes by the rest of a slot, where a part or a piece ends.
+  // Skips the rest of a slot, where a part or a piece ends.
   LF_DEVICE void end_part() {
     if (at_ == 0) return;
     at_ = kSlotLines;
@@ -139,7 +142,7 @@ class RoutedRing {
   }
 
  private:
-  // What is to be read after the orders of the warp's first thread.
+  // Reads the queue after the warp's first thread has changed it.
   LF_DEVICE void look() {
     sync_warp();
     read_ = orders_->read[reading_pieces_].numbers;
@@ -155,13 +158,13 @@ class RoutedRing {
     at_ %= kSlotLines;
     awaited_ -= slots;
     reads_done();
-    sync_warp();  // all have read them
+    sync_warp();  // all threads have read the slots
     if (warp_lane() == 0)
       for (int i = 0; i < slots; i++) reuse(orders_->read[reading_pieces_].pop());
     look();
   }
 
-  // Orders what comes next into a slot, or keeps it for later.
+  // Orders the next lines into a slot, or keeps the slot for later.
   LF_DEVICE void reuse(int slot) {
     Orders<Course>& o = *orders_;
     if (o.next < o.count) {
@@ -189,10 +192,10 @@ class RoutedRing {
   char* ring_;
   u64* barriers_;
   Orders<Course>* orders_;
-  const char* weights_;       // of the CTA
-  u64 read_;                  // the slots that are read, in order
+  const char* weights_;       // the CTA's weights
+  u64 read_;                  // the queue of the course that is read
   int at_ = 0, awaited_ = 0;  // the line in the first slot, and slots whose copies have arrived
-  u32 parities_ = 0;          // of the slots
+  u32 parities_ = 0;          // a bit for each slot
   bool reading_pieces_ = false;
 };
 
@@ -234,9 +237,9 @@ class RoutedRing {
   LF_DEVICE void drain() {}
 
  private:
-  const char* weights_;  // of the CTA
+  const char* weights_;  // the CTA's weights
   Course course_;
-  u32 line_ = 0;            // of the piece of the thread's number
+  u32 line_ = 0;            // first line of piece i, in thread i
   int piece_ = 0, at_ = 0;  // the next piece, and the line in it
   bool reading_pieces_ = false;
 };

@@ -1,9 +1,15 @@
-// The weight stream: each warp reads its weights in one fixed order, pass after pass. The next ones are in flight while
-// the warp waits for other CTAs, across ops, layers and tokens.
+// The weight stream: each warp reads its weights in one fixed order, pass after pass. Products take lines from it. The
+// next lines are in flight while the warp waits for other CTAs, across ops, layers and tokens. The unit is a line: 16
+// bytes for each thread of the warp.
 //
-// The unit is a line: 16 bytes for each thread of the warp. With bulk copies a warp has a ring of slots in shared
-// memory and refills a slot as soon as it has read it; without them a product keeps its first lines in registers (see
-// product.h).
+// With bulk copies a warp has a ring of slots in shared memory, and refills a slot as soon as it has read it. A copy
+// never overtakes a read: each thread orders its reads of a slot (reads_done), the warp synchronizes, and then one
+// thread issues the copy into the slot. A read never precedes its copy: `take` waits for the barrier of each slot.
+// Without bulk copies a product loads its first lines into registers before it waits for its vector (product.h).
+//
+// A course is the order of a warp's lines: `next` is the line to copy next, most(n) the number of lines, n at most,
+// that may be copied from there at once, and `all` their number. Models with experts have another course and another
+// ring (routed.h).
 #pragma once
 
 #include "model.h"
@@ -14,10 +20,10 @@ namespace gpu {
 
 constexpr int kLineBytes = kWarpSize * 16, kPassLines = kLayerLines + kHeadLines;
 #if !LF_EXPERTS
-constexpr int kRowLines = kPassLines;  // of a warp in memory: there may be experts behind those of a pass
+constexpr int kRowLines = kPassLines;  // of a warp in memory; with experts, these follow the lines of a pass
 #endif
 
-// The lines of the stream: those of a pass, repeated; the first passes end before the head.
+// The course of an answer: the lines of a pass, repeated. The first `without_head` passes leave out the head.
 struct Passes {
   static constexpr u32 all = ~0u;
   int without_head, pass = 0;
@@ -32,7 +38,7 @@ struct Passes {
   }
 };
 
-// Or one range of them.
+// The course of a launch of steps.cu: one range of the lines of a pass.
 struct Stretch {
   u32 next, all;
   u32 left = all;
@@ -51,7 +57,7 @@ constexpr int kRingBytes = kWarps * kRingLines * kLineBytes;
 template <class Course>
 class Ring {
  public:
-  // shared: kRingBytes and 8 kWarps kSlots bytes.
+  // shared: kRingBytes of shared memory; barriers: 8 kWarps kSlots bytes of it.
   LF_DEVICE Ring(const char* weights, char* shared, u64* barriers, Course course)
       : weights_(weights + (i64)warp() * kRowLines * kLineBytes),
         ring_(shared + warp() * kRingLines * kLineBytes),
@@ -66,7 +72,7 @@ class Ring {
     for (int s = 0; s < kSlots; s++) issue(s);
   }
 
-  // This thread's part of the next n lines.
+  // Reads this thread's part of the next n lines.
   template <int n>
   LF_DEVICE void take(Vec (&out)[n]) {
     static_assert(n + kSlotLines - 1 <= kRingLines, "the ring is smaller than what a step takes");
@@ -81,7 +87,7 @@ class Ring {
     pass_by(n);
   }
 
-  // Advances to the next slot, where layers and head begin.
+  // Skips the padding up to the next slot, where the layers or the head begin.
   LF_DEVICE void skip_padding(int lines) {
     await(line_ + lines);
     pass_by(lines);
@@ -108,7 +114,7 @@ class Ring {
     if (place_ >= kRingLines) place_ -= kRingLines;
     if (line_ - freed_ < kSlotLines) return;
     reads_done();
-    sync_warp();  // all have read it
+    sync_warp();  // all threads have read it
     while (line_ - freed_ >= kSlotLines) {
       issue(free_slot_);
       freed_ += kSlotLines;
@@ -128,11 +134,11 @@ class Ring {
   const char* weights_;
   char* ring_;
   u64* barriers_;
-  Course course_;  // of what is issued next
+  Course course_;  // of the lines to issue next
   u64 policy_ = 0;
-  u32 line_ = 0;   // to read next, counted from the start
-  int place_ = 0;  // its place in the ring
-  u32 ready_ = 0, freed_ = 0;
+  u32 line_ = 0;               // the line to read next, counted from the start
+  int place_ = 0;              // its place in the ring
+  u32 ready_ = 0, freed_ = 0;  // lines that have arrived; lines whose slots were refilled
   int ready_slot_ = 0, free_slot_ = 0;
   u32 parity_ = 0;
 };

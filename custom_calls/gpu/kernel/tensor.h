@@ -1,12 +1,15 @@
-// Weights of 4 bits times a vector by tensor cores that multiply bytes; custom_calls/gpu/codes.py packs them as the
-// codes of threads in groups of four. docs/quantized.md states the scheme, its order of sums and its bounds.
+// Weights of 4 bits times a vector by tensor cores that multiply bytes, for product.h. custom_calls/gpu/codes.py packs
+// the codes for groups of four threads. docs/quantized.md states the scheme, the order of sums and the bounds.
 //
-// Of 32 columns, a block, the vector is whole numbers of 24 bits times a power of two, each number three bytes with
-// signs; codes become bytes with signs. A tile of weights is eight rows of two blocks, the second block as rows 8 to
-// 15, and of the vector's matrix, columns 0, 2 and 4 are the bytes of the first block, 1, 3 and 5 those of the second.
-// So thread t of a group has the sums of byte t of its row: with the first block in register 0, with the second in
-// register 3; what the other two have is of no use. Sums are exact. Where 16 columns have a scale, the two parts of a
-// tile are the halves of one block.
+// A block is 32 columns. In a block the vector is whole numbers of 24 bits times a power of two, and each number is
+// three signed bytes, its digits. Codes become signed bytes too. The product of multiply_bytes has
+//
+//   weights  eight rows of the matrix: a block of theirs as rows 0 to 7, and the next block as rows 8 to 15
+//   vector   the digits of the first block in columns 0, 2 and 4, those of the second in 1, 3 and 5; zeros in 6 and 7
+//
+// So thread t of the four that share a row gets the sums of digit t: with the first block in register 0, with the
+// second in register 3. Registers 1 and 2 mix the blocks and are not used. Sums of a block are exact, because they are
+// integers of at most 2^19 in size. Where 16 columns have a scale, the two parts are the halves of one block.
 #pragma once
 
 #include "codes.h"
@@ -19,7 +22,7 @@ constexpr bool kByTensor = false;
 template <class Codes, int halves, int joined, int more>
 constexpr bool kByTensor<ByTensor<Codes, halves, joined, more>> = true;
 
-// How a warp brings a vector for Digits: each thread has other columns. As a shape of product.h.
+// The shape (product.h) by which a warp loads a vector for Digits: each thread loads other columns.
 template <class Shape>
 struct Spread {
   struct Weights {
@@ -37,26 +40,27 @@ template <class Shape>
 struct ReadingOf<Shape, true> {
   using Type = Spread<Shape>;
 };
-// The shape by which a product reads its vector.
+// The shape by which a product loads its vector.
 template <class Shape>
 using Reading = typename ReadingOf<Shape, kByTensor<typename Shape::Weights>>::Type;
 
 #if LF_TENSOR
 
-// Codes as terms whose sum, times kStep, they are. halves: scales of a block, 1 or 2; joined: blocks of a scale.
+// The format: a code becomes kTerms signed bytes, whose sum times kStep is its number. halves: scales of a block, 1 or
+// 2; joined: blocks that share a scale; more: see Codes::Scaled.
 template <Code code, Scale scale, bool zeros, bool factors, int halves, int joined, int more>
 struct ByTensor<Codes<code, scale, zeros, factors>, halves, joined, more> : Codes<code, scale, zeros, factors> {
-  static_assert(code == Code::kInt4 || code == Code::kE2M1, "bytes need no tensor cores");
-  static_assert(halves == 1 || joined == 1, "a scale is of halves or of blocks");
+  static_assert(code == Code::kInt4 || code == Code::kE2M1, "tensor cores multiply codes of 4 bits only");
+  static_assert(halves == 1 || joined == 1, "a scale is of half a block or of several blocks, not both");
   static constexpr bool kZeros = zeros;
   static constexpr int kHalves = halves, kJoined = joined, kTerms = code == Code::kE2M1 || zeros ? 2 : 1;
   static constexpr float kStep = code == Code::kE2M1 ? 0.5f : zeros ? 1.0f : 0.0625f;
 
-  // The first and the second four of eight codes.
+  // The terms of eight codes: `first` of codes 0 to 3, `second` of codes 4 to 7.
   //
-  //   int4  weight k in nibble 2 k, weight 4 + k in nibble 2 k + 1; less 8, 16 times; or as it is, then less its zero
-  //   point, which `less` has four times for each four
-  //   E2M1  weight k in nibble k: twice the size, which a nibble with a sign has not, minus once the size
+  //   int4  weight k in nibble 2 k, weight 4 + k in nibble 2 k + 1. One term, 16 (code - 8). With zero points two: the
+  //         code, and minus its zero point, which `less` has four times for each four codes
+  //   E2M1  weight k in nibble k. With s twice the magnitude, the terms are 2 s, or 0 for a negative number, and -s
   LF_DEVICE static void terms(u32 word, const u32 (&less)[2], u32 (&first)[kTerms], u32 (&second)[kTerms]) {
     if constexpr (code == Code::kE2M1) {
       const u32 sizes = word & 0x77777777;
@@ -73,21 +77,21 @@ struct ByTensor<Codes<code, scale, zeros, factors>, halves, joined, more> : Code
   }
 };
 
-// A warp's columns of a vector, as bytes in the registers of multiply_bytes.
+// A warp's columns of a vector as signed bytes, in the registers of multiply_bytes; it replaces Floats (product.h).
 template <class Shape>
 class Digits {
   using Weights = typename Shape::Weights;
   using Read = Spread<Shape>;
   static constexpr int vectors = Shape::kVectors, per = Read::Weights::kPer, units = Read::kVectors,
                        halves = Weights::kHalves, tiles = vectors * halves / 2, words = 24;
-  static constexpr u32 zero_sum = 0x4b400000;  // 1.5 2^23: a sum below it in size is a float's last bits
+  static constexpr u32 zero_sum = 0x4b400000;  // bits of 1.5 2^23; an integer below 2^22 in size adds its value
 
  public:
-  static constexpr int kFloats = vectors * (words + 1);  // in shared memory, of a warp: the bytes and powers of blocks
+  static constexpr int kFloats = vectors * (words + 1);  // of a warp in shared memory: digits and powers of blocks
 
   struct Part {
     u32 digits[tiles][3 - halves];
-    float power[vectors], less[vectors];  // of each block, and what takes zero_sum away
+    float power[vectors], less[vectors];  // of each block: its power of two, and what takes zero_sum away
   };
 
   template <int rows, class Load>
@@ -97,7 +101,7 @@ class Digits {
     LF_UNROLL for (int m = 0; m < rows; m++) bring_one(shared, x[m], parts[m]);
   }
 
-  // The products of the thread's byte with row `at` of the lines; over the group's threads they add up to the row's.
+  // The products of the thread's digit with row `at` of the lines; over the group's threads they add up to the row's.
   template <int n, int rows, class Held>
   LF_DEVICE static void sum(typename Weights::Reader& weights, const Vec (&lines)[Weights::template kLines<n>],
                             const Held& scales, int at, const Part (&parts)[rows], float (&sums)[rows]) {
@@ -108,9 +112,9 @@ class Digits {
   LF_DEVICE static void bring_one(float* shared, const float (&x)[units][per], Part& part) {
     u32* bytes = (u32*)shared;
     float* powers = shared + vectors * words;
-    constexpr int threads = 32 / per;  // of a block
+    constexpr int threads = 32 / per;  // that load a block
     const int lane = opaque(warp_lane());
-    sync_warp();  // those of the segment or row before are read
+    sync_warp();  // the digits of the last segment or row have been read
     LF_UNROLL for (int u = 0; u < units; u++) {
       u32 largest = 0;
       LF_UNROLL for (int i = 0; i < per; i++) {
@@ -121,7 +125,7 @@ class Digits {
         const u32 other = shuffle_bits(largest, mask);
         largest = largest > other ? largest : other;
       }
-      // 2^(exponent - 149): no number is above 0x7f7f7f, the most that three bytes with signs have
+      // The power of two is 2^(exponent - 149): no number is above 0x7f7f7f, the largest of three signed bytes.
       const int found = (int)((largest + 0x10200) >> 23), exponent = larger(found, 27);
       const float inverse = bits_to_float((u32)(276 - exponent) << 23);
       u32 number[per];
@@ -179,9 +183,9 @@ class Digits {
     return sum * bits_to_float((u32)(127 + 8 * (warp_lane() % 4)) << 23);
   }
 
-  // The bytes of neighbours, as the words (or halves of words) of a block.
+  // Stores the digits of a thread's neighbouring numbers as words, or halves of words, of a block.
   LF_DEVICE static void store(const u32 (&number)[per], u32* to, int part) {
-    u32 low[per / 2], high[per / 2];  // of pairs: bytes 0 and 1, and 2
+    u32 low[per / 2], high[per / 2];  // of pairs of numbers: digits 0 and 1, and digit 2
     LF_UNROLL for (int i = 0; i < per / 2; i++) {
       low[i] = permute(number[2 * i], number[2 * i + 1], selector(0, 4, 1, 5));
       high[i] = permute(number[2 * i], number[2 * i + 1], selector(2, 6, 2, 6));
