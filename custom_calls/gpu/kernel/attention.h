@@ -1,15 +1,20 @@
-// Attention over the cache, its keys split over the CTAs of a lane: each (key/value head, split) is a task of one CTA.
-// Where all heads attend to the same latents, tasks have groups of heads instead: a latent is loaded once for as many
-// of them as a thread has sums for, and the bytes that the scores are made of are the values too.
-// A task's warps share its keys, a few threads have each key; all keep their own softmax, and the sums meet in shared
-// memory. What a task publishes for each query head: the weighted sum of the values, the largest score, and the sum of
-// the weights (Flash-Decoding's split; scores in units of log 2). The consumers merge the splits.
+// Attention over the cache. Decoder calls `run` for the op, and `merge` for the product that reads the result.
 //
-// Queries and keys arrive as the product made them: norm and rotation are applied here.
+// Keys are split over the CTAs of a lane: each (key/value head, split) is a task of one CTA. Where all heads attend to
+// the same latents, a task has a group of heads instead. It loads a latent once for as many heads as a thread has sums
+// for, and the loaded bytes serve as key and as value.
 //
-// Each of a pass's rows has its own splits, which follow from its position. Keys of the pass that a row has before its
-// own, of rows of its slot, are not in the cache yet: a task takes them from the boards, and adds them where it would
-// add them from there. `from`, `until` and `row` count the rows of a slot from its first one on.
+// A task's warps divide its keys, and a few threads share a key. Each thread keeps a softmax of its own keys; the
+// warps' sums are merged in shared memory. For each query head a task publishes the weighted sum of the values, the
+// largest score and the sum of the weights (Flash-Decoding's split; scores in units of log 2). Readers merge the
+// splits.
+//
+// Queries and keys arrive as the product computed them; norm and rotation are applied here.
+//
+// Each row of a pass has its own splits, which follow from its position alone. Keys of earlier rows of the pass are not
+// in the cache yet. A task takes them from the boards, rounded as the cache would round them, and adds them in the
+// place where it would read them from the cache. So a row has the bits that it has alone. `from`, `until` and `row`
+// count the rows of a slot from its first row on.
 #pragma once
 
 #include "product.h"
@@ -17,8 +22,8 @@
 namespace laneformer {
 namespace gpu {
 
-// Few threads for a key leave more keys for the others; more than 4 pieces of 16 bytes would not fit a thread's
-// registers.
+// Threads that share a key of that many pieces of 16 bytes: as few as possible, so that a warp has more keys at once,
+// but at most 4 pieces for each thread, because of its registers.
 constexpr int threads_for_key(int pieces) {
   int threads = 1;
   while (threads < 32 && (pieces + threads - 1) / threads > 4) threads *= 2;
@@ -26,7 +31,7 @@ constexpr int threads_for_key(int pieces) {
 }
 
 struct Splits {
-  int first, size, count;  // keys; split s has those from first + s * size
+  int first, size, count;  // the first key, keys of a split, splits; split s begins at key first + s * size
 };
 
 template <class Op, int most = 1>
@@ -42,11 +47,11 @@ struct Attention {
   static constexpr int kKvPieces = kHeadDim / kPerKv;
   static constexpr int kKeyThreads = threads_for_key(kKvPieces);
   static constexpr int kOwnPieces = (kKvPieces + kKeyThreads - 1) / kKeyThreads,
-                       kOwn = kOwnPieces * kPerKv;                                       // of a key, by one thread
+                       kOwn = kOwnPieces * kPerKv;  // channels of a key that a thread has
   static constexpr int kHeadsAtOnce = larger_of(1, smaller_of(kGroupHeads, 64 / kOwn));  // 64 registers for their sums
   static constexpr int kKeysAtOnce = kWarps * (kWarpSize / kKeyThreads);
 
-  // Shared memory, in floats; and that of what is merged, of each row.
+  // Shared memory, in floats: of a row's merged result, and of scratch.
   static constexpr int kMerged = Op::kMergedHeads * kValueDim;
   static constexpr int kFloats = (kGroupHeads + kNewArrays * most) * kHeadDim +
                                  kWarps * kHeadsAtOnce * (kValueDim + 2) + 2 * kMaxSplits * Op::kMergedHeads;
@@ -58,7 +63,7 @@ struct Attention {
   }
 
   const Params& p;
-  u64* boards_of_first;  // of the first row
+  u64* boards_of_first;  // the boards of the pass's first row
   float* scratch;
   Watch& watch;
   int lane_here, layer;
@@ -71,7 +76,7 @@ struct Attention {
   }
   LF_DEVICE Splits splits(int m) const { return splits_of(pass.position_of(m), Op::window(layer)); }
 
-  // The thread's elements of a key or value, as memory holds them.
+  // The thread's elements of a key or value, in the dtype of the cache.
   struct Pieces {
     Vec vec[kKvVectors ? kOwnPieces : 1];
     float element[kKvVectors ? 1 : kOwnPieces];
@@ -107,12 +112,12 @@ struct Attention {
     }
   }
 
-  // Element of a head that the thread's out[i] is.
+  // The number in its head of the thread's element i.
   LF_DEVICE static int own_element(int i) {
     return (i / kPerKv * kKeyThreads + warp_lane() % kKeyThreads) * kPerKv + i % kPerKv;
   }
 
-  // Each warp's square sum of a norm over the n channels of all heads, from the board.
+  // Each warp's part of the sum of squares over the n channels of all heads, from the board.
   LF_DEVICE void add_squares(const u64* board, int n, float* squares) const {
     float sum = 0;
     for (int i = opaque(thread()); i < n; i += kThreads) {
@@ -129,8 +134,8 @@ struct Attention {
     return rsqrt_of(sum / (float)n + eps);
   }
 
-  // Norm and rotation of the heads in shared memory, a head each warp: row m's queries, then keys of the pass's rows
-  // from `from` on. squares: of the norms over all heads, [1 + most][kWarps].
+  // Norms and rotates heads in shared memory, each warp one at a time: row m's queries, then keys of the slot's rows
+  // from `from` on. squares: [1 + most][kWarps], sums of squares for norms over all heads.
   LF_DEVICE void norm_and_rotate(float* heads, int m, int from, int count, int kv_head, const float* squares) const {
     const float* rotation = p.rotations + Op::kRotations + (i64)pass.start_of(m) * kHeadDim;
     for (int h = warp(); h < count; h += kWarps) {
@@ -164,7 +169,8 @@ struct Attention {
     }
   }
 
-  // The same of latents: all of a query is scaled, a key's values are normed, and both end with what rotates.
+  // The same for latents: all channels of a query are scaled, a key's value channels are normed, and the last channels
+  // of both are rotated.
   LF_DEVICE void norm_and_rotate_latents(float* heads, int m, int from, int count) const {
     constexpr int half = Op::kRotating / 2;
     const float* gains = p.small + Op::norm(layer) + (i64)(p.first_lane + lane_here) * Op::kNormStride;
@@ -188,7 +194,7 @@ struct Attention {
     }
   }
 
-  // A task's queries as the products made them.
+  // Brings a task's queries, as the products computed them.
   LF_DEVICE void bring_queries(int m, int kv_head, float* heads) const {
     const int first = kv_head * kGroupHeads;
     if constexpr (kLatent) {
@@ -204,7 +210,7 @@ struct Attention {
     }
   }
 
-  // The same of a row's new key and value; of latents both are the key.
+  // Brings a row's new key and value; a latent is both.
   LF_DEVICE void bring_new(int row, int kv_head, float* key, float* value) const {
     if constexpr (kLatent) {
       const u64* latents = boards_of_first + Op::kLatents + (i64)row * kLaneWords;
@@ -217,13 +223,13 @@ struct Attention {
   }
 
   LF_DEVICE void run(int cta) const {
-    int before = 0;  // tasks of the rows before
+    int before = 0;  // tasks of earlier rows
     for (int m = 0; m < pass.count(); m++) {
       const Splits splits = this->splits(m);
       const int first = most == 1 ? cta : (cta + kCtas - before % kCtas) % kCtas;
       for (int task = first; task < kKvHeads * splits.count; task += kCtas) {
         run_task(m, task % kKvHeads, task / kKvHeads, splits);
-        sync_cta();  // before the next one overwrites the scratch
+        sync_cta();  // before the next task overwrites the scratch
       }
       before += kKvHeads * splits.count;
     }
@@ -235,9 +241,9 @@ struct Attention {
     char* keys = (char*)p.caches[Op::cache(layer)] + lane_offset;
     char* values = kLatent ? keys : (char*)p.caches[Op::cache(layer) + 1] + lane_offset;
     const int first = splits.first + split * splits.size, last = smaller(first + splits.size, position + 1);
-    const bool newest = last == position + 1;  // this task has the new position, which is not in the cache yet
+    const bool newest = last == position + 1;  // the task has the row's own position, which is not in the cache yet
     const int old = newest ? last - 1 : last;
-    // Keys of the pass that the task has, by row: the new one, and those of the rows before.
+    // Rows of the slot whose keys the task has: the row itself and earlier ones.
     int from = 0, until = 1;
     bool any_new = newest;
     if constexpr (most > 1) {
@@ -250,8 +256,7 @@ struct Attention {
     float* sums = new_values + most * kHeadDim;
     [[maybe_unused]] const u64* qkv = this->qkv(m);
 
-    // The first keys are on their way before the queries arrive. Those that a thread has none of are read and not
-    // used.
+    // The first keys are loaded before the queries arrive. A thread without a key loads one that it does not use.
     const int lane_key = opaque(warp() * (kWarpSize / kKeyThreads) + warp_lane() / kKeyThreads);
     int key = first + lane_key;
     Pieces k, v;
@@ -280,7 +285,7 @@ struct Attention {
     }
     if (any_new) {
       sync_cta();
-      // Into the cache, and read here as it will be read from there.
+      // Writes to the cache, and rounds here what later passes will read from there.
       for (int row = from; row < until; row++) {
         const i64 at = ((i64)(start + row) * kCacheHeads + (kLatent ? 0 : kv_head)) * kHeadDim;
         float *new_key = new_keys + (row - from) * kHeadDim, *new_value = new_values + (row - from) * kHeadDim;
@@ -288,7 +293,7 @@ struct Attention {
           new_key[i] = rounded_to<kCache>(new_key[i]);
           if constexpr (!kLatent) new_value[i] = rounded_to<kCache>(new_value[i]);
           if (most > 1 && row != pass.place_of(m)) continue;  // a task of that row writes it
-          if (kLatent && kv_head != 0) continue;              // the first group's does
+          if (kLatent && kv_head != 0) continue;              // a task of the first group writes it
           put_element<kCache>(keys, at + i, new_key[i]);
           if constexpr (!kLatent) put_element<kCache>(values, at + i, new_value[i]);
         }
@@ -307,7 +312,7 @@ struct Attention {
         key = first + lane_key;
         load(keys, values, smaller(key, last - 1), kv_head, k, v);
       }
-      // All threads of a warp make the same number of turns: they shuffle.
+      // All threads of a warp make the same number of turns, because they shuffle.
       for (int turn = first; turn < old; turn += kKeysAtOnce) {
         Pieces next_k, next_v;
         const int next = key + kKeysAtOnce;
@@ -351,12 +356,12 @@ struct Attention {
 
   static constexpr float kMinusInfinity = -1e30f;
 
-  // The thread's elements of a head in shared memory.
+  // Reads the thread's elements of a head in shared memory.
   LF_DEVICE static void own_part(const float* head, float (&out)[kOwn]) {
     LF_UNROLL for (int i = 0; i < kOwn; i++) out[i] = own_element(i) < kHeadDim ? head[own_element(i)] : 0.0f;
   }
 
-  // All threads of the warp: they add up the scores of their keys together.
+  // Scores of the thread's key with heads from h0 on. All threads of the warp call it: those of a key add their parts.
   LF_DEVICE static void score_key(const float* heads, int h0, const float (&k)[kOwn], float (&score)[kHeadsAtOnce]) {
     LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
       const float* q = heads + smaller(h0 + h, kGroupHeads - 1) * kHeadDim;
@@ -367,6 +372,7 @@ struct Attention {
     }
   }
 
+  // Adds a value with its scores to the thread's softmax.
   LF_DEVICE static void add_value(const float (&score)[kHeadsAtOnce], const float (&v)[kOwn],
                                   float (&largest)[kHeadsAtOnce], float (&weight)[kHeadsAtOnce],
                                   float (&sum)[kHeadsAtOnce][kOwn]) {
@@ -378,7 +384,7 @@ struct Attention {
     }
   }
 
-  // Over the keys that the warp had at the same time.
+  // Merges the softmax of the warp's threads, which had different keys.
   LF_DEVICE static void merge_warp(float (&largest)[kHeadsAtOnce], float (&weight)[kHeadsAtOnce],
                                    float (&sum)[kHeadsAtOnce][kOwn]) {
     LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
@@ -395,7 +401,7 @@ struct Attention {
     }
   }
 
-  // Over the warps, in their order.
+  // Merges the sums of the warps, in their order, and publishes a split of `count` heads from `head` on.
   LF_DEVICE void publish(u64* parts, int head, int count, int split, const float* sums) const {
     watch.delay();
     for (int at = opaque(thread()); at < count * kValueDim; at += kThreads) {
@@ -418,8 +424,8 @@ struct Attention {
     }
   }
 
-  // The attention's output of row m, of kMergedHeads heads from `first` on [heads][kValueDim], into shared memory, by
-  // all CTAs of the lane; a sync_cta makes it visible.
+  // Merges the splits of row m into `out` in shared memory, [kMergedHeads][kValueDim], heads from `first` on. Every CTA
+  // of the lane does so for itself. A sync_cta must follow.
   LF_DEVICE void merge(int m, float* out, int first = 0) const {
     const Splits splits = this->splits(m);
     [[maybe_unused]] const u64* qkv = this->qkv(m);
@@ -477,7 +483,7 @@ struct Attention {
   }
 
  private:
-  // A head's sink in the units of scores.
+  // A head's sink in units of log 2, as scores are.
   LF_DEVICE float sink(int head) const {
     constexpr float kLog2OfE = 1.44269504f;
     return kLog2OfE * p.small[Op::sinks(layer) + (i64)(p.first_lane + lane_here) * Op::kSinksStride + head];

@@ -1,6 +1,9 @@
-// The residual stream of a lane: each CTA owns some rows of it, in float32, for the whole generation. The schedule
-// (laneformer/layout.py) says when a module's output is added and when the other lanes' outputs land; a thread does all
-// of it for its rows.
+// The residual stream of a lane. Each CTA owns some channels of it, in float32 in shared memory, for the whole
+// generation. The ops call it where a module ends (DenseOps::end_module) and at the start of a pass.
+//
+// The schedule (laneformer/layout.py; kEvents and kSums in model.h) says when a module's output is added to the stream
+// and when sums over the lanes land in it. A thread does all of that for its own channels, so these steps need no
+// barrier. Norms and `publish` are edges between the CTAs of the lane, sums over lanes between lanes (exchange.h).
 #pragma once
 
 #include "exchange.h"
@@ -10,21 +13,21 @@ namespace laneformer {
 namespace gpu {
 
 constexpr int kJoinFloats = kStreams * (1 + kStreams);
-constexpr bool kExchanged = kLanes > 1 || kAnyMean;  // otherwise a sum is the lane's own part
+constexpr bool kExchanged = kLanes > 1 || kAnyMean;  // otherwise a sum over lanes is the lane's own part
 
 using LaneExchange = Exchange<kLanes, kMailSlots, kPassRows * kHidden>;
 
 struct Residual {
   const Params& p;
-  float* x;        // shared memory, for each of a pass's rows m: [m][channels]
-  float* history;  // [m][kHistory][channels]: outputs of the last modules
-  float* streams;  // [m][kStreams][channels], where there are several; x is then what a module reads of them
-  float* joins;    // [m][kJoinFloats]: how the module's output joins them
-  float* scratch;  // [2 * kWarps], [m][channels]
+  float* x;        // [rows of a pass][channels], the stream; all five arrays are in shared memory
+  float* history;  // [rows][kHistory][channels], outputs of the last modules
+  float* streams;  // [rows][kStreams][channels], where there are several; x is then what a module reads of them
+  float* joins;    // [rows][kJoinFloats], how the module's output joins the streams
+  float* scratch;  // [2 * kWarps], then [rows][channels]
   Watch& watch;
-  int lane, first, count;  // channels that the CTA has
+  int lane, first, count;  // the lane; the CTA's first channel and number of channels
 
-  // Threads' own channels r of each of the pass's rows m.
+  // Calls body(m, r) for the thread's own channels r of each row m of the pass.
   template <int most, class Body>
   LF_DEVICE void each(const Run<most>& run, Body body) const {
     if constexpr (most == 1 && kStreamRows <= kThreads) {
@@ -41,7 +44,7 @@ struct Residual {
     return history[(m * kHistory + module % kHistory) * kStreamRows + r];
   }
 
-  // token(m): of row m.
+  // Sets the stream to the embeddings of the pass's tokens; token(m): that of row m.
   template <int most, class Token>
   LF_DEVICE void begin(const Run<most>& run, Token token) {
     each(run, [&](int m, int r) {
@@ -55,7 +58,7 @@ struct Residual {
     clear_padding(run);
   }
 
-  // A product reads the streams' channels beyond those of the CTA, too.
+  // Zeros the padding after the CTA's channels of the streams, because the mixture's product reads them too.
   template <int most>
   LF_DEVICE void clear_padding(const Run<most>& run) const {
     if constexpr (kStreams > 0) {
@@ -64,16 +67,16 @@ struct Residual {
     }
   }
 
-  // Module `time` has ended; value(m, r): a channel of its output.
+  // Keeps the output of module `time`; value(m, r): channel r of row m.
   template <int most, class Channels>
   LF_DEVICE void set_output(const Run<most>& run, int time, Channels value) {
     each(run, [&](int m, int r) { output(time, m, r) = value(m, r); });
   }
 
-  // An op on the output alone, which is its norm.
+  // Runs an op on the module's output alone: its norm.
   template <class Op, int most>
   LF_DEVICE void run(const Run<most>& run, int layer, u32 tag) {
-    static_assert(Op::kIsOutputNorm, "an op that is computed here");
+    static_assert(Op::kIsOutputNorm, "only OutputNorm is computed here");
     const int time = 2 * layer + Op::kModule;
     float* own = history + time % kHistory * kStreamRows;
     const float* gains = p.small + Op::norm(layer) + (i64)lane * Op::kNormStride;
@@ -82,13 +85,14 @@ struct Residual {
         Op::kNormEps, 0, tag + time);
   }
 
-  // What the schedule does with it, and with what arrives at that time.
+  // Sends the sums over lanes that are complete at this time, and applies the schedule's events.
   template <int most>
   LF_DEVICE void add_output(const Run<most>& run, int time, u32 tag, u32 sequence) {
     if (kExchanged) send(run, time, sequence);
     apply(run, time, tag, sequence);
   }
 
+  // Applies the schedule's events of a time: adds outputs of the lane, and sums over lanes that land, to the stream.
   template <int most>
   LF_DEVICE void apply(const Run<most>& run, int time, u32 tag, u32 sequence) {
     for (int e = kEventsAt[time]; e < kEventsAt[time + 1]; e++) {
@@ -124,7 +128,7 @@ struct Residual {
     }
   }
 
-  // For all CTAs of the lane: two boards take turns.
+  // Publishes the stream to all CTAs of the lane. Two boards take turns (edges.h).
   template <int most>
   LF_DEVICE void publish(const Run<most>& run, u64* board, u32 tag) const {
     watch.delay();
@@ -132,7 +136,7 @@ struct Residual {
   }
 
  private:
-  // Each stream becomes its share of the output, and of all streams.
+  // Replaces each stream by its share of the output and a mixture of all streams.
   LF_DEVICE void join(int m, int r, float output) const {
     const float *post = joins + m * kJoinFloats, *between = post + kStreams;
     float own[kStreams == 0 ? 1 : kStreams];
@@ -144,9 +148,9 @@ struct Residual {
     }
   }
 
-  // RMSNorm of a vector of the lane [width]: of the CTA's channels value(m, r), into out, whose rows are `stride`
-  // apart. All CTAs of the lane read the sums of squares, in a place of the board that no other norm has between two
-  // edges of the stream.
+  // RMSNorm of a vector [width] of the lane. value(m, r): the CTA's channels; out: their normed values, rows `stride`
+  // apart. Each CTA publishes its sum of squares and reads those of all CTAs of the lane. place: where the board has
+  // these sums; no other norm may use that place between the same two edges of the stream.
   template <int most, class Channels>
   LF_DEVICE void norm(const Run<most>& run, float* out, int stride, Channels value, int width, const float* gains,
                       float eps, int place, u32 tag) {
@@ -163,13 +167,13 @@ struct Residual {
     } else {
       each(run, [&](int m, int r) { out[m * stride + r] = first + r < width ? value(m, r) : 0.0f; });
       sync_cta();
-      // The sums of a row are those that it has alone, by the same threads.
+      // The same threads add a row's squares as in a pass of one row, so the bits are the same.
       const Run<1> one = {0};
       for (int m = 0; m < run.count(); m++) {
         float sum = 0;
         each(one, [&](int, int r) { sum += out[m * stride + r] * out[m * stride + r]; });
         publish_squares(sum, board + (i64)m * kLaneWords, tag);
-        sync_cta();  // the scratch is used again
+        sync_cta();  // before the scratch is used again
       }
       for (int m = 0; m < run.count(); m++) {
         const float factor = norm_factor(board + (i64)m * kLaneWords, width, eps, tag);
@@ -193,7 +197,7 @@ struct Residual {
     return rsqrt_of(sum_over_cta(sum, scratch + kWarps) / (float)width + eps);
   }
 
-  // In the order of the warps; shared: [kWarps], which no thread reads any more.
+  // The sum over the CTA, in the order of the warps. shared: [kWarps], which no thread still reads.
   LF_DEVICE static float sum_over_cta(float v, float* shared) {
     v = sum_over_warp(v);
     if (warp_lane() == 0) shared[warp()] = v;
@@ -203,7 +207,7 @@ struct Residual {
     return v;
   }
 
-  // A channel of a sum over the lanes.
+  // Waits for a channel of a sum over the lanes.
   LF_DEVICE float arrived_sum(int sum, u32 sequence, int m, int r) const {
     float shares[kLanes];
     LaneExchange::pull(p.shared[p.device] + kMailAt, sequence + sum, m * kHidden + first + r, shares, watch,
@@ -213,6 +217,7 @@ struct Residual {
     return total;
   }
 
+  // The lane's part of a channel of a sum over the lanes.
   LF_DEVICE float share(const Sum& sum, int m, int r) const {
     float total = 0;
     for (int i = sum.parts; i < sum.parts + sum.num_parts; i++)
@@ -220,6 +225,7 @@ struct Residual {
     return sum.stream_mean ? total + stream(m, r) / (float)kLanes : total;
   }
 
+  // Pushes the lane's part of the sums that are complete at a time to all lanes.
   template <int most>
   LF_DEVICE void send(const Run<most>& run, int time, u32 sequence) {
     for (int s = 0; s < kNumSums; s++) {

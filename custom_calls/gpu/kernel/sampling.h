@@ -1,7 +1,12 @@
-// The next token, as infer/sampling.py defines it. Each CTA has the logits of its rows of the head and publishes what
-// it finds in them as a packet; every CTA reads all packets and draws the same token. Filters need all logits: these
-// are published and read only when a call has filters.
-// Of a pass with several rows each is drawn like this, with the noise of its position.
+// The draw of the next token, as infer/sampling.py defines it. Decoder calls it at the end of every pass.
+//
+// Each CTA has the logits of its rows of the head. It finds the best token among them, with Gumbel noise if the
+// temperature is above 0, and publishes it in a packet. Every CTA of every device reads all packets, so all of them
+// compute the same token, and no CTA has to announce it. Packets also carry how the call ends. All CTAs take the
+// maximum of that, so all end with the same pass.
+//
+// Filters, most likely tokens and returned logits need all logits. These are published only by calls that use them. In
+// a pass with several rows each row is drawn in this way, with the noise of its position.
 #pragma once
 
 #include "product.h"
@@ -15,6 +20,7 @@ struct Best {
   int token;  // -1: none
 };
 
+// The larger value; of equal ones the lower token.
 LF_DEVICE Best better(Best a, Best b) {
   const bool first = b.token < 0 || (a.token >= 0 && (a.value > b.value || (a.value == b.value && a.token < b.token)));
   return {first ? a.value : b.value, first ? a.token : b.token};
@@ -38,9 +44,11 @@ LF_DEVICE float gumbel(const u32 key[2], u32 position, u32 token) {
   return -log_of(-log_of(uniform));
 }
 
+// A packet: the largest logit, the sum of exp(logit - largest), the best value, its token and that token's logit, and
+// how the call ends (kEndWord). Each CTA of all lanes publishes one.
 constexpr int kEndWord = kPacketWords - 1, kPackets = kLanes * kCtas;
-constexpr int kBuckets = 1 << 11, kBucketGroups = 64;  // of a histogram: 32 bits in three passes
-constexpr float kLowest = -3.4e38f;                    // just above -FLT_MAX: no logit yet
+constexpr int kBuckets = 1 << 11, kBucketGroups = 64;  // of a histogram; three of them resolve 32 bits
+constexpr float kLowest = -3.4e38f;                    // no logit yet; just above -FLT_MAX
 
 static_assert(kZAt >= kPacketsAt + 2 * kPassRows * kPackets * kPacketWords, "gpu/edges.py reserves fewer words");
 
@@ -54,24 +62,24 @@ struct Sampled {
 
 struct Sampler {
   const Params& p;
-  float* logits;  // shared memory, of each of the pass's rows [rows of the head here]
-  float* z;
+  float* logits;  // shared memory, [rows of a pass][kHeadRows]
+  float* z;       // the same after penalty and temperature
   float* scratch;
   int* end;  // shared memory, kept between passes: how the next packet ends the call, or 0
   Watch& watch;
-  int place, first, count;  // of the CTA among all; its range of tokens
-  bool leader;              // writes the results of this device
+  int place, first, count;  // number of the CTA among all; its range of tokens
+  bool leader;              // whether this CTA writes the results of its device
   float temperature = 0, top_p = 1, min_p = 0, penalty = 1;
   int top_k = 0;
   u32 key[2] = {};
-  int slot = 0;  // whose settings these are
+  int slot = 0;  // the slot that the settings belong to
 
   LF_DEVICE void configure() {
     use(0);
     if (thread() == 0) *end = 0;
   }
 
-  // The following rows are of this slot.
+  // Takes a slot's settings for the rows that follow.
   LF_DEVICE void use(int slot) {
     const float* settings = p.settings + slot * 4;
     temperature = settings[0], top_p = settings[1], min_p = settings[2], penalty = settings[3];
@@ -80,14 +88,14 @@ struct Sampler {
     this->slot = slot;
   }
 
-  // Whether this thread reads the host's cancel flag. Reading host memory takes long: a read that is needed soon
-  // stalls.
+  // Whether this thread reads Host::asked. Reading host memory takes long, and a read whose value is needed soon stalls
+  // the thread.
   LF_DEVICE bool polls_host() const { return leader && p.reports && thread() == kThreads - kWarpSize; }
   LF_DEVICE int asked_by_host() const { return polls_host() ? *(volatile const int*)&p.host->asked : 0; }
-  // As a packet has it.
+  // Host::asked as the end word of a packet.
   LF_DEVICE static int ending(int asked) { return kRequests > 1 ? asked : asked ? kCancelled : 0; }
 
-  // A pass in which no row draws: how it ends the call, or 0.
+  // Ends a pass in which no row draws. Returns how the call ends, or 0.
   LF_DEVICE int end_of_pass(u32 tag, int parity) {
     record_timeout();
     sync_cta();  // the scratch is free
@@ -98,45 +106,46 @@ struct Sampler {
     return collect<true>(edge, largest, sum, best, logit);
   }
 
-  // Draws the token at `position` from the logits in shared memory. drawn: tokens before it.
+  // Draws the token at `position` from the logits in shared memory. drawn: tokens drawn before it.
   LF_DEVICE Sampled sample(u32 tag, int parity, int position, int drawn) {
     const Edge edge = {tag, parity * kPassRows};
     offer(edge, 0, position, 0, nullptr, -1);
     return settle<true>(edge, drawn);
   }
 
-  // For several rows: what this CTA has for row m. position: of its token; tokens: of the pass's rows, the first one
-  // being part of the text already; forced: the token that is taken for drawn, or -1.
+  // For several rows: publishes this CTA's packet of row m. position: of the token to draw; tokens: of the pass's rows,
+  // the first of which is part of the text already; forced: the token to draw whatever the logits are, or -1.
   LF_DEVICE void offer_row(u32 tag, int parity, int m, int position, const int* tokens, int forced) {
     if (m > 0) sync_cta();  // the scratch is free
     offer({tag, parity * kPassRows + m}, m, position, m, tokens, forced);
   }
-  // The same for rows of several slots, each under the slot's settings. first: of the pass's rows that draw; place: the
-  // drafts of the slot before it; tokens: of the slot's rows.
+  // The same for rows of several slots; `use` precedes it. first: whether the row is the pass's first one that draws;
+  // place: the row's number among the slot's rows that draw; tokens: of these rows.
   LF_DEVICE void offer_row(u32 tag, int parity, int m, int position, bool first, int place, const int* tokens,
                            int forced) {
     if (!first) sync_cta();  // the scratch is free
     offer({tag, parity * kPassRows + m}, m, position, place, tokens, forced);
   }
+  // Returns a row's token. asked: receives Host::asked, or kFailure, with the first row that draws.
   LF_DEVICE Sampled settle_row(u32 tag, int parity, int m, bool first, int drawn, int& asked) {
     const Edge edge = {tag, parity * kPassRows + m};
     return first ? settle<true>(edge, drawn, &asked) : settle<false>(edge, drawn, &asked);
   }
 
-  // The row's token, once this CTA has offered all rows.
+  // Returns a row's token. This CTA must have offered all rows before.
   LF_DEVICE Sampled settle_row(u32 tag, int parity, int m, int drawn) {
     const Edge edge = {tag, parity * kPassRows + m};
     return m == 0 ? settle<true>(edge, drawn) : settle<false>(edge, drawn);
   }
 
  private:
-  // Where the words of a row are: with this tag, in the boards of this number.
+  // The words of a row: their tag, and the number of their boards.
   struct Edge {
     u32 tag;
     int number;
   };
 
-  // Whether a token is among the drafts before a row, and so part of its text.
+  // Whether a token is among the first `drafts` drafts of a row's slot, which are part of the row's text.
   LF_DEVICE static bool is_draft(int token, int drafts, const int* tokens) {
     bool found = false;
     if constexpr (kDrafting) {
@@ -145,6 +154,7 @@ struct Sampler {
     return found;
   }
 
+  // Applies penalty, temperature and filters to the logits of row m, and publishes the CTA's packet.
   LF_DEVICE void offer(const Edge& edge, int m, int position, int drafts, const int* tokens, int forced) {
     const u32 tag = edge.tag;
     float *logits = this->logits + m * kHeadRows, *z = this->z + m * kHeadRows;
@@ -185,8 +195,8 @@ struct Sampler {
     publish(edge, largest, sum, best, best.token < 0 ? 0.0f : logits[best.token - first]);
   }
 
-  // ends_pass: whether this is the pass's first row, with which the host's word is read. asked: for what the host has
-  // asked of a call of several slots.
+  // Reads the packets of a row, records its token and returns it. ends_pass: whether this is the pass's first row that
+  // draws, with which Host::asked is read. asked: receives that for a call of several slots.
   template <bool ends_pass>
   LF_DEVICE Sampled settle(const Edge& edge, int drawn, [[maybe_unused]] int* asked = nullptr) {
     float largest, sum, logit;
@@ -200,7 +210,7 @@ struct Sampler {
     if (token < 0 || token >= kVocab) token = 0;  // no logit was a number: the log-probability is NaN
     if (end) return {token, end};
     const float lse = largest + log_of(sum);
-    const int row = kRequests == 1 ? drawn : slot * p.room + drawn;  // of the results
+    const int row = kRequests == 1 ? drawn : slot * p.room + drawn;  // row of the results
     if (thread() == 0 && (leader || (token >= first && token < first + count))) seen(token) = 1;
     if (leader && p.logits != nullptr) copy_logits(edge, p.logits + (i64)row * kVocab);
     if (leader && p.top > 0) rank(edge, lse, row);
@@ -208,7 +218,7 @@ struct Sampler {
     return {token, 0};
   }
 
-  // A thread that has timed out has computed from stale words: this CTA's packet ends the call, without a token.
+  // A thread that has timed out has computed from stale words, so this CTA's packet ends the call without a token.
   LF_DEVICE void record_timeout() const {
     if (watch.ended()) *end = kFailure;
   }
@@ -216,7 +226,7 @@ struct Sampler {
   // Whether a token is in the slot's text.
   LF_DEVICE unsigned char& seen(int token) const { return p.seen[kRequests == 1 ? token : slot * (i64)kVocab + token]; }
 
-  // Whether this thread writes to the host and waits for it: one with little else to do.
+  // Whether this thread writes to host memory and waits for that: a thread with little else to do.
   LF_DEVICE static bool host_writer() { return thread() == kThreads - 1; }
 
   LF_DEVICE float* warps() const { return scratch + 2 * kBuckets + 2 * kBucketGroups; }
@@ -260,10 +270,11 @@ struct Sampler {
     return kPacketsAt + ((i64)edge.number * kPackets + from) * kPacketWords;
   }
 
+  // Publishes this CTA's packet on all devices.
   LF_DEVICE void publish(const Edge& edge, float largest, float sum, const Best& best, float logit) const {
     watch.delay();
     if (thread() >= kPacketWords) return;
-    fence_device();  // readers of this packet see what this CTA has written to the cache (ordered by sync_cta)
+    fence_device();  // what this CTA wrote to the caches is visible to readers of the packet (sync_cta ordered it)
     const float values[kPacketWords] = {largest, sum, best.value, bits_to_float((u32)best.token), logit, (float)*end};
     float value = values[0];
     LF_UNROLL for (int i = 1; i < kPacketWords; i++) if (thread() == i) value = values[i];
@@ -271,11 +282,12 @@ struct Sampler {
       store_word(p.shared[d] + packet(edge, place) + thread(), word_of(value, edge.tag));
   }
 
-  // Reads all packets. Returns how they end the call, or 0. polls: also how the next ones do.
+  // Reads all packets of a row. Returns how they end the call, or 0. polls: also reads Host::asked, for the next
+  // packets.
   template <bool polls>
   LF_DEVICE int collect(const Edge& edge, float& largest, float& sum, Best& best, float& logit) const {
     constexpr int each = (kPackets + kThreads - 1) / kThreads;
-    const int asked = kSteps || !polls ? 0 : asked_by_host();  // arrives while the packets do
+    const int asked = kSteps || !polls ? 0 : asked_by_host();  // arrives while the packets are awaited
     float packets[each][kPacketWords];
     const u64* memory = p.shared[p.device] + packet(edge, 0);
     LF_UNROLL for (int i = 0; i < each; i++) {
@@ -313,7 +325,7 @@ struct Sampler {
     return (int)ending;
   }
 
-  // row: of the results.
+  // Writes a token to the results and to host memory. row: of the results.
   LF_DEVICE void emit(int token, float logprob, int row) const {
     p.tokens[row] = token;
     p.logprobs[row] = logprob;
@@ -328,7 +340,8 @@ struct Sampler {
     *(volatile int*)&p.host->count[0] = row + 1;
   }
 
-  // Behind the tokens of the request's earlier calls, which may have reported other numbers of most likely ones.
+  // Writes a token to host memory after those of the request's earlier calls. Most likely tokens are kMaxTop apart,
+  // because these calls may have reported another number of them.
   LF_DEVICE void emit_of_slot(int token, float logprob, int row) const {
     const int number = p.control[slot * kControls + 4] + row - slot * p.room;
     const i64 at = (i64)slot * p.emitted_room + number, from = (i64)row * p.top;
@@ -341,7 +354,7 @@ struct Sampler {
     *(volatile int*)&p.host->count[slot] = number + 1;
   }
 
-  // Calls body(token, value) for all published words as they arrive, divided among the threads. Loads take long:
+  // Calls body(token, value) for all published words as they arrive, divided among the threads. Loads take long, so
   // several are issued together where the weights leave registers for them.
   template <class Body>
   LF_DEVICE void each_published(i64 base, u32 tag, Body body) const {
@@ -366,7 +379,7 @@ struct Sampler {
                    [&](int token, float value) { out[token] = value; });
   }
 
-  // Writes the p.top most likely tokens, lowest id first among equals.
+  // Writes the p.top most likely tokens to the results; of equal ones the lowest comes first.
   LF_DEVICE void rank(const Edge& edge, float lse, int row) const {
     Best last = {0, -1};
     for (int i = 0; i < p.top; i++) {
@@ -384,8 +397,7 @@ struct Sampler {
     }
   }
 
-  // The filters' threshold, the least z that is kept; every CTA computes it from the same words. own_best: the largest
-  // z of this CTA.
+  // The least z that the filters keep. Every CTA computes it from the same words. own_best: the largest z of this CTA.
   LF_DEVICE float threshold(const Edge& edge, float own_best) const {
     const u32 tag = edge.tag;
     const i64 base = kZAt + (i64)edge.number * kVocab, of_ctas = kLargestZAt + (i64)edge.number * kPackets;
@@ -409,8 +421,9 @@ struct Sampler {
     return least < best ? least : best;
   }
 
-  // The largest z for which the amounts of all values >= z sum to at least `wanted` (negative: that share of the
-  // total), by histograms of the upper, middle and lower bits. Integer amounts have the same sum in any order.
+  // The largest z for which the amounts of all values >= z sum to at least `wanted`; if that is negative, to -wanted
+  // times the total. Three histograms resolve the upper, middle and lower bits of z. Amounts are integers, so their
+  // sums do not depend on the order.
   template <class Amount>
   LF_DEVICE float largest_reaching(i64 base, u32 tag, double wanted, Amount amount) const {
     u64* sums = (u64*)scratch;
