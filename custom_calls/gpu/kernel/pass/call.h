@@ -1,4 +1,5 @@
-// How a CTA begins and ends a call.
+// The start and the end of a call in a CTA: the check of its numbers, the check-in, and the results. decode.cu and
+// steps.cu call these around their passes. All CTAs check the same numbers, so they accept or refuse a call together.
 #pragma once
 
 #include "decoder.h"
@@ -6,6 +7,7 @@
 namespace laneformer {
 namespace gpu {
 
+// The sampler of CTA c of a lane, with the CTA's range of tokens.
 LF_DEVICE Sampler sampler_of(const Params& p, Shared& shared, Watch& watch, int lane, int c) {
   const int place = lane * kCtas + c;
   const int first =
@@ -15,7 +17,8 @@ LF_DEVICE Sampler sampler_of(const Params& p, Shared& shared, Watch& watch, int 
   return {p, shared.logits, shared.z, shared.scratch, shared.end, watch, place, first, rows, cta() == 0};
 }
 
-// Waits until all CTAs of all devices have ended the call before: what they read in it may be written again.
+// Waits until all CTAs of all devices have started this call, and so have ended the one before: what they read in that
+// call may be written again.
 LF_DEVICE void check_in(const Params& p, Watch& watch, int place, u32 tag) {
   if (thread() == 0)
     for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + kCheckInAt + place, word_of(0, tag));
@@ -25,8 +28,8 @@ LF_DEVICE void check_in(const Params& p, Watch& watch, int place, u32 tag) {
   sync_cta();
 }
 
-// The results of a slot on a device, by one of its CTAs. One device of a process reports to its host, also another
-// one's failure.
+// Writes a slot's results on this device; one CTA calls it. The device that reports to the host (Params::reports) also
+// reports a failure of another device.
 LF_DEVICE void write_results(const Params& p, int drawn, int end, int position, int slot = 0) {
   const int first = slot * p.room;
   for (int i = drawn + thread(); i < p.room; i += kThreads) p.tokens[first + i] = 0, p.logprobs[first + i] = 0;
@@ -47,7 +50,7 @@ LF_DEVICE void write_results(const Params& p, int drawn, int end, int position, 
     *(volatile int*)&p.host->done[slot] = 1;
 }
 
-// The host does not see these numbers: they are on the device.
+// Whether a slot's numbers are valid. The host cannot check them, because they are in device memory.
 LF_DEVICE bool possible(const Params& p, const Control& control, int slot) {
   const auto [prompt, start, limit] = control;
   if (prompt < 1 || prompt > p.room_of_prompt || start < 0 || limit < 1 || limit > p.room) return false;
@@ -58,6 +61,7 @@ LF_DEVICE bool possible(const Params& p, const Control& control, int slot) {
     if (!continues(p, layer, start, slot)) return false;
   return true;
 }
+// Whether the numbers of all slots that take part are valid, and at least one takes part.
 LF_DEVICE bool possible(const Params& p) {
   bool any = false;
   for (int slot = 0; slot < kRequests; slot++) {
@@ -69,7 +73,7 @@ LF_DEVICE bool possible(const Params& p) {
   return any;
 }
 
-// Whether there is a call to run; if not, that is its result.
+// Whether the call can run. If not, writes the results of a failed call.
 LF_DEVICE bool accept(const Params& p, const Control& control) {
   if (kRequests == 1 ? possible(p, control, 0) : possible(p)) return true;
   if (cta() == 0 && thread() == 0) p.host->failure = failure_word(p.pass_tag, kBadCall, 0, -1, 0);
@@ -78,6 +82,7 @@ LF_DEVICE bool accept(const Params& p, const Control& control) {
   return false;
 }
 
+// Writes the results when the passes have ended.
 LF_DEVICE void finish(const Params& p, const Control& control, const Progress& now) {
   if (cta() == 0) write_results(p, now.drawn, now.end, control.start + smaller(now.pass, control.prompt) + now.drawn);
 }

@@ -1,10 +1,10 @@
-// A call of several requests, each in a slot. Every pass has a row of each: its next token, as many of a prompt as
-// there are rows left, and drafts where these leave any. Each CTA keeps the same state and chooses the same rows, from
-// the same packets.
+// The state of a call of several requests, each in a slot. decode.cu calls it around every pass. A pass has a row of
+// each request, for its next token; further rows go to prompts, and the rest to drafts. Each CTA keeps the same state
+// and chooses the same rows, because all CTAs read the same packets.
 //
-// The slots of a call stay. It ends for all of them once one has drawn its last token or was cancelled, or when the
-// host asks it to yield, because a request waits. The others have yielded then: the host lets them go on in another
-// call.
+// The requests of a call do not change. The call ends for all of them once one has drawn its last token or was
+// cancelled, when the host asks it to yield because another request waits, or after Params::passes. Requests that have
+// not ended have then yielded: the host continues them in another call.
 #pragma once
 
 #include "drafts.h"
@@ -14,35 +14,37 @@ namespace gpu {
 
 // In shared memory.
 struct RequestState {
-  int prompt, start, limit;  // as in `Control`; prompt: 0 for a slot that takes no part
-  int passed, drawn;         // tokens of the prompt that were in passes, and those drawn
-  int token, end;            // the last one drawn; a value of Ends, kYielded while the slot runs
+  int prompt, start, limit;  // as in Control; prompt is 0 for a slot that takes no part
+  int passed, drawn;         // tokens of the prompt that were in passes; tokens drawn
+  int token, end;            // the last token drawn; a value of Ends, kYielded while the request runs
 };
 struct RequestsState {
   RequestState of[kRequests];
   Row row[kPassRows];
-  int token[kPassRows], draws[kPassRows], drawn[kPassRows];  // draws: 0, or 1 and the drafts before it; drawn: or -1
+  // draws: 0, or 1 + the row's number among the slot's rows that draw; drawn: the token that the row drew, or -1
+  int token[kPassRows], draws[kPassRows], drawn[kPassRows];
   int rows, passes, over;
 };
-struct SharedRows {         // behind the drafts of all slots
-  float chance[kRequests];  // that the next draft of a slot is right
-  int got[kRequests];       // tokens that a slot has drawn in the pass
-  int order[kPassRows];     // the slots of the pass's drafts
+struct SharedRows {         // after the DraftStates of all slots
+  float chance[kRequests];  // by slot, that its next draft is right
+  int got[kRequests];       // by slot, tokens drawn in the pass
+  int order[kPassRows];     // the slots of the pass's drafts, in the order of choice
 };
 
-// What ends a call, in a packet: a value of Ends; of a call of several slots what the host has asked, or kFailure.
+// The end word of a packet is a value of Ends; with several slots it is Host::asked, or kFailure after a failure.
 constexpr int kFailure = kRequests == 1 ? (int)kFailed : 2 * kYield;
 
 static_assert(kRequests == 1 ||
                   sizeof(RequestsState) + kDrafting * (kRequests * sizeof(DraftState) + sizeof(SharedRows)) <=
                       4 * kDraftInts,
-              "custom_calls/gpu/layout.py counts otherwise");
-static_assert(kRequests <= kPassRows || kRequests == 1, "each slot has a row");
+              "kDraftInts is too small: see draft_ints in custom_calls/gpu/layout.py");
+static_assert(kRequests <= kPassRows || kRequests == 1, "a pass needs a row for each slot");
 
 class Requests {
  public:
   LF_DEVICE Requests(const Params& p, int* shared) : p_(p), s_(*(RequestsState*)shared) {}
 
+  // Starts a call.
   LF_DEVICE void begin() {
     if constexpr (kDrafting) {
       for (int slot = 0; slot < kRequests; slot++) drafts(slot).begin(p_.control[slot * kControls]);
@@ -56,7 +58,7 @@ class Requests {
     }
   }
 
-  // The rows of the next pass.
+  // Chooses the rows of the next pass.
   LF_DEVICE void choose() {
     sync_cta();
     if constexpr (kDrafting) {
@@ -103,23 +105,23 @@ class Requests {
   LF_DEVICE int position(int m) const { return s_.row[m].start + m - s_.row[m].first; }
   LF_DEVICE int token(int m) const { return s_.token[m]; }
   LF_DEVICE bool draws(int m) const { return s_.draws[m]; }
-  // Of a row that draws: the drafts before it, the tokens that these follow, and what it must draw, or -1.
+  // Of a row that draws: its number among the slot's rows that draw, the tokens of these, and what it must draw, or -1.
   LF_DEVICE int place(int m) const { return kDrafting ? s_.draws[m] - 1 : 0; }
   LF_DEVICE const int* text(int m) const { return kDrafting ? s_.token + m - place(m) : nullptr; }
   LF_DEVICE int forced(int m) const {
     return kDrafting ? drafts(s_.row[m].slot).forced(s_.of[s_.row[m].slot].drawn + place(m)) : -1;
   }
-  // Whether the row after row m, which has drawn a token, has it as its own.
+  // Whether the row after row m is a draft of the token that row m drew, and that token does not end the answer.
   LF_DEVICE bool goes_on(int m, int token) const {
     if (m + 1 >= s_.rows || s_.draws[m + 1] < 2 || s_.token[m + 1] != token) return false;
     return !stops(s_.row[m].slot, token);
   }
-  LF_DEVICE int drawn(int slot) const { return s_.of[slot].drawn; }  // before this pass
+  LF_DEVICE int drawn(int slot) const { return s_.of[slot].drawn; }  // tokens drawn before this pass
   LF_DEVICE void draw(int m, int token) const {
     if (thread() == 0) s_.drawn[m] = token;
   }
 
-  // After a pass; asked: by the host, or kFailure. Whether the call is over.
+  // Ends a pass. asked: Host::asked as the packets report it, or kFailure. Returns whether the call is over.
   LF_DEVICE bool end_pass(int asked) {
     sync_cta();
     if (thread() == 0) {
@@ -161,7 +163,7 @@ class Requests {
   LF_DEVICE int passes() const { return s_.passes; }
   LF_DEVICE const RequestState& of(int slot) const { return s_.of[slot]; }
 
-  // Into the host's memory, by one thread.
+  // Writes the counts of drafts to host memory; called by one thread.
   LF_DEVICE void report_drafts() const {
     if constexpr (kDrafting) {
       for (int slot = 0; slot < kRequests; slot++) drafts(slot).report(0, 0);
@@ -180,7 +182,7 @@ class Requests {
     return found;
   }
 
-  // Whether a slot's row may be followed by drafts: once its prompt but for the last token has been in passes.
+  // Whether drafts may follow a slot's row: all tokens of its prompt except the last must have been in passes.
   LF_DEVICE bool drafts_now(int slot) const {
     return s_.of[slot].prompt > 0 && s_.of[slot].prompt - s_.of[slot].passed <= 1;
   }
@@ -188,8 +190,8 @@ class Requests {
     return smaller(smaller(drafts(slot).most(), kPassRows - 1), s_.of[slot].limit - s_.of[slot].drawn - 1);
   }
 
-  // Gives the slots' drafts the rows that prompts leave, the likeliest first, as many as promise the most tokens per
-  // time.
+  // Gives the rows that prompts leave to drafts of the slots, the likeliest first: as many as give the most expected
+  // tokens per time.
   LF_DEVICE void share_rows() const {
     SharedRows& shared = of_rows();
     int rows = 0, draws = 0;
@@ -229,7 +231,8 @@ class Requests {
     }
   }
 
-  static constexpr float kSure = 8, kLessSure = 0.8f;  // of given drafts: above 1 for all of a pass, in equal parts
+  // Chances of given drafts: above 1 for all rows of a pass, and falling, so that slots share the rows evenly.
+  static constexpr float kSure = 8, kLessSure = 0.8f;
 
   const Params& p_;
   RequestsState& s_;

@@ -1,13 +1,12 @@
-// The rows of a pass: tokens of one sequence, at positions that follow each other. All of them use each line of the
-// weights while it is in registers, and a row has the bits that it has alone: its sums are of their own, in the same
-// order. Whatever a lane keeps for a pass, it keeps once for each row: boards kLaneWords apart, and arrays in shared
-// memory.
+// The rows of a pass: tokens of one sequence at consecutive positions. All rows use each line of the weights while it
+// is in registers. A row has the bits that it has alone, because it has its own sums, added in the same order. What a
+// lane keeps for a pass it keeps once for each row: boards, kLaneWords apart, and arrays in shared memory.
 //
-// Code is compiled for one row and, in a kernel for several, also for kPassRows of them; a pass that has fewer reads
-// the last one again in place of the others, and leaves their results.
+// Code is compiled for one row and, in a kernel for several, also for kPassRows rows. A pass with fewer rows reads the
+// last row again in place of the missing ones, and drops their results.
 //
-// In a kernel for several requests (kRequests), which have a slot each, a pass has rows of several sequences: those of
-// one follow each other, and see nothing of the others.
+// In a kernel for several requests (kRequests), each in a slot, a pass has rows of several sequences. Rows of a slot
+// are neighbours at consecutive positions, and use nothing of other slots.
 #pragma once
 
 #include "edges.h"
@@ -17,13 +16,14 @@ namespace gpu {
 
 constexpr int kThreads = kWarps * kWarpSize;
 
-// A row of several sequences'.
+// A row of a pass with several sequences.
 struct Row {
   int slot;
-  int first, start;  // the pass's first row of the slot, and its position
+  int first, start;  // the slot's first row in the pass, and its position
 };
 
-// Of row m: its position and slot; the first row of its slot, that row's position, and how far from it row m is.
+// The rows of a pass, at most `most`. position_of, slot_of: of row m. first_of: the first row of m's slot; start_of:
+// that row's position; place_of: the number of m among the rows of its slot.
 template <int most, bool of_slots = (kRequests > 1)>
 struct Run {
   int position;  // of the first row
@@ -75,10 +75,10 @@ struct Run<1, true> {
 
 LF_DEVICE const int* prompt_of(const Params& p, int slot) { return p.prompt + slot * p.room_of_prompt; }
 
-// Where a slot's part of what a lane keeps is, in parts.
+// The number of a slot's part of an array that lanes keep, [lanes here][slots][...].
 LF_DEVICE int kept_part(int lane_here, int slot) { return kRequests == 1 ? lane_here : lane_here * kRequests + slot; }
 
-// A board of each row. first: the first row's.
+// The boards of all rows of a pass. first: the first row's.
 template <int most>
 LF_DEVICE Boards<most> boards_of(const u64* first, const Run<most>& run) {
   if constexpr (most == 1) {
