@@ -1,5 +1,6 @@
-// The ops of a mixture of experts: the router, and products with the matrices of the experts that it chooses
-// (experts.h).
+// The ops of a mixture of experts, as a base of Decoder: the router, and products with the matrices of the experts that
+// it chooses (experts.h). The CTAs of a lane publish the router's logits, and every warp chooses from all of them by
+// itself. All warps read the same words, so all choose the same experts, and no further edge is needed.
 #pragma once
 
 #include "experts.h"
@@ -13,8 +14,8 @@ class ChosenOps : public StreamOps {
   using StreamOps::StreamOps;
 
  protected:
-  // The router's logits of the CTA's experts, or their scores, for all CTAs of the lane. Behind those of all experts
-  // there may be the gate of a shared one.
+  // Publishes the router's logits, or scores, of the CTA's experts to all CTAs of the lane. The gate of a shared expert
+  // follows those of all experts.
   template <class Op, int most>
   LF_DEVICE void route(const Run<most>& run, int layer, u32 tag) {
     float* partial = next_partial();
@@ -38,7 +39,8 @@ class ChosenOps : public StreamOps {
     });
   }
 
-  // Products with the chosen experts' matrices, of one row of the pass after the other.
+  // A product with the chosen experts' matrices, of one row of the pass after the other. The first product of a layer
+  // chooses the experts and orders the weights of both; in steps.cu each product does so for itself.
   template <class Op, int most>
   LF_DEVICE void multiply_chosen(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     const Clock clock(*this, kNameOp + Op::kTraced, layer);
@@ -64,7 +66,7 @@ class ChosenOps : public StreamOps {
       order<Op>(stream_, layer, c_, routes_, run);
     }
     for (int m = 0; m < run.count(); m++) {
-      Routes routes = routes_[0];  // an array of which one is asked for would be kept in memory
+      Routes routes = routes_[0];  // a dynamic index would keep the array in memory
       LF_UNROLL for (int row = 1; row < most; row++) if (row == m) routes = routes_[row];
       multiply_experts<Op>(run, m, routes, layer, tag);
     }
@@ -72,7 +74,7 @@ class ChosenOps : public StreamOps {
     clock.end();
   }
 
-  // Those of row m.
+  // The product of row m.
   template <class Op, int most>
   LF_DEVICE void multiply_experts(const Run<most>& run, int m, const Routes& routes, int layer, u32 tag) {
     float* partial = next_partial();
@@ -107,7 +109,7 @@ class ChosenOps : public StreamOps {
     }
   }
 
-  // Hidden channels of an expert, for all CTAs of the lane.
+  // Publishes the CTA's hidden channels of an expert, those of piece i, to all CTAs of the lane.
   template <class Op>
   LF_DEVICE void write_expert(const float* partial, int m, const Routes& routes, int layer, u32 tag,
                               const Pieces<Op>& pieces, int i) {
@@ -123,7 +125,8 @@ class ChosenOps : public StreamOps {
           word_of(finished<Op>(partial, r, factor, layer, expert * all + first + r, Op::Router::kExperts * all), tag));
   }
 
-  // The sum of the chosen experts' outputs: their channels were multiplied by their shares, their biases are here.
+  // Stores the sum of the chosen experts' outputs as the module's output. Channels were multiplied by their experts'
+  // shares when they were read; biases are multiplied here.
   template <class Op, int most>
   LF_DEVICE void add_experts(const Run<most>& run, int m, const Routes& routes, const float* partial, int layer) {
     int expert[Op::kUsed];

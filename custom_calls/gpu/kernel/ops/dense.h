@@ -1,4 +1,8 @@
-// What the ops of a CTA share, and products whose weights are the same for every token.
+// The base of Decoder: what all ops of a CTA share, and products whose weights are the same for every token.
+//
+// A product reads its vector from a board or from shared memory, leaves sums in shared memory, and publishes its rows
+// on another board or stores them as the module's output. Two sets of sums take turns: an op writes the second set
+// while slower threads still read the first, and the sync_cta between them keeps threads from being further apart.
 #pragma once
 
 #include "shared.h"
@@ -6,13 +10,13 @@
 namespace laneformer {
 namespace gpu {
 
-// Tags of a pass: the residual stream's edges, by time, and the last one of the head.
+// Tags of a pass, counted from its first one: of the residual stream's edges by time, then that of the head.
 constexpr u32 kStreamEdges = 2 * kLayers + 1, kHeadEdge = kStreamEdges;
 
-// Names in a trace, as custom_calls/gpu/session.py has them; then those of ops (laneformer.ops.TRACE_NAMES).
+// The ops of a trace, as in custom_calls/gpu/session.py. kNameOp + n is op n of laneformer.ops.TRACE_NAMES.
 enum Names { kNameEmbed, kNameMerge, kNameFinal, kNameHead, kNameSample, kNameOp };
 
-// Of a vector of n channels.
+// The factor of an RMS norm over n channels. squares: of each warp's channels.
 template <int n = kHidden>
 LF_DEVICE float norm_factor(const float* squares, float eps) {
   float sum = 0;
@@ -48,7 +52,7 @@ class DenseOps {
   LF_DEVICE static int rows_of(int first, int rows, int all) { return larger(0, smaller(rows, all - first)); }
 
  protected:
-  // One op on the trace.
+  // Times an op for the trace.
   struct Clock {
     DenseOps& d;
     int op, layer;
@@ -63,7 +67,7 @@ class DenseOps {
 
   LF_DEVICE u64* stream_board(int time) const { return boards_ + (time % 2 == 0 ? kStreamBoard : kOtherStreamBoard); }
 
-  // Partial sums of one op are read while those of the next one are written.
+  // The other set of partial sums: one op's may be read while the next op's are written.
   LF_DEVICE float* next_partial() {
     turn_ ^= 1;
     return shared_.partial[0] +
@@ -87,10 +91,11 @@ class DenseOps {
     return value;
   }
 
+  // The object that computes ATTENDED for an op (Attending in shared.h).
   template <class Op, int most>
   LF_DEVICE Attending<Op, most> attending(const Run<most>& run, int layer, u32 tag) const {
     if constexpr (Op::kIsCompressedKeep || Op::kIsCompressedAttend) {
-      // All layers have the same boards and positions: much follows from them that would be kept over the layers
+      // All layers have the same boards and positions, and values derived from them would be kept over the layers
       const int none = same_in_warp(opaque(0));
       Run<most> own = run;
       if constexpr (most == 1 || kRequests == 1) own.position += none;
@@ -99,6 +104,7 @@ class DenseOps {
     return {p_, boards_, shared_.scratch, watch_, lane_here_, layer, run, tag + layer};
   }
 
+  // A product that is neither of experts nor block-diagonal.
   template <class Op, int most>
   LF_DEVICE void multiply(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     if constexpr (Op::kReads == Value::kAttended) {
@@ -139,7 +145,7 @@ class DenseOps {
     clock.end();
   }
 
-  // The factor on a product of row m: the gate of a shared expert.
+  // The factor on a product of row m: the gate of a shared expert, otherwise 1.
   template <class Op>
   LF_DEVICE float scale_of(int m, int layer, u32 tag) {
     if constexpr (Op::kScaled) {
@@ -149,7 +155,8 @@ class DenseOps {
     return 1;
   }
 
-  // A block-diagonal product, kTurns times some rows of a block: each reads the channels of its block.
+  // A block-diagonal product. In each of kTurns turns the CTA has rows of one block, and reads the channels of that
+  // block.
   template <class Op, int most>
   LF_DEVICE void multiply_blocks(const Run<most>& run, int layer, u32 tag) {
     const Clock clock(*this, kNameOp + Op::kTraced, layer);
@@ -178,7 +185,8 @@ class DenseOps {
     clock.end();
   }
 
-  // A product of the stream, or of what is on another board. row: of the pass, the first of the run.
+  // Sums of a product with the residual stream, or with a vector on another board. row: the pass's row that is the
+  // run's first.
   template <class Op, int most>
   LF_DEVICE void multiply_board(const Run<most>& run, int layer, u32 tag, float* partial, int row = 0) {
     constexpr bool of_stream = Op::kReads == Value::kStream;
@@ -194,7 +202,7 @@ class DenseOps {
     }
   }
 
-  // The output goes where the schedule says, and the stream, if there is one, to all CTAs of the lane.
+  // Ends a module: handles its output as the schedule says, and publishes the stream if there is only one.
   template <class Op, int most>
   LF_DEVICE void end_module(const Run<most>& run, int layer, u32 tag, u32 sequence) {
     const int time = 2 * layer + Op::kModule;
@@ -203,7 +211,7 @@ class DenseOps {
     if (kStreams == 0) residual.publish(run, stream_board(time + 1), tag + time + 1);
   }
 
-  // The CTA's rows of a product, from the one that is channel `first` on, for all CTAs of the lane.
+  // Publishes the CTA's rows of a product to all CTAs of the lane. first: the channel of its first row.
   template <class Op, int most>
   LF_DEVICE void write(const Run<most>& run, const float* partial, int layer, u32 tag, int first, int count) {
     constexpr int own = Op::kGated ? Op::kRows / 2 : Op::kRows, columns = Op::kColumns;
@@ -219,13 +227,14 @@ class DenseOps {
     });
   }
 
-  // What is written of a row, or of a pair of them. row: of the bias; up: biases between those of gate and up.
+  // The value of row r, or of pair r of rows where the product is gated. row: its place among the biases; up_row:
+  // biases between those of gate and up.
   template <class Op, int most = 1>
   LF_DEVICE float finished(const float* partial, int r, float factor, int layer, int row, int up_row, int m = 0) const {
-    if constexpr (Op::kGated) {  // the rows of gate and up take turns
+    if constexpr (Op::kGated) {  // rows of gate and up alternate
       float gate = biased<Op>(row_sum<Op, most>(partial, 2 * r, m) * factor, layer, row),
             up = biased<Op>(row_sum<Op, most>(partial, 2 * r + 1, m) * factor, layer, up_row + row);
-      if constexpr (Op::kLimited) {  // a NaN stays one
+      if constexpr (Op::kLimited) {  // NaN stays NaN
         gate = gate > Op::kLimit ? Op::kLimit : gate;
         up = up > Op::kLimit ? Op::kLimit : up < -Op::kLimit ? -Op::kLimit : up;
       }

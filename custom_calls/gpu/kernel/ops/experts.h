@@ -1,12 +1,15 @@
-// Mixtures of experts: the choice of the router, and the pieces of the chosen experts' matrices.
+// The choice of experts from a router's logits, and the pieces of the chosen experts' matrices that a warp reads.
+// chosen.h uses both.
 //
-// A matrix of an expert is cut into kParts parts: one that writes hidden channels by its rows, one that is summed by
-// its columns. The parts of the used experts follow each other in the order of their shares; each CTA (or each warp,
-// where they are summed) has kPieces of them. In memory the parts of all experts follow each other, part f in the row
-// of CTA (or warp) f % n at depth f / n, so that every row has as many.
+// A matrix of an expert is cut into kParts parts: by rows if it writes hidden channels, by columns if its products are
+// summed over the experts. The parts of the chosen experts are lined up in the order of their shares, and each CTA (or
+// warp, if cut by columns) has kPieces of them. The parts of all experts are stored in the same way: part f belongs to
+// CTA (or warp) f % n, at depth f / n of its memory. So each has equally many, and a part's address follows from its
+// expert.
 //
-// The rows of a pass take turns, each with its own experts in its own order, so that a row has the sums that it has
-// alone. Weights that two rows need are read for both, the second time from the second-level cache at best.
+// The rows of a pass are computed one after the other, each with its experts in its own order, so that a row has the
+// bits that it has alone. Weights that two rows need are read for both, the second time from the second-level cache at
+// best.
 #pragma once
 
 #include "product.h"
@@ -14,33 +17,34 @@
 namespace laneformer {
 namespace gpu {
 
-// Of the thread's rank: which expert has that share in the sum.
+// The chosen experts: thread i has the number of the expert of rank i, and its share in the sum.
 struct Routes {
   int expert;
   float share;
 };
 
-// A number's place in an order: a NaN has the first one, no number the last, 0.
+// The place of a number in an order: larger for larger numbers, the largest for NaN. No number has place 0.
 LF_DEVICE u32 place_of(float v) { return v != v ? ~0u : order_of(v); }
 
+// A place, and the number of the expert (or group of experts) that has it.
 struct Leader {
   u32 place;
   int number;
 };
 
-// The best of what the warp's threads have, of equal ones the one with the lowest number.
+// The best of the threads' leaders; of equal ones the one with the lowest number.
 LF_DEVICE Leader leader_of_warp(Leader own) {
   const u32 place = largest_in_warp(own.place);
   return {place, (int)~largest_in_warp(own.place == place ? ~(u32)own.number : 0u)};
 }
 
-// The experts of a router from which a warp chooses. A thread has some pairs of neighbours.
+// The experts from which a warp chooses. Each thread has pairs of neighbouring experts.
 template <class Router>
 class Candidates {
  public:
   static constexpr int kAll = Router::kExperts, kPairs = (kAll + 2 * kWarpSize - 1) / (2 * kWarpSize);
 
-  // board: logits, or scores, which are corrected for the choice.
+  // board: the router's logits or scores. correction: is added to scores for the choice alone.
   LF_DEVICE Candidates(const u64* board, u32 tag, Watch& watch, const float* correction) {
     [[maybe_unused]] float more[kPairs][2] = {};  // arrives while the words are awaited
     if constexpr (kCorrected) each([&](int v, int i) { more[v][i] = correction[number(v, i)]; });
@@ -50,7 +54,7 @@ class Candidates {
     each([&](int v, int i) { places_[v][i] = place_of(kCorrected ? values_[v][i] + more[v][i] : values_[v][i]); });
   }
 
-  // The best one, which is not one any more. value: its logit or score.
+  // Removes the best expert and returns its number. value: its logit or score, not corrected.
   LF_DEVICE int take(float& value) {
     const Leader best = leader();
     value = float_of_order(best.place);
@@ -64,9 +68,9 @@ class Candidates {
     return best.number;
   }
 
-  // Leaves those groups whose two best have the largest sums.
+  // Removes all groups except those with the largest sums of their two best experts.
   LF_DEVICE void choose_groups() {
-    Leader own = {0, warp_lane()};  // the group of the thread's number
+    Leader own = {0, warp_lane()};  // thread i has group i
     LF_UNROLL for (int g = 0; g < Router::kGroups; g++) {
       const Leader first = leader(g), second = leader(g, first.number);
       if (warp_lane() == g) own.place = place_of(float_of_order(first.place) + float_of_order(second.place));
@@ -82,7 +86,7 @@ class Candidates {
     });
   }
 
-  // The sum of the thread's odds to the one with that logit.
+  // The sum of exp(own logit - logit) over the thread's experts.
   LF_DEVICE float odds_to(float logit) const {
     float sum = 0;
     each([&](int v, int i) { sum += exp_of(values_[v][i] - logit); });
@@ -111,7 +115,7 @@ class Candidates {
     });
   }
 
-  // Of a group, or of all; but for one.
+  // The best expert of all, or of a group without expert `but`.
   LF_DEVICE Leader leader(int group = -1, int but = -1) const {
     Leader own = {0, 0};
     each([&](int v, int i) {
@@ -122,23 +126,23 @@ class Candidates {
   }
 
   float values_[kPairs][2];
-  u32 places_[kPairs][2];  // of what is chosen by; 0: not to be chosen
+  u32 places_[kPairs][2];  // of the values to choose by; 0: not to be chosen
 };
 
-// A RootRoute's score.
+// The score of a RootRoute: the root of the softplus of the logit.
 LF_DEVICE float root_of_softplus(float logit) {
   const float softplus = softplus_of(logit);
   return softplus > 0 ? softplus * rsqrt_of(softplus) : softplus;
 }
 
-// Shares by the scores of the used experts, of which each of the warp's first threads has one.
+// The share of the thread's expert. own: its score, in the first kUsed threads.
 template <class Router>
 LF_DEVICE float share_by_score(float own) {
   const float score = warp_lane() < Router::kUsed ? own : 0.0f;
   return score * (Router::kNormalized ? Router::kFactor / (sum_over_warp(score) + 1e-20f) : Router::kFactor);
 }
 
-// The experts that a table has of the row's token, in its order; listed: [used], their numbers.
+// The experts that a table lists for a row's token, in its order, and their shares. listed: [used], their numbers.
 template <class Router>
 LF_DEVICE Routes look_up(const u64* board, u32 tag, Watch& watch, const float* listed) {
   Routes found = {0, 0};
@@ -150,7 +154,7 @@ LF_DEVICE Routes look_up(const u64* board, u32 tag, Watch& watch, const float* l
   return found;
 }
 
-// The experts that the router's words choose, and their shares, by each warp by itself.
+// The experts that the router's words choose, and their shares. Each warp computes them by itself.
 template <class Router>
 LF_DEVICE Routes choose(const u64* board, u32 tag, Watch& watch, const float* correction) {
   Candidates<Router> candidates(board, tag, watch, correction);
@@ -172,11 +176,11 @@ LF_DEVICE Routes choose(const u64* board, u32 tag, Watch& watch, const float* co
   return found;
 }
 
-// Words between those of two experts' hidden channels.
+// Words of an expert's hidden channels on their board, an even number.
 template <int channels>
 constexpr int kEven = channels + channels % 2;
 
-// The pieces of a warp.
+// The pieces of a product that a warp reads: count() of them, piece i being part part(i) of the expert of rank rank(i).
 template <class Op>
 struct Pieces {
   static constexpr int all = Op::kUsed * Op::kParts, rows = Op::kSummed ? kWarps : kCtas;
@@ -188,7 +192,7 @@ struct Pieces {
   LF_DEVICE int rank(int i) const { return (first() + i) / Op::kParts; }
   LF_DEVICE int part(int i) const { return (first() + i) % Op::kParts; }
 
-  // The line among the lane's weights at which the one of the thread's number, less `before`, begins. Those of a pass's
+  // The first line of a piece among the lane's weights. Its number is the thread's less `before`; pieces of a pass's
   // rows follow each other. routes: of each row.
   template <int most>
   LF_DEVICE u32 line(int layer, const Routes* routes, int before) const {
@@ -211,8 +215,7 @@ struct Pieces {
   }
 };
 
-// Orders the pieces of a product and, in a persistent kernel, those of the one that follows it, of all of a pass's
-// rows.
+// Orders a product's pieces for all rows of a pass; in a persistent kernel also those of the product that follows it.
 template <class Op, int most, class AnyStream>
 LF_DEVICE void order(AnyStream& stream, int layer, int c, const Routes* routes, const Run<most>& run) {
   const Pieces<Op> own = {c};
@@ -229,7 +232,7 @@ LF_DEVICE void order(AnyStream& stream, int layer, int c, const Routes* routes, 
   }
 }
 
-// The streams of models without experts have neither; these are not called then.
+// Templates, because the streams of models without experts have no such functions; these are not called then.
 template <class AnyStream>
 LF_DEVICE void end_part(AnyStream& stream) {
   stream.end_part();
@@ -239,7 +242,7 @@ LF_DEVICE void close(AnyStream& stream) {
   stream.close();
 }
 
-// Hidden channels of an expert, times its share.
+// Loads the thread's part of an expert's hidden channels, times the expert's share.
 template <class Shape>
 struct FromExpert {
   const u64* board;

@@ -1,10 +1,11 @@
-// Several residual streams: what a module reads of them. Residual joins its output to them;
-// laneformer/blocks/streams.py has the equations.
+// Several residual streams, as a base of Decoder: what a module, or the head, reads of them. Residual::join joins the
+// module's output to them. laneformer/blocks/streams.py has the equations.
 //
 // A CTA owns its channels of all streams. It multiplies them by its columns of the mixing matrix, which are in the
-// weight stream, and publishes these parts of the sums with the sum of the channels' squares. All CTAs of the lane add
-// all parts in the same order: an edge more for each module. How the output joins the streams is not needed before the
-// module ends, so one warp computes that once the stream is published, while its words are on their way.
+// weight stream, and publishes these parts of the mixture's sums with the sum of its channels' squares. All CTAs of the
+// lane add all parts in the same order, so they have the same mixture. That is one more edge for each module. How the
+// output joins the streams is needed only when the module ends, so one warp computes that after the CTA has published
+// what the module reads, while those words are in flight.
 #pragma once
 
 #include "dense.h"
@@ -12,7 +13,8 @@
 namespace laneformer {
 namespace gpu {
 
-// A CTA's channels of all streams, and the sum of their squares: squares [rows][kWarps], of each warp's columns.
+// Loads the thread's part of the CTA's channels of all streams. squares: [rows][kWarps], receives the sum of squares
+// over each warp's columns.
 template <class Shape, int rows>
 struct SquaredFromShared {
   FromShared<Shape, rows> channels;
@@ -32,10 +34,10 @@ struct SquaredFromShared {
   }
 };
 
-// Makes the rows and the columns of a matrix of logits sum to about 1 (Sinkhorn).
+// Turns a matrix of logits into one whose rows and columns sum to about 1 (Sinkhorn).
 template <int n>
 LF_DEVICE void balance(float (&x)[n][n], int iterations, float eps) {
-  const auto inverse = [](float sum) {  // sums are above 0, and a division would be a branch for each
+  const auto inverse = [](float sum) {  // sums are above 0; each division would be a branch
     const float root = rsqrt_of(sum);
     return root * root;
   };
@@ -47,7 +49,7 @@ LF_DEVICE void balance(float (&x)[n][n], int iterations, float eps) {
     LF_UNROLL for (int j = 0; j < n; j++) x[i][j] = x[i][j] * factor + eps;
   }
   for (int iteration = 0; iteration < iterations; iteration++) {
-    LF_UNROLL for (int i = 0; i < n && iteration > 0; i++) {  // the softmax has divided the rows
+    LF_UNROLL for (int i = 0; i < n && iteration > 0; i++) {  // the softmax has divided the rows already
       float sum = eps;
       LF_UNROLL for (int j = 0; j < n; j++) sum += x[i][j];
       const float factor = inverse(sum);
@@ -67,22 +69,23 @@ class StreamOps : public DenseOps {
   using DenseOps::DenseOps;
 
  protected:
-  // STREAM of the module at a time, or of the head, for all CTAs of the lane.
+  // Publishes STREAM, what the module at a time (or the head) reads, to all CTAs of the lane.
   template <class Op, int most>
   LF_DEVICE void gather_streams(const Run<most>& run, int layer, int time, u32 tag) {
     constexpr int rows = Op::kRows, words = rows + 1 + (rows + 1) % 2, pairs = words / 2, groups = kThreads / pairs,
                   each = (kCtas + groups - 1) / groups, own_rows = (rows + kThreads - 1) / kThreads;
-    static_assert(groups > 0 && (kPassRows * (groups + 1) + 2) * words <= kScratchFloats, "the sums have room");
+    static_assert(groups > 0 && (kPassRows * (groups + 1) + 2) * words <= kScratchFloats,
+                  "the scratch memory is too small for the sums");
     float *sums = shared_.scratch, *mixture = sums + kPassRows * groups * words, *factors = mixture + kPassRows * words,
           *offsets = factors + words;
-    float factor[own_rows], offset[own_rows];  // on their way while parts are computed
+    float factor[own_rows], offset[own_rows];  // loaded while the parts are computed
     LF_UNROLL for (int i = 0; i < own_rows; i++) {
       const int row = smaller(opaque(thread()) + i * kThreads, rows - 1);
       factor[i] = small(Op::factors(layer), Op::kFactorsStride)[part_of(row)];
       offset[i] = small(Op::offsets(layer), Op::kOffsetsStride)[row];
     }
     float *partial = next_partial(), *squares = this->squares(turn_);
-    sync_cta();  // other threads' channels
+    sync_cta();  // the product reads other threads' channels
     const FromShared<Op, most> channels = {residual.streams, kStreams * kStreamRows};
     product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
                       SquaredFromShared<Op, most>{channels, squares});
@@ -102,7 +105,7 @@ class StreamOps : public DenseOps {
       const int row = opaque(thread()) + i * kThreads;
       if (row < rows) factors[row] = factor[i], offsets[row] = offset[i];
     }
-    // A thread adds two words of every `groups`-th CTA; then one for each row adds what the groups have.
+    // A thread adds two words of every `groups`-th CTA. Then one thread for each row of the mixture adds these sums.
     float values[most][each][2];
     const int number = opaque(thread()), group = number / pairs, pair = number % pairs;
     const bool reads = group < groups;
@@ -131,9 +134,10 @@ class StreamOps : public DenseOps {
       residual.stream(m, r) = sum;
     });
     residual.publish(run, stream_board(time), tag + time);
-    if constexpr (rows > kStreams) {  // a module's
-      static_assert(rows == kStreams + kJoinFloats, "what is read, what is written, what is between the streams");
-      static_assert(kPassRows <= kWarpSize, "a thread for each row of the pass");
+    if constexpr (rows > kStreams) {  // for a module, not for the head
+      static_assert(rows == kStreams + kJoinFloats,
+                    "a mixture has rows for reading, for writing, and between the streams");
+      static_assert(kPassRows <= kWarpSize, "a warp needs a thread for each row of the pass");
       const int m = warp_lane();
       if (warp() == kWarps - 1 && m < run.count())
         keep_join<Op>(mixture + m * words + kStreams, residual.joins + m * kJoinFloats);
@@ -141,10 +145,10 @@ class StreamOps : public DenseOps {
   }
 
  private:
-  // Of a row of a mixture: 0 for what is read, 1 for what is written, 2 for what is between the streams.
+  // The part of a mixture that a row belongs to: 0 for reading, 1 for writing, 2 between the streams.
   LF_DEVICE static int part_of(int row) { return row < kStreams ? 0 : row < 2 * kStreams ? 1 : 2; }
 
-  // How a row's output joins the streams, by one thread.
+  // Computes how a row's output joins the streams; called by one thread.
   template <class Op>
   LF_DEVICE static void keep_join(const float* mixture, float* join) {
     constexpr int n = kStreams;
