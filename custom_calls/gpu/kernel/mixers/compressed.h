@@ -1,8 +1,9 @@
-// Compressed attention (DeepSeek-V4). A row sees one list of keys, which are values too: the newest positions, then
-// entries, all that are complete or those that the index has chosen (compressed_keep.h, compressed_index.h).
+// Compressed attention (DeepSeek-V4), which Decoder runs as an op. A row attends to one list of keys, which are its
+// values too: the newest positions, then entries, each made of several positions. The list has all complete entries, or
+// those that the index has chosen. compressed_keep.h makes and keeps entries, compressed_index.h chooses among them.
 //
-// Attention has up to three edges: scores of entries; parts of the keys, as in attention.h; and the heads' results,
-// each channel merged and rotated back by one thread.
+// The op has up to three edges: the scores of entries; the splits of the keys, as in attention.h; and the heads'
+// results, each channel of which one thread merges and rotates back.
 #pragma once
 
 #include "attention.h"
@@ -32,13 +33,13 @@ struct CompressedAttention : CompressedIndex<Op, most> {
 
   LF_DEVICE void run(int cta) const {
     if constexpr (kIndexed) this->score(cta);
-    int before = 0;  // tasks of the rows before
+    int before = 0;  // tasks of earlier rows
     for (int m = 0; m < pass.count(); m++) {
       const Splits splits = splits_of(this->seen(m).keys);
       const int first = most == 1 ? cta : (cta + kCtas - before % kCtas) % kCtas;
       for (int task = first; task < Op::kGroups * splits.count; task += kCtas) {
         run_task(m, task % Op::kGroups, task / Op::kGroups, splits.size);
-        sync_cta();  // before the next one overwrites the scratch
+        sync_cta();  // before the next task overwrites the scratch
       }
       before += Op::kGroups * splits.count;
     }
@@ -74,13 +75,13 @@ struct CompressedAttention : CompressedIndex<Op, most> {
       }
     };
 
-    // The first keys are on their way before the queries arrive. Those that a thread has none of are read and not used.
+    // The first keys are loaded before the queries arrive. A thread without a key loads one that it does not use.
     const int lane_key = opaque(warp() * (kWarpSize / kKeyThreads) + warp_lane() / kKeyThreads);
     int key = first + lane_key;
     Pieces k;
     load(key, k);
 
-    // Keys that are not in the cache yet: of positions from `from` on, and entries from `old` on.
+    // Keys that are not in the cache yet: positions from `from` on, and entries from `old` on.
     float *heads = scratch, *news = scratch + kNewAt, *new_entries = news + most * kHeadDim;
     const int from = larger(start, seen.oldest + first), until = seen.oldest + smaller(last, seen.positions);
     for (int t = from; t < until; t++)
@@ -123,7 +124,7 @@ struct CompressedAttention : CompressedIndex<Op, most> {
         key = first + lane_key;
         load(key, k);
       }
-      // All threads of a warp make the same number of turns: they shuffle.
+      // All threads of a warp make the same number of turns, because they shuffle.
       for (int turn = first; turn < last; turn += kKeysAtOnce) {
         Pieces next;
         load(key + kKeysAtOnce, next);
@@ -159,7 +160,7 @@ struct CompressedAttention : CompressedIndex<Op, most> {
     }
   }
 
-  // Over its root mean square, rotated and scaled, by a warp.
+  // Divides a query by its root mean square, rotates and scales it, by one warp.
   LF_DEVICE void finish_query(float* x, int position) const {
     float sum = 0;
     for (int i = opaque(warp_lane()); i < kHeadDim; i += kWarpSize) sum += x[i] * x[i];
@@ -169,7 +170,7 @@ struct CompressedAttention : CompressedIndex<Op, most> {
     rotate_last<kHeadDim, kRotating>(x, p.rotations + Op::kRotations + (i64)position * kRotating);
   }
 
-  // The heads' results of the CTA's channels, for all CTAs of the lane.
+  // Publishes the CTA's channels of the heads' results to all CTAs of the lane.
   LF_DEVICE void merge(int cta) const {
     constexpr int all = kHeads * kHeadDim, each = (all + kCtas - 1) / kCtas, still = kHeadDim - kRotating;
     watch.delay();
@@ -179,7 +180,7 @@ struct CompressedAttention : CompressedIndex<Op, most> {
       for (int i = opaque(thread()); i < smaller(each, all - cta * each); i += kThreads) {
         const int at = cta * each + i, head = at / kHeadDim, turning = at % kHeadDim - still;
         float value = merged(m, head, at % kHeadDim, splits);
-        if (turning >= 0) {  // back
+        if (turning >= 0) {  // rotates back
           const float other = merged(m, head, still + (turning ^ 1), splits), cosine = rotation[turning / 2],
                       sine = rotation[kRotating / 2 + turning / 2];
           value = turning % 2 == 0 ? value * cosine + other * sine : value * cosine - other * sine;
@@ -189,7 +190,7 @@ struct CompressedAttention : CompressedIndex<Op, most> {
     }
   }
 
-  // A channel of a head's result, before it is rotated back.
+  // Merges the splits of one channel of a head's result, which is not rotated back yet.
   LF_DEVICE float merged(int m, int head, int channel, int splits) const {
     const u64* parts = board(m, kPartsBoard) + (i64)head * Op::kMaxSplits * Splitting::kPartWords;
     float top = kLog2OfE * small(Op::sinks(layer), Op::kSinksStride)[head], weight = 1, sum = 0;
@@ -199,7 +200,7 @@ struct CompressedAttention : CompressedIndex<Op, most> {
       u32 spins = 0;
       for (;;) {
         bool all = true;
-        LF_UNROLL for (int i = 0; i < each; i++) {  // beyond the last one it again, which is not used
+        LF_UNROLL for (int i = 0; i < each; i++) {  // beyond the last split: the last again, not used
           const u64* part = parts + smaller(s0 + i, splits - 1) * Splitting::kPartWords;
           const u64 words[3] = {load_word(part + channel), load_word(part + kHeadDim), load_word(part + kHeadDim + 1)};
           LF_UNROLL for (int k = 0; k < 3; k++) {

@@ -1,5 +1,7 @@
-// The index of compressed attention: scores of entries, shared out over the CTAs of a lane, and the choice among them
-// by every task with chosen entries, from the scores of all.
+// The index of compressed attention: it chooses entries where more are complete than a row may attend to. compressed.h
+// calls `score` and `choose`. The CTAs of a lane divide the entries and publish their scores. Then every task that
+// reads chosen entries finds them by itself from all scores. All tasks read the same words and break ties by the
+// entries' numbers, so they choose the same entries without another edge.
 #pragma once
 
 #include "compressed_keep.h"
@@ -18,11 +20,11 @@ struct CompressedIndex : CompressedRows<Op, most> {
       Base::row_of_entry;
   using typename Base::Keep, typename Base::Keys, typename Base::Seen;
 
-  struct Padded {  // where heads begin at odd distances
+  struct Padded {  // the queries in shared memory, whose heads are an odd number of floats apart
     LF_DEVICE int operator()(int i) const { return i + i / kIndexChannels * (kIndexStride - kIndexChannels); }
   };
 
-  // Of each row that sees only some entries, those of the CTA.
+  // Publishes the scores of the CTA's entries, for each row that attends to chosen entries only.
   LF_DEVICE void score(int cta) const {
     constexpr int n = kIndexChannels;
     for (int m = 0; m < pass.count(); m++) {
@@ -54,7 +56,7 @@ struct CompressedIndex : CompressedRows<Op, most> {
     }
   }
 
-  // A few keys by a warp, whose threads have some of the heads each.
+  // Scores of kWarpKeys keys from `from` on, by one warp. Each thread has some of the heads.
   LF_DEVICE void score_keys(int m, int from, int last, int old) const {
     constexpr int n = kIndexChannels;
     float* keys = scratch + kWarpsAt + same_in_warp(opaque(warp())) * kWarpKeys * n;  // [channels][keys]
@@ -74,7 +76,7 @@ struct CompressedIndex : CompressedRows<Op, most> {
       for (int c = 0; c < n; c++) {
         LF_UNROLL for (int j = 0; j < kWarpKeys; j++) scores[j] += query[c] * keys[c * kWarpKeys + j];
       }
-      LF_UNROLL for (int j = 0; j < kWarpKeys; j++) sums[j] += weight * larger(0.0f, scores[j]);  // a NaN stays one
+      LF_UNROLL for (int j = 0; j < kWarpKeys; j++) sums[j] += weight * larger(0.0f, scores[j]);  // NaN stays NaN
     }
     LF_UNROLL for (int j = 0; j < kWarpKeys; j++) {
       const float sum = sum_over_warp(sums[j]);
@@ -84,7 +86,7 @@ struct CompressedIndex : CompressedRows<Op, most> {
     sync_warp();
   }
 
-  // Calls body(number, place) for scores of the thread in the order of all: place_of is larger for larger ones.
+  // Calls body(number, place) for the thread's share of the scores. place: place_of a score, larger for larger ones.
   template <class Body>
   LF_DEVICE void each_score(const u64* scores, int count, Body body) const {
     constexpr int each = 8;
@@ -109,7 +111,7 @@ struct CompressedIndex : CompressedRows<Op, most> {
     }
   }
 
-  // The sum of what the warp's threads up to this one have.
+  // The sum of v over the warp's threads up to this one.
   LF_DEVICE static u32 sum_up_to(u32 v) {
     const int own = opaque(warp_lane());
     LF_UNROLL for (int step = 1; step < kWarpSize; step *= 2) {
@@ -119,7 +121,7 @@ struct CompressedIndex : CompressedRows<Op, most> {
     return v;
   }
 
-  // Into the list: of the chosen entries, in the order of their numbers, those from `first` to `last`.
+  // Writes to the list entries `first` to `last` - 1 of the chosen ones, in the order of their numbers.
   LF_DEVICE void choose(int m, int count, int first, int last) const {
     u64* const histogram = (u64*)scratch;
     u32 *const sums = (u32*)scratch + kCountsAt, *const found = (u32*)scratch + kFoundAt,
@@ -128,9 +130,9 @@ struct CompressedIndex : CompressedRows<Op, most> {
     const u64* const scores = board(m, kScoresBoard);
     const bool few = count <= kPlaces;
     if (few) each_score(scores, count, [&](int i, u32 place) { places[i] = place; });
-    for (int i = opaque(thread()); i < last - first; i += kThreads) list[i] = 0;  // of a pass that has failed
+    for (int i = opaque(thread()); i < last - first; i += kThreads) list[i] = 0;  // for a pass that has failed
 
-    // The place of the last one that is chosen, digit by digit, and how many of that place are.
+    // chosen: the place of the last chosen score, found digit by digit. left: how many scores of that place are chosen.
     u32 chosen = 0, left = Op::kIndexMost;
     for (int shift = 32 - kDigit, bits = kDigit;; bits = smaller(kDigit, shift), shift -= bits) {
       sync_cta();
@@ -146,7 +148,7 @@ struct CompressedIndex : CompressedRows<Op, most> {
         each_score(scores, count, count_one);
       }
       sync_cta();
-      // Threads have buckets one after the other, the first one the highest.
+      // Each thread has neighbouring buckets, the first thread the highest ones.
       constexpr int each = (kBuckets + kThreads - 1) / kThreads;
       u32 own = 0;
       const int highest = kBuckets - 1 - opaque(thread()) * each;
@@ -166,7 +168,7 @@ struct CompressedIndex : CompressedRows<Op, most> {
       if (shift == 0) break;
     }
 
-    // Each warp has a stretch of the entries: how many are above that place, and how many on it.
+    // Each warp has a stretch of the entries, and counts those above that place and those at it.
     constexpr int each = 4;
     const int stretch = (count + kThreads * each - 1) / (kThreads * each) * kWarpSize * each;
     const int begin = same_in_warp(opaque(warp())) * stretch, end = smaller(begin + stretch, count);

@@ -1,12 +1,13 @@
-// What compressed attention (DeepSeek-V4) keeps, as on the CPU: laneformer/blocks/compressed_attention.py has the
-// equations, custom_calls/cpu/ops/compressed.cc keeps the same arrays.
+// What compressed attention (DeepSeek-V4) keeps between tokens. laneformer/blocks/compressed_attention.py has the
+// equations; custom_calls/cpu/ops/compressed.cc keeps the same arrays.
 //
-// Entries are made in their own op, which waits for what is projected while queries are computed: a task has some
-// channels of all rows' entries, and of the ring of vectors and gates that wait for their window. It publishes sums
-// before their norm, which every reader applies. Only that CTA reads the ring, and no row of a pass overwrites what
-// another one reads: the ring has room for them.
+// Compressing is a separate op, which makes entries; Decoder runs it between the two products of the queries. A task
+// has some channels of all rows' entries, and of the ring of vectors and gates that wait for the rest of their entry.
+// It publishes sums before their norm, which needs all channels, so every reader applies the norm. Only the task's CTA
+// reads its part of the ring, and the ring has room for the rows of a pass, so no row overwrites what another reads.
 //
-// Vectors and entries that a pass adds are on boards, from which its tasks take them; `keep` writes them at the end.
+// CompressedRows is the base of the classes that attend. Vectors and entries that a pass adds are on boards, from which
+// the pass's tasks take them; `keep` writes them to the caches at the end of the op.
 #pragma once
 
 #include "attention.h"
@@ -14,7 +15,7 @@
 namespace laneformer {
 namespace gpu {
 
-// The last channels of x, which turn, by a warp.
+// Rotates the last `rotating` of x's n channels, by one warp.
 template <int n, int rotating>
 LF_DEVICE void rotate_last(float* x, const float* rotation) {
   constexpr int half = rotating / 2;
@@ -26,7 +27,7 @@ LF_DEVICE void rotate_last(float* x, const float* rotation) {
   }
 }
 
-// Entries of a pass and what waits for them.
+// The op that makes a pass's entries and keeps what waits for the rest of an entry.
 template <class Op, int most = 1>
 struct Compressing {
   using Entries = typename Op::Entries;
@@ -37,7 +38,7 @@ struct Compressing {
   static constexpr int kFloats = Entries::kGiven ? 3 * kThreads : 0, kMerged = 0;
 
   const Params& p;
-  u64* boards_of_first;  // of the first row
+  u64* boards_of_first;  // the boards of the pass's first row
   float* scratch;
   Watch& watch;
   int lane_here, layer;
@@ -65,7 +66,8 @@ struct Compressing {
  private:
   static constexpr float kMinusInfinity = -1e30f;
 
-  // Those channels of the rows, each a thread's of every warp; the warps share the positions of an entry.
+  // Makes a tile of the channels of all rows' entries. Thread i of every warp has channel i of the tile; the warps
+  // divide the positions of an entry.
   template <class Own>
   LF_DEVICE void compress(int tile) const {
     constexpr int n = Own::kChannels, width = Own::kWidth, parts = 2 * width / n, window = Own::kEarlier + 1;
@@ -114,7 +116,7 @@ struct Compressing {
     }
   }
 
-  // Over the warps, in their order.
+  // Merges the sums of the warps, in their order, and publishes the tile's channels of an entry.
   template <class Own>
   LF_DEVICE void publish(int m, int own) const {
     const float* first = scratch + opaque(warp_lane());
@@ -130,7 +132,7 @@ struct Compressing {
   }
 };
 
-// What the rows of a pass see and keep, and the shared memory of the parts that attend.
+// What the rows of a pass attend to and keep, and the shared memory of attention and index.
 template <class Op, int most>
 struct CompressedRows {
   using Keep = typename Op::Keep;
@@ -142,20 +144,20 @@ struct CompressedRows {
   static constexpr int kHeads = Op::kHeads, kHeadDim = Op::kKeyDim, kGroupHeads = kHeads / Op::kGroups,
                        kRotating = Op::kRotating;
   static constexpr int kRatio = Entries::kRatio;
-  static constexpr int kNewEntries = Entries::kGiven ? (most - 1) / kRatio + 1 : 0;  // of a pass, in a slot
+  static constexpr int kNewEntries = Entries::kGiven ? (most - 1) / kRatio + 1 : 0;  // of a pass in a slot, at most
   static constexpr int kOwn = Splitting::kOwn, kHeadsAtOnce = Splitting::kHeadsAtOnce,
                        kKeyThreads = Splitting::kKeyThreads, kKeysAtOnce = Splitting::kKeysAtOnce;
 
   // Shared memory of a task, in floats: queries, new positions and entries, sums of the warps.
   static constexpr int kNewAt = kGroupHeads * kHeadDim, kSumsAt = kNewAt + (most + kNewEntries) * kHeadDim;
   static constexpr int kTaskFloats = kSumsAt + kWarps * kHeadsAtOnce * (kHeadDim + 2);
-  // Of scores: queries, whose heads begin in different banks, weights, new keys, and those that a warp has.
+  // Of scores: queries, whose heads begin in different banks, weights, new keys, and the keys of each warp.
   static constexpr int kIndexHeads = Op::kIndexHeads, kIndexChannels = Op::kIndexChannels,
                        kIndexStride = kIndexChannels + 1 - kIndexChannels % 2, kWarpKeys = 4;
   static constexpr int kWeightsAt = kIndexHeads * kIndexStride, kFreshAt = kWeightsAt + kIndexHeads,
                        kWarpsAt = kFreshAt + kNewEntries * kIndexChannels,
                        kScoreFloats = kWarpsAt + kWarps * kWarpKeys * kIndexChannels;
-  // Of the choice: a histogram, sums of the warps, what is found, and the scores if they are few.
+  // Of the choice: a histogram, sums of the warps, the result of a digit, and the scores' places if they are few.
   static constexpr int kDigit = 11, kBuckets = 1 << kDigit;
   static constexpr int kCountsAt = 2 * kBuckets, kFoundAt = kCountsAt + 2 * kWarps, kPlacesAt = kFoundAt + 2,
                        kLeastPlaces = 32;
@@ -164,14 +166,15 @@ struct CompressedRows {
   static constexpr int kFloats = kListAt + (kIndexed ? Op::kMostListed : 0);
 
   const Params& p;
-  u64* boards_of_first;  // of the first row
+  u64* boards_of_first;  // the boards of the pass's first row
   float* scratch;
   Watch& watch;
   int lane_here, layer;
   Run<most> pass;
   u32 tag;
 
-  // Keys of row m, by number: positions from `oldest` on, then entries.
+  // The keys of row m, `keys` in all: `positions` positions from `oldest` on, then entries. `closed` entries are
+  // complete; chosen: the index has chosen among them.
   struct Seen {
     int oldest, positions, closed, keys;
     bool chosen;
@@ -187,7 +190,7 @@ struct CompressedRows {
   LF_DEVICE const float* small(int offset, int stride) const {
     return p.small + offset + (i64)(p.first_lane + lane_here) * stride;
   }
-  // What the layer keeps, its array of that number: one vector for each `every` positions.
+  // The slot's part of the layer's kept array of that number: a vector of `channels` for each `every` positions.
   LF_DEVICE char* kept(int array, int m, int channels, int every) const {
     const i64 each = (p.capacity + every - 1) / every * channels * Splitting::kKvBytes;
     return (char*)p.caches[Op::cache(layer) + array] + kept_part(lane_here, pass.slot_of(m)) * each;
@@ -197,13 +200,13 @@ struct CompressedRows {
   LF_DEVICE char* entries(int m) const {
     return kept(Own::kArray, m, Own::kChannels, Own::kRatio);
   }
-  // Entries from this one on are those that rows of the pass complete, and the row that completes one.
+  // first_new_entry: the first entry that rows of the pass may complete. row_of_entry: the row that completes an entry.
   LF_DEVICE int first_new_entry(int m) const { return pass.start_of(m) / kRatio; }
   LF_DEVICE int row_of_entry(int m, int entry) const {
     return pass.first_of(m) + (entry + 1) * kRatio - 1 - pass.start_of(m);
   }
 
-  // Norm and rotation of a vector in shared memory, as it will be read from the cache, by a warp.
+  // Norms and rotates a vector in shared memory and rounds it to the cache's dtype, by one warp.
   template <class Own>
   LF_DEVICE void finish(float* x, int position) const {
     constexpr int n = Own::kChannels;
@@ -218,7 +221,7 @@ struct CompressedRows {
     for (int i = opaque(warp_lane()); i < n; i += kWarpSize) x[i] = rounded_to<kCache>(x[i]);
   }
 
-  // Vectors that the rows add to the caches, each by one CTA.
+  // Writes the vectors that the rows add to the caches; one CTA writes each.
   LF_DEVICE void keep(int cta) const {
     const auto is_own = [&](int m, int kind) { return cta == (3 * m + kind) % kCtas; };
     for (int m = 0; m < pass.count(); m++) {
@@ -235,6 +238,7 @@ struct CompressedRows {
     }
   }
 
+  // Finishes the vector on a board and writes it to a cache as vector `number`.
   template <class Own>
   LF_DEVICE void keep_one(const u64* words, int position, char* cache, i64 number) const {
     constexpr int n = Own::kChannels;

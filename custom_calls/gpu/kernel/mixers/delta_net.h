@@ -1,15 +1,17 @@
-// Gated DeltaNet, as on the CPU: custom_calls/cpu/ops/delta_net.cc has the equations. What a layer keeps is the same
-// (custom_calls/plan.py): matrices as they were at a base, a multiple of kEntries, entries of the positions since, and
-// what the convolution has read. So a position reads its matrices once, kEntries positions write them once, and drafts
-// that are wrong leave entries that the next pass overwrites.
+// Gated DeltaNet, which Decoder runs in place of attention. custom_calls/cpu/ops/delta_net.cc has the equations.
 //
-// A task is a tile, 16 channels of a value head, in one CTA, which convolves queries and keys of the key head itself.
-// Its matrix is in registers while the rows of a pass follow each other. The first tile of a key head keeps what its
-// tiles share: keys and inputs of the convolution; the first tile of a value head keeps its decays. Other CTAs read
-// these in later passes, as they read the cache of attention.
+// A layer keeps the same state as on the CPU (custom_calls/plan.py): matrices as they were at a base, a multiple of
+// kEntries positions; entries (a key, a delta and a decay) of the positions since; and the last inputs of the
+// convolution. So a position reads the matrices once, and kEntries positions write them once. Wrong drafts leave only
+// entries, which the next pass overwrites.
 //
-// A task publishes its channels, under their gains and gates, and the sum of their squares. The product that follows
-// divides by the root of the mean of these.
+// A task is a tile, 16 channels of a value head, computed by one CTA. The CTA convolves the queries and keys of the key
+// head by itself and has the tile's matrix in registers for all rows of a pass. The first tile of a key head writes to
+// the state what its tiles share, keys and inputs of the convolution; the first tile of a value head writes its decays.
+// Other CTAs read these only in later passes, as they read the cache of attention.
+//
+// The norm of a head needs all of its channels, which several CTAs have. A task publishes its channels, times gains and
+// gates, and the sum of their squares, and the product that follows multiplies each channel by the factor of its head.
 #pragma once
 
 #include "product.h"
@@ -17,12 +19,12 @@
 namespace laneformer {
 namespace gpu {
 
-// Columns of a product as a board has them, each times the factor of its head.
+// Loads the thread's part of a vector from a board, each channel times the factor of its head.
 template <class Shape, int head_channels, int rows>
 struct ScaledFromBoard {
   FromBoard<Shape, rows> board;
-  const float* factors;  // in shared memory, of each head
-  int stride;            // between two rows'
+  const float* factors;  // in shared memory, [rows][heads]
+  int stride;            // floats between two rows
 
   LF_DEVICE void operator()(int segment, float (&x)[rows][Shape::kVectors][kPer<Shape>]) const {
     board(segment, x);
@@ -38,7 +40,7 @@ struct ScaledFromBoard {
   }
 };
 
-// Whether what an op keeps of a layer for a slot can be continued at a position.
+// Whether the state that an op keeps in a layer for a slot can continue at a position.
 template <class Op>
 LF_DEVICE bool continues(const Params& p, int layer, int position, int slot) {
   if constexpr (Op::kBases > 0) {
@@ -64,40 +66,41 @@ struct DeltaNet {
   static constexpr int kTile = 16, kQuarters = kTile / 4;
   static_assert(kEntries == kTile, "keys of kEntries positions are a tile");
 
-  // What is projected: of each key head q, k, v and z, then of each key head b and a.
+  // The projected vector: q, k, v and z of each key head, then b and a of each key head.
   static constexpr int kValues = kRatio * kValueDim, kChannels = Op::kHeadChannels, kHeadRows = Op::kHeadRows;
 
-  // What a layer keeps of a key head: 16-byte pieces of a tile, entries of a stretch of positions and, in a ring of
-  // positions, inputs of the convolution.
+  // Sizes of a key head's state: 16-byte pieces of a tile; floats of the entries of a stretch, kEntries positions;
+  // bytes of the ring with the convolution's inputs, by position.
   static constexpr int kPieces = kKeyDim * kQuarters, kOwnPieces = (kPieces + kThreads - 1) / kThreads;
   static constexpr int kStretch = Op::kStretchFloats;
   static constexpr int kBefore = Op::kTaps - 1, kRing = kBefore + kEntries;
   static constexpr i64 kInputBytes = (i64)kRing * kChannels * bytes_of(kCache);
 
-  // What a task reads of what is projected: q, k and its channels of v, which are convolved, of z, and b and a.
+  // What a task reads of the projected vector: q, k and its channels of v, which it convolves, its channels of z, b and
+  // a of its heads.
   static constexpr int kMixed = 2 * kKeyDim + kTile, kOwnMixed = (kMixed + kThreads - 1) / kThreads;
   static constexpr int kGates = kMixed, kSteps = kGates + kTile, kRead = kSteps + 2;
 
-  // Sums over the channels of a key, and the board of a row: channels, then the squares of each tile.
+  // Places of sums over the channels of a key; and of a row's board: channels, then the squares of each tile.
   enum Sums { kStateKey = 0, kStateQuery = kTile, kKeysKey = 2 * kTile, kKeysQuery = 3 * kTile };
   static constexpr int kKeySquares = 4 * kTile, kQuerySquares = kKeySquares + 1, kKeyQuery = kKeySquares + 2,
                        kSums = kKeySquares + 3;
   static constexpr int kSquares = Op::kWidth, kAllSquares = Op::kValueHeads * kHeadTiles;
 
-  // Shared memory, in floats; `merge` uses it too.
+  // Places in scratch memory, in floats; `merge` uses the same memory.
   static constexpr int kDeltasAt = 0, kDecaysAt = kEntries * kTile, kReadAt = kDecaysAt + kEntries,
                        kSumsAt = kReadAt + kRead;
   static constexpr int kFloats = larger_of(kSumsAt + kWarps * kSums, kAllSquares);
-  static constexpr int kMerged = Op::kValueHeads;  // of each row
+  static constexpr int kMerged = Op::kValueHeads;  // factors of a row's heads
 
   const Params& p;
-  u64* boards_of_first;  // of the first row
+  u64* boards_of_first;  // the boards of the pass's first row
   float* scratch;
   Watch& watch;
   int lane_here, layer;
   Run<most> pass;
   u32 tag;
-  int slot = 0;  // whose rows a task computes
+  int slot = 0;  // the slot whose rows a task computes
 
   LF_DEVICE const u64* projected(int m) const { return boards_of_first + Op::kFrom + (i64)m * kLaneWords; }
   LF_DEVICE u64* found(int m) const { return boards_of_first + kPartsBoard + (i64)m * kLaneWords; }
@@ -105,7 +108,7 @@ struct DeltaNet {
     return p.small + offset + (i64)(p.first_lane + lane_here) * stride;
   }
 
-  // What the layer keeps of a key head: `number` among its arrays, `each` values of a head.
+  // A key head's part of the layer's kept array `number`, which has `each` values for a head.
   template <class T>
   LF_DEVICE T* kept(int number, int head, i64 each) const {
     return (T*)p.caches[Op::cache(layer) + number] + ((i64)kept_part(lane_here, slot) * Op::kKeyHeads + head) * each;
@@ -143,7 +146,7 @@ struct DeltaNet {
     return {p, boards_of_first, scratch, watch, lane_here, layer, pass, tag, slot};
   }
 
-  // A thread's pieces of a tile [key_dim][16]: of channel `column` of the key, four rows.
+  // A thread's pieces of a tile [key_dim][16]. A piece is four rows of channel `column` of the key.
   struct Tile {
     float of[kOwnPieces][4];
   };
@@ -168,14 +171,14 @@ struct DeltaNet {
       *(Vec*)(to + at * 4) = vec;
     }
   }
-  // Of rows from `count` on, zeros.
+  // Zeros the rows from `count` on.
   LF_DEVICE static void keep_rows(Tile& tile, int count) {
     LF_UNROLL for (int i = 0; i < kOwnPieces; i++) {
       LF_UNROLL for (int r = 0; r < 4; r++) if (first_row() + r >= count) tile.of[i][r] = 0;
     }
   }
 
-  // Deltas and decays of a stretch, into shared memory; zeros and ones of positions from `count` on.
+  // Brings the deltas and decays of a stretch to shared memory. Positions from `count` on get zeros and ones.
   LF_DEVICE void bring_entries(int head, int tile, int from, int count) const {
     for (int i = opaque(thread()); i < kEntries * kTile; i += kThreads) {
       const int j = i / kTile;
@@ -185,14 +188,14 @@ struct DeltaNet {
       scratch[kDecaysAt + j] = j < count ? load_between_ctas(decay(head, from + j, tile)) : 1.0f;
   }
 
-  // The product of the decays of a stretch behind entry `after`, up to `last`.
+  // The product of a stretch's decays from entry `after` + 1 to entry `last`.
   LF_DEVICE float decayed(int after, int last) const {
     float product = 1;
     LF_UNROLL for (int j = kEntries - 1; j >= 0; j--) if (j > after && j <= last) product *= scratch[kDecaysAt + j];
     return product;
   }
 
-  // The matrix after a whole stretch. The deltas in shared memory are then those of no entry.
+  // Advances the matrix by a whole stretch. The deltas in shared memory are not valid afterwards.
   LF_DEVICE void advance(Tile& matrix, const Tile& keys) const {
     sync_cta();
     for (int i = opaque(thread()); i < kEntries * kTile; i += kThreads)
@@ -216,10 +219,10 @@ struct DeltaNet {
     float weight[kOwnMixed][Op::kTaps], before[kOwnMixed][larger_of(kBefore, 1)];
   };
 
-  // The number of a task's channel among those of the key head.
+  // The number of a task's channel i among those of the key head.
   LF_DEVICE static int channel_of(int i, int tile) {
     if (i < 2 * kKeyDim) return i;
-    const int within = smaller(tile % kHeadTiles * kTile + i - 2 * kKeyDim, kValueDim - 1);  // the last one again
+    const int within = smaller(tile % kHeadTiles * kTile + i - 2 * kKeyDim, kValueDim - 1);  // padding: the last one
     return 2 * kKeyDim + tile / kHeadTiles * kValueDim + within;
   }
 
@@ -228,7 +231,7 @@ struct DeltaNet {
     const void* inputs = inputs_of(head);
     LF_UNROLL for (int n = 0; n < kOwnMixed; n++) {
       const int i = smaller(n * kThreads + opaque(thread()), kMixed - 1), channel = channel_of(i, tile);
-      const int part = i / kKeyDim;  // the convolution has all queries, then keys, then values
+      const int part = i / kKeyDim;  // the weights are of all queries, then keys, then values
       const int of_all = part == 0   ? head * kKeyDim + channel
                          : part == 1 ? Op::kKeyHeads * kKeyDim + head * kKeyDim + channel - kKeyDim
                                      : 2 * Op::kKeyHeads * kKeyDim + head * kValues + channel - 2 * kKeyDim;
@@ -242,17 +245,17 @@ struct DeltaNet {
   }
   LF_DEVICE void* inputs_of(int head) const { return kept<char>(2, head, kInputBytes); }
 
-  // What a task reads of row m, its queries, keys and values convolved, into shared memory.
+  // Brings what a task reads of row m to shared memory, and convolves its queries, keys and values.
   LF_DEVICE void read(int head, int tile, int m, Channels& channels) const {
     float* x = scratch + kReadAt;
     gather<kThreads>(projected(m), kRead, tag, x, watch, kAtVector, [&](int i) {
       if (i < kMixed) return head * kHeadRows + channel_of(i, tile);
-      if (i < kSteps) return head * kHeadRows + kValues + channel_of(i - kTile, tile);  // z is behind v
+      if (i < kSteps) return head * kHeadRows + kValues + channel_of(i - kTile, tile);  // z follows v
       return Op::kStepsBegin + (2 * head + i - kSteps) * kRatio + tile / kHeadTiles;
     });
     const int position = pass.position_of(m);
     LF_UNROLL for (int n = 0; n < kOwnMixed; n++) {
-      const int i = n * kThreads + opaque(thread());  // the thread brought it itself
+      const int i = n * kThreads + opaque(thread());  // the thread itself brought x[i]
       if (i >= kMixed) continue;
       const float input = rounded_to<kCache>(x[i]);
       float sum = 0;
@@ -269,7 +272,7 @@ struct DeltaNet {
 
   LF_DEVICE static int own_channels(int tile) { return smaller(kTile, kValueDim - tile % kHeadTiles * kTile); }
 
-  // Each warp's sums of products with the query and the key, before they are scaled.
+  // Each warp's sums of the products of matrix and keys with the query and the key, before the norms of these.
   LF_DEVICE void multiply(const Tile& matrix, const Tile& keys) const {
     const float *query = scratch + kReadAt, *key = query + kKeyDim;
     float sums[4][4] = {}, squares[3] = {};
@@ -307,7 +310,7 @@ struct DeltaNet {
   }
   LF_DEVICE float key_factor() const { return rsqrt_of(sum_of(kKeySquares) + Op::kUnitEps); }
 
-  // Of a value head at a position.
+  // Small weights of a value head, and the gain of the thread's channel.
   struct Gates {
     float step, rate, gain;
   };
@@ -318,7 +321,7 @@ struct DeltaNet {
             small(Op::norm(layer), Op::kNormStride)[channel]};
   }
 
-  // The delta and the result of row m, by the first warp: each of 16 threads has an entry and a channel.
+  // Computes the delta and the result of row m, by the first warp. Thread i of 16 has entry i and channel i.
   LF_DEVICE void respond(int head, int tile, int m, const Gates& gates) const {
     const int position = pass.position_of(m), at = position % kEntries, own = warp_lane() % kTile;
     const float* x = scratch + kReadAt;
@@ -332,7 +335,7 @@ struct DeltaNet {
     sync_warp();
 
     const float of_key = key_factor(), of_query = rsqrt_of(sum_of(kQuerySquares) + Op::kUnitEps) * Op::kQueryScale;
-    // How much the entry of the thread, a delta along its key, is left and in the direction of the key and the query.
+    // How much of the thread's entry, a delta along its key, is left; and its part along the key and the query.
     const float left = own <= at ? decayed(own, at) : 0.0f;
     const float by_key = own < at ? left * (sum_of(kKeysKey + own) * of_key) : 0.0f;
     const float by_query = left * (own == at ? sum_of(kKeyQuery) * of_key : sum_of(kKeysQuery + own)) * of_query;
@@ -365,7 +368,7 @@ struct DeltaNet {
       store_word(found(m) + kSquares + value_head * kHeadTiles + tile % kHeadTiles, word_of(squares, tag));
   }
 
-  // The key of a row joins those of its stretch.
+  // Adds the key of a position to those of its stretch, in registers and in the state.
   LF_DEVICE void keep_key(int head, int tile, int position, Tile& keys) const {
     const float *key = scratch + kReadAt + kKeyDim, factor = key_factor();
     const int at = position % kEntries;
@@ -378,10 +381,10 @@ struct DeltaNet {
     }
   }
 
-  // rows: those of a slot, from `begin` to `end`.
+  // Computes a tile for rows `begin` to `end` - 1 of the pass, which are of one slot.
   LF_DEVICE void run_task(int head, int tile, int begin, int end) const {
     const int first = pass.start_of(begin), from = first / kEntries * kEntries;
-    // All of it is on its way before the queries arrive.
+    // All of this is loaded before the queries arrive.
     Tile matrix, keys;
     Channels channels;
     load(this->matrix(head, tile), matrix);
@@ -390,7 +393,7 @@ struct DeltaNet {
     load_channels(head, tile, first, channels);
     const Gates gates = load_gates(head, tile);
     if (base == 0) keep_rows(matrix, 0);
-    if (base < from) {  // all entries of a stretch are those of the text
+    if (base < from) {  // stretches whose entries are all of the text, not of drafts
       for (; base < from; base += kEntries) {
         Tile of_stretch;
         load(this->keys(head, base), of_stretch);
@@ -404,7 +407,7 @@ struct DeltaNet {
 
     for (int m = begin; m < end; m++) {
       const int position = first + m - begin;
-      if (most > 1 && m > begin && position % kEntries == 0) {  // entries of drafts, perhaps: the matrix is not stored
+      if (most > 1 && m > begin && position % kEntries == 0) {  // entries may be of drafts: the matrix is not stored
         advance(matrix, keys);
         keep_rows(keys, 0);
         bring_entries(head, tile, position, 0);
@@ -418,8 +421,8 @@ struct DeltaNet {
   }
 
  public:
-  // The factors of row m's heads into shared memory, by all CTAs of the lane; a sync_cta makes them visible. All tiles
-  // have read the base of their matrices then, and have moved them on.
+  // Computes the factors of row m's heads in shared memory, in every CTA of the lane; a sync_cta must follow. Once the
+  // squares have arrived, all tiles have read the base and advanced their matrices, so the new base is written here.
   LF_DEVICE void merge(int m, float* out) const {
     gather<kThreads>(found(m) + kSquares, kAllSquares, tag, scratch, watch, kAtVector);
     sync_cta();
