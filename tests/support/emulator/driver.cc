@@ -1,6 +1,9 @@
-// A CUDA driver whose devices are emulated on the CPU, for tests: the functions that custom_calls/gpu/host/driver.cc
-// asks for. A module's image is the path of a library made from kernel.cc and emulator.cc; its kernel runs on the
-// thread that launches it, to its end.
+// A CUDA driver whose devices are emulated on the CPU, for tests, in place of libcuda.so.1: the functions that
+// custom_calls/gpu/host/driver.cc loads. A module's image is the path of a library made from kernel.cc and emulator.cc.
+// A launch runs the kernel to its end on the calling thread.
+//
+// Environment variables: EMULATOR_SEED (of the order of threads), EMULATOR_MULTIPROCESSORS (132), EMULATOR_PEERS (0: no
+// peer access).
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -25,7 +28,7 @@ using Emulate = int (*)(const void*, int, int64_t, uint64_t);
 std::atomic<uint64_t> launches{0};
 std::atomic<int64_t> allocations{0};
 
-// A launch of a graph; a stream is the list of those that it records.
+// A launch of a graph. A stream is the list of the launches that it records.
 struct Recorded {
   void* function;
   unsigned grid, shared;
@@ -44,15 +47,15 @@ struct Handle {  // CUipcMemHandle
   char bytes[64];
 };
 
-// A device's memory is a file without a name, which lives as long as any process has it open.
+// A device's memory is a file without a name, which other processes can open. It exists while any process has it open.
 struct Memory {
   int process, file;
   size_t bytes;
 };
-static_assert(sizeof(Memory) <= sizeof(Handle), "a handle reports it");
+static_assert(sizeof(Memory) <= sizeof(Handle), "a handle must have room for Memory");
 std::mutex memory_lock;
 auto& memories =
-    *new std::map<uint64_t, Memory>;  // of this process, and those that it has opened; sessions may end after us
+    *new std::map<uint64_t, Memory>;  // by address, own and opened memory; never freed: sessions may end later
 
 int map(uint64_t* address, const Memory& memory) {
   void* mapped = mmap(nullptr, memory.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, memory.file, 0);
@@ -84,7 +87,8 @@ int launch(void* function, unsigned grid, unsigned shared, const void* params) {
   const int result =
       ((Emulate)function)(params, (int)grid, shared, (uint64_t)number("EMULATOR_SEED", 1) + 1000 * launches++);
   if (result)
-    std::fprintf(stderr, "the emulated kernel %s\n", result == 1 ? "is deadlocked" : "ended with copies on their way");
+    std::fprintf(stderr, "the emulated kernel %s\n",
+                 result == 1 ? "is deadlocked" : "ended with bulk copies in flight");
   return result;
 }
 
@@ -141,7 +145,7 @@ int cuIpcGetMemHandle(Handle* handle, uint64_t address) {
 int cuIpcOpenMemHandle_v2(uint64_t* address, Handle handle, unsigned) {
   Memory memory;
   std::memcpy(&memory, &handle, sizeof memory);
-  if (memory.process == getpid()) return 1;  // as the real one
+  if (memory.process == getpid()) return 1;  // as the real driver
   char path[64];
   std::snprintf(path, sizeof path, "/proc/%d/fd/%d", memory.process, memory.file);
   memory.file = open(path, O_RDWR);

@@ -1,5 +1,9 @@
-// Runs the decode kernel on the CPU: see port_host.h. Compiled once, and linked to the kernel of each model
-// (kernel.cc).
+// Runs the threads of a kernel on the CPU (port_host.h). driver.cc calls laneformer_emulate for each launch. This file
+// is compiled once and linked to the kernel of each model (kernel.cc).
+//
+// A grid runs in rounds. In each round CTAs and warps run in random order, each thread until it waits or yields, and
+// copies complete at random. A run also checks that threads never all wait for each other, that no copy may overtake a
+// read of its target, and that none is in flight at the end.
 #include "emulator.h"
 
 #include <algorithm>
@@ -50,11 +54,11 @@ struct Copy {
 };
 
 constexpr size_t kStackBytes = 64 << 10;
-// Each device has a thread of the host.
+// Variables of a thread, because each device has its own thread of the host.
 thread_local void* main_stack = nullptr;
 thread_local std::vector<Copy> copies;
 thread_local const laneformer::gpu::Params* parameters = nullptr;
-thread_local bool reading = false;  // which kernel
+thread_local bool reading = false;  // whether laneformer_read runs
 thread_local uint64_t random_state = 1;
 
 uint64_t random_bits() {
@@ -62,8 +66,8 @@ uint64_t random_bits() {
   return random_state;
 }
 
-// Tests pause one CTA from the moment when N tokens have been emitted, until the others have timed out,
-// or for good: EMULATOR_STILL=CTA,TOKENS or CTA,TOKENS,lost.
+// For tests: pauses one CTA once TOKENS tokens have been emitted, until the others have timed out
+// (EMULATOR_STILL=CTA,TOKENS) or for good (EMULATOR_STILL=CTA,TOKENS,lost).
 struct Still {
   int cta = -1, tokens = 0;
   bool lost = false;
@@ -72,7 +76,7 @@ struct Still {
     char word[8] = "";
     if (const char* value = std::getenv("EMULATOR_STILL"))
       if (std::sscanf(value, "%d,%d,%7s", &cta, &tokens, word) < 2)
-        std::fprintf(stderr, "EMULATOR_STILL=%s?\n", value), std::abort();
+        std::fprintf(stderr, "EMULATOR_STILL must be CTA,TOKENS or CTA,TOKENS,lost, got %s\n", value), std::abort();
     lost = word[0] != 0;
   }
   bool pauses(int c) const {
@@ -113,7 +117,7 @@ void meet(Group* group) {
 void read(const void* from) {
   if (from < self->shared || from >= self->shared + laneformer_kernel.ring_bytes) return;
   if (self->num_reads == (int)std::size(self->reads))
-    std::fprintf(stderr, "reads_done is never called\n"), std::abort();
+    std::fprintf(stderr, "a thread has read the ring too often without reads_done\n"), std::abort();
   self->reads[self->num_reads++] = from;
 }
 
@@ -130,7 +134,7 @@ void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* b
 
 }  // namespace emulator
 
-// Runs a grid to its end. Returns 0; 1 if all threads wait for each other, 2 if copies were left on their way.
+// Runs a grid to its end. Returns 0, or 1 if all threads wait for each other, or 2 if copies are in flight at the end.
 extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int grid, int64_t shared_bytes,
                                   uint64_t seed) {
   using namespace emulator;
@@ -146,7 +150,7 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
   for (int c = 0; c < grid; c++) {
     blocks[c] = {threads, 0, 0, {}, {}};
     shared[c] = (char*)std::aligned_alloc(
-        128, (size_t)(shared_bytes + 127) / 128 * 128);  // exactly: a sanitizer detects accesses beyond
+        128, (size_t)(shared_bytes + 127) / 128 * 128);  // not more: a sanitizer detects accesses beyond
     std::memset(shared[c], 0xff, shared_bytes);
     for (int w = 0; w < warps; w++) warp_groups[(size_t)c * warps + w] = {warp_size, 0, 0, {}, {}};
   }
@@ -171,22 +175,22 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     for (int r = 0; r < 6; r++) *--top = nullptr;
     f.stack_pointer = top;
   }
-  std::vector<int> asleep((size_t)grid * warps);  // rounds that a warp still sleeps
-  // Then CTAs run one after the other.
+  std::vector<int> asleep((size_t)grid * warps);  // rounds for which a warp still sleeps
+  // Whether CTAs run one after the other, because none may wait for another.
   const bool alone = !reading && laneformer_kernel.in_turn(*params);
   const Still still;
   int running = count, result = 0;
   for (uint64_t idle = 0; running > 0;) {
     bool moved = false;
-    // CTAs begin anywhere, each with any of its warps, up or down; some sleep, and warps for up to 16 rounds, in which
-    // the others of their CTA get as far as a barrier lets them.
+    // A round starts at any CTA, and a CTA at any of its warps, in either direction. Some CTAs skip a round, and some
+    // warps sleep for up to 16 rounds, in which the CTA's other warps run as far as a barrier lets them.
     const int first = alone ? 0 : (int)(random_bits() % (uint64_t)grid);
     for (int n = 0; n < grid; n++) {
       const int c = (first + n) % grid;
       const auto ended = [](const Fiber& f) { return f.ended; };
       if (alone && c > 0 && !std::all_of(fibers.begin() + (c - 1) * threads, fibers.begin() + c * threads, ended))
         break;
-      if (!alone && idle < 100 && still.pauses(c)) {  // later it is all that is left
+      if (!alone && idle < 100 && still.pauses(c)) {  // after that only this CTA is left
         if (!still.lost) continue;
         for (int i = c * threads; i < (c + 1) * threads; i++) running -= !fibers[i].ended, fibers[i].ended = true;
       }
@@ -217,7 +221,7 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
         i++;
         continue;
       }
-      // In any order: a slot has one at a time.
+      // Copies complete in any order, because a slot has one at a time.
       arrive(copies[i]);
       copies[i] = copies.back();
       copies.pop_back();

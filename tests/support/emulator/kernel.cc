@@ -1,10 +1,12 @@
-// A model's kernel for emulator.cc.
+// A model's kernel, compiled for emulator.cc, and its description. tests/support/emulated.py compiles this file in the
+// folder that has the kernel's sources and model.h.
 #include "kernel.cu"
 
 namespace {
 
 using namespace laneformer::gpu;
 
+// Whether no CTA of a launch may wait for another. CTAs then run one after the other, and a wait would be a deadlock.
 bool in_turn(const Params& p) {
   if (!kSteps || p.op == kStepBegin || p.op == kStepHead) return false;
   if (p.op == kStepEmbed) return true;

@@ -1,6 +1,7 @@
-// The port of custom_calls/gpu/kernel/port.h to a CPU, for tests: every GPU thread is a fiber, and one thread of the
-// host runs them all, in an order that a seed decides. Bulk copies arrive late, and what they will overwrite is spoiled
-// at once, so that a reader that does not wait reads NaN. x86-64 only.
+// The CPU's part of custom_calls/gpu/kernel/port.h, for tests; LF_EMULATED names this file. Every GPU thread is a
+// fiber, and one thread of the host runs all fibers of a device, in an order that a seed determines (emulator.cc). A
+// bulk copy overwrites its target with NaN at once and completes late, so that a reader that does not wait reads NaN.
+// x86-64 only.
 #pragma once
 
 #include <cmath>
@@ -50,13 +51,14 @@ LF_DEVICE u32 broadcast(u32 v, int lane) {
   return warp->values[side][lane];
 }
 LF_DEVICE u32 shuffle_from(u32 v, int lane) { return broadcast(v, lane); }
-LF_DEVICE u32 permute(u32 a, u32 b, u32 selector) {  // of NVIDIA or AMD
+LF_DEVICE u32 permute(u32 a, u32 b, u32 selector) {  // NVIDIA's or AMD's, by kSelectorBits
   const u64 bytes = (u64)b << 32 | a;
   u32 found = 0;
   for (int i = 0; i < 4; i++) {
     const u32 which = selector >> kSelectorBits * i & ((1u << kSelectorBits) - 1);
     const bool zero = kSelectorBits == 8 && which == 12;
-    if (!zero && which > 7) std::fprintf(stderr, "permute: byte %u\n", which), std::abort();
+    if (!zero && which > 7)
+      std::fprintf(stderr, "permute: the selector names byte %u, which must be at most 7\n", which), std::abort();
     found |= zero ? 0 : (u32)(bytes >> 8 * which & 0xff) << 8 * i;
   }
   return found;
@@ -71,7 +73,7 @@ LF_DEVICE u32 permute_or_sign(u32 a, u32 b, u32 selector) {
   }
   return found;
 }
-LF_DEVICE int round_to_int(float v) {  // to even
+LF_DEVICE int round_to_int(float v) {  // ties to even; saturates; 0 for NaN
   if (v != v) return 0;
   return std::fabs(v) < 2147483648.0f ? (int)std::nearbyint(v) : v < 0 ? INT32_MIN : INT32_MAX;
 }
@@ -98,7 +100,8 @@ LF_DEVICE void multiply_bytes(const u32 (&a)[of_a], const u32 (&b)[of_a / 2], co
 
 LF_DEVICE u64 load_word(const u64* p) { return *(const volatile u64*)p; }
 LF_DEVICE Words load_words(const u64* p) {
-  if ((uintptr_t)p % 16) std::fprintf(stderr, "load_words: %p is not aligned\n", (const void*)p), std::abort();
+  if ((uintptr_t)p % 16)
+    std::fprintf(stderr, "load_words: %p is not aligned to 16 bytes\n", (const void*)p), std::abort();
   return {load_word(p), load_word(p + 1)};
 }
 LF_DEVICE void store_word(u64* p, u64 v) { *(volatile u64*)p = v; }
@@ -109,14 +112,14 @@ LF_DEVICE T load_between_ctas(const T* p) {
   return *(const volatile T*)p;
 }
 LF_DEVICE Vec load_vec(const void* p) {
-  if ((uintptr_t)p % 16) std::fprintf(stderr, "load_vec: %p is not aligned\n", p), std::abort();
+  if ((uintptr_t)p % 16) std::fprintf(stderr, "load_vec: %p is not aligned to 16 bytes\n", p), std::abort();
   emulator::read(p);
   Vec v;
   std::memcpy(&v, p, 16);
   return v;
 }
 LF_DEVICE Pair load_pair(const float* p) {
-  if ((uintptr_t)p % 8) std::fprintf(stderr, "load_pair: %p is not aligned\n", (const void*)p), std::abort();
+  if ((uintptr_t)p % 8) std::fprintf(stderr, "load_pair: %p is not aligned to 8 bytes\n", (const void*)p), std::abort();
   return {p[0], p[1]};
 }
 LF_DEVICE Vec load_vec_between_ctas(const void* p) { return load_vec(p); }
@@ -160,7 +163,7 @@ LF_DEVICE u32 fma_halves(u32 a, u32 b, u32 c) {
 }
 LF_DEVICE u32 subtract_halves(u32 a, u32 b) { return fma_halves(b, 0xbc00bc00, a); }
 constexpr float kE4M3Unit = kWarpSize == 64 ? 2 : 1;
-LF_DEVICE void unpack_e4m3(u32 word, float* out) {  // of OCP, or AMD's FNUZ
+LF_DEVICE void unpack_e4m3(u32 word, float* out) {  // OCP's codes, or AMD's FNUZ
   for (int i = 0; i < 4; i++) {
     const u32 code = word >> 8 * i & 255, exponent = code >> 3 & 15, mantissa = code & 7;
     const double size = exponent ? std::ldexp(8 + mantissa, (int)exponent - 10) : std::ldexp(mantissa, -9);
@@ -174,7 +177,7 @@ LF_DEVICE float log_of(float v) { return std::log(v); }
 LF_DEVICE float rsqrt_of(float v) { return 1.0f / std::sqrt(v); }
 LF_DEVICE void add_shared(u64* p, u64 v) { *p += v; }
 
-LF_DEVICE void barrier_init(u64* barrier) { *barrier = 0; }  // phases that have ended
+LF_DEVICE void barrier_init(u64* barrier) { *barrier = 0; }  // counts the phases that have ended
 LF_DEVICE void barrier_init_done() {}
 LF_DEVICE u64 stream_policy() { return 0; }
 LF_DEVICE void reads_done() { emulator::self->num_reads = 0; }

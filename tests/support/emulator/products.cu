@@ -1,5 +1,6 @@
-// In place of the decode kernel, for the emulator: the products of model.h's shapes, one after the other. Vectors are
-// in Params::small, sums of rows go to Params::logits.
+// A kernel for tests of products, in place of the decode kernel: tests/custom_calls/gpu/test_products.py compiles it
+// for the emulator and calls laneformer_products. It computes the products of model.h's shapes one after the other.
+// Vectors are in Params::small; the sums of rows go to Params::logits.
 #include "product.h"
 
 namespace laneformer {
@@ -38,7 +39,7 @@ LF_KERNEL void laneformer_read(LF_PARAMS) {}
 
 extern "C" int laneformer_emulate(const Params*, int grid, int64_t shared_bytes, uint64_t seed);
 
-// Returns as laneformer_emulate.
+// Runs the kernel on the emulator. Returns what laneformer_emulate returns.
 extern "C" int laneformer_products(const void* weights, const float* vectors, const unsigned* coding,
                                    const unsigned* listed, int listed_words, float* sums, int grid, uint64_t seed) {
   Params p = {};
