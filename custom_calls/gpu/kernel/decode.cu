@@ -67,7 +67,7 @@ LF_DEVICE void decode_rows(const Params& p, const Control& control, Decoder& dec
 }
 
 // Serves several requests, each in its slot, until one of them ends or the call must yield. Every pass computes the
-// head, because the weight stream runs ahead of the passes and cannot know which of them draw.
+// head, because the weight stream runs ahead of the passes, before it is decided which of them draw.
 template <int most>
 LF_DEVICE void decode_requests(const Params& p, Decoder& decoder, Sampler& sampler, Stream& stream,
                                Requests& requests) {

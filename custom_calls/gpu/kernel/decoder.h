@@ -33,7 +33,7 @@ class Decoder : public ChosenOps {
  public:
   using ChosenOps::ChosenOps;
 
-  // Starts a pass with the embeddings of its tokens; token(m): that of row m.
+  // Starts a pass with the embeddings of its tokens; token(m) is the token of row m.
   template <int most, class Token>
   LF_DEVICE void embed(const Run<most>& run, Token token, u32 tag) {
     const Clock clock(*this, kNameEmbed, -1);

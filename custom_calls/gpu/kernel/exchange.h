@@ -4,8 +4,8 @@
 // with CTA c of the other lanes, which own the same channels.
 //
 // Exchange q is in slot q % slots of a ring, and a slot is written again without an acknowledgement. This is right
-// because a lane that has received exchange q from another lane knows that the other one had issued q, and so had read
-// all exchanges that were due before q. custom_calls/cpu/exchange.h computes how many slots a schedule needs for that
+// because exchange q from another lane, once received, shows that the other lane had issued q, and so had read all
+// exchanges that were due before q. custom_calls/cpu/exchange.h computes how many slots a schedule needs for that
 // (ring_slots). Sequence numbers continue from call to call and recur after 2^32, so words of an ended call are never
 // taken for data.
 #pragma once

@@ -132,7 +132,7 @@ struct Params {
 
   Texts texts[kMaxRows];  // by slot
 
-  // The call's caches. They are last, because a kernel takes only as many of the host's as its model has: so few models
+  // The call's caches. They are last, because a kernel takes only as many of the host's as its model has. So few models
   // exceed the 4 KiB of parameters that CUDA allowed before 12.1.
   void* caches[LF_KEPT];  // by layer, [lanes here][slots][capacity or 1][...]: see kept_of in custom_calls/plan.py
 };

@@ -12,7 +12,8 @@ namespace gpu {
 
 constexpr int kTurns = larger_of(1, kPeerCtas);  // kPeerCtas is usually 0
 
-// The CTAs take the exchanges in turn, so that others handle the next ones while one waits for its delay.
+// CTA i handles the exchanges whose turn is i modulo kTurns, so that others handle the next ones while it waits for its
+// delay.
 struct Peers {
   const Params& p;
   int index;  // number of this CTA among the emulating ones

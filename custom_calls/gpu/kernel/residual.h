@@ -44,7 +44,7 @@ struct Residual {
     return history[(m * kHistory + module % kHistory) * kStreamRows + r];
   }
 
-  // Sets the stream to the embeddings of the pass's tokens; token(m): that of row m.
+  // Sets the stream to the embeddings of the pass's tokens; token(m) is the token of row m.
   template <int most, class Token>
   LF_DEVICE void begin(const Run<most>& run, Token token) {
     each(run, [&](int m, int r) {

@@ -6,7 +6,7 @@
 // otherwise fixed lines. These may follow a router whose experts are unknown: they are in flight while the CTA waits
 // for the router, and stay in the ring until the experts have been read. They are ordered only while fixed lines fill
 // fewer than kAheadSlots slots, so slots are always left for the experts, and the warp cannot block itself. Slots are
-// read in another order than that of their places; a queue for each course has the order. Pieces begin at the start of
+// not read in the order of their places; a queue for each course has the order. Pieces begin at the start of
 // a slot, and so do the parts of the fixed course between them; the copies of their last lines are short.
 //
 // One thread of the warp orders copies and keeps the queues in shared memory; in registers they would take the place of

@@ -1,5 +1,5 @@
 // A CTA's shared memory: arrays that all ops use one after the other, each as large as the op that needs most of it.
-// decode.cu and steps.cu place them behind the ring of weights. custom_calls/gpu/layout.py computes the same size, by
+// decode.cu and steps.cu place them after the ring of weights. custom_calls/gpu/layout.py computes the same size, by
 // which the host launches the kernel; a static_assert compares both.
 #pragma once
 

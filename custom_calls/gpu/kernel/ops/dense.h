@@ -10,7 +10,7 @@
 namespace laneformer {
 namespace gpu {
 
-// Tags of a pass, counted from its first one: of the residual stream's edges by time, then that of the head.
+// Tags of a pass, counted from its first one: the residual stream's edges by time, then the edge of the head.
 constexpr u32 kStreamEdges = 2 * kLayers + 1, kHeadEdge = kStreamEdges;
 
 // The ops of a trace, as in custom_calls/gpu/session.py. kNameOp + n is op n of laneformer.ops.TRACE_NAMES.
@@ -227,8 +227,8 @@ class DenseOps {
     });
   }
 
-  // The value of row r, or of pair r of rows where the product is gated. row: its place among the biases; up_row:
-  // biases between those of gate and up.
+  // The value of row r, or of pair r of rows where the product is gated. row: its place among the biases; up_row: how
+  // far after the gate's bias the up row's bias is.
   template <class Op, int most = 1>
   LF_DEVICE float finished(const float* partial, int r, float factor, int layer, int row, int up_row, int m = 0) const {
     if constexpr (Op::kGated) {  // rows of gate and up alternate

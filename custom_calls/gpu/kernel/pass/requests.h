@@ -3,8 +3,8 @@
 // and chooses the same rows, because all CTAs read the same packets.
 //
 // The requests of a call do not change. The call ends for all of them once one has drawn its last token or was
-// cancelled, when the host asks it to yield because another request waits, or after Params::passes. Requests that have
-// not ended have then yielded: the host continues them in another call.
+// cancelled, when the host asks it to yield because another request waits, or after Params::passes passes. Requests
+// that have not ended have then yielded: the host continues them in another call.
 #pragma once
 
 #include "drafts.h"
