@@ -1,5 +1,10 @@
-// The library's C interface: sessions for ctypes (custom_calls/session.py), and the handler that XLA calls
-// (custom_calls/decode.py).
+// The library's C interface. Python calls the laneformer_* functions through ctypes (custom_calls/library.py, with the
+// sessions of custom_calls/cpu/session.py): they open, fill and watch sessions. XLA calls the handler `decode`, which
+// custom_calls/decode.py puts into a program.
+//
+// A program on several devices makes one handler call per device. The last device to arrive runs all lanes while the
+// others sleep; then all devices get the same answer. After a failure no thread touches the devices' buffers. Functions
+// with an `error` argument do not throw: `guarded` writes the message there and returns -1.
 #include <algorithm>
 #include <condition_variable>
 #include <cstring>
@@ -19,7 +24,7 @@ namespace {
 
 Sessions<Decoder> sessions;
 
-// One device's part of a call: the buffers that XLA passed.
+// The buffers that XLA passed for one device.
 struct Operands {
   const int32_t *prompt, *control, *stops;  // control: prompt length, start, limit, top_k, slot
   const float* settings;                    // temperature, top_p, min_p, repetition_penalty
@@ -27,13 +32,12 @@ struct Operands {
   int64_t num_stops, capacity, top;
   std::vector<char*> caches;  // in the order of plan::kept_arrays
   uint8_t* seen;
-  int32_t *tokens, *top_tokens, *state;  // state: tokens drawn, how it ended, position of the next token
+  int32_t *tokens, *top_tokens, *state;  // state: tokens drawn, number of the End, position of the next token
   float *logprobs, *top_logprobs, *logits;
-  int64_t room;  // tokens that fit
+  int64_t room;  // tokens that fit in the results
 };
 
-// The devices of one launch. The last one to arrive runs all lanes; the others sleep. After a failure no thread touches
-// their buffers.
+// The devices of one launch.
 struct Group {
   std::mutex lock;
   std::condition_variable changed;
@@ -64,7 +68,7 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   Adjustment adjustment = decoder.schedule().take_adjustment(number);
   if (!adjustment.bias.empty()) call.adjustment = &adjustment;
   call.masked = adjustment.masked;
-  if (call.masked) call.speculation.most = 0;  // a mask is that of one row
+  if (call.masked) call.speculation.most = 0;  // a mask is for one row, so no drafts
   if (call.prompt.empty() || call.start < 0 || call.limit < 1 || call.limit > first.room ||
       call.start + (int64_t)call.prompt.size() + call.limit - 1 > first.capacity)
     return ffi::Error::InvalidArgument("a prompt of " + std::to_string(call.prompt.size()) + " tokens at position " +
@@ -114,7 +118,8 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   return ffi::Error::Success();
 }
 
-// Joins the devices of a launch: the last one to arrive runs all lanes while the others wait.
+// Adds a device to its launch and returns the launch's result. The last device to arrive runs all lanes. Fails for all
+// devices if one is missing after timeout_ms.
 ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, int devices, int64_t timeout_ms,
                 Operands operands) {
   std::shared_ptr<Group> group;
@@ -177,11 +182,11 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
   const int32_t slot = control.typed_data()[4];
   if (slot < 0 || slot >= decoder->schedule().slots())
     return wrong("slot " + std::to_string(slot) + " is not among the " + std::to_string(decoder->schedule().slots()) +
-                 " of this session");
+                 " slots of this session");
   const struct Settle {
     Schedule& schedule;
     int slot;
-    ~Settle() { schedule.settle(slot); }  // also a call that is refused here has ended
+    ~Settle() { schedule.settle(slot); }  // a call refused below has ended, too
   } settle{decoder->schedule(), slot};
   const plan::Plan& model = decoder->plan();
   const int position = device < (int32_t)position_of_device.size() ? position_of_device[device] : -1;
@@ -189,7 +194,7 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
     return wrong("device " + std::to_string(device) + " has no place among the " + std::to_string(devices) +
                  " devices of the decode call");
   if (control.typed_data()[0] < 1 || control.typed_data()[0] > (int64_t)prompt.element_count())
-    return wrong("the prompt's length is not between 1 and the size of its array");
+    return wrong("the prompt's length must be between 1 and the size of its array");
   if ((int64_t)seen.element_count() != model.vocab_size)
     return wrong("seen must have an element for each token of the vocabulary");
   if (seen.untyped_data() != seen_after->untyped_data())
@@ -210,7 +215,8 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
   operands.room = (int64_t)tokens->element_count();
   operands.logprobs = logprobs->typed_data();
   operands.top = top_tokens->dimensions()[1];
-  if (operands.top > model.vocab_size) return wrong("more most likely tokens are asked for than the vocabulary has");
+  if (operands.top > model.vocab_size)
+    return wrong("top_tokens must not have more columns than the vocabulary has tokens");
   operands.top_tokens = top_tokens->typed_data();
   operands.top_logprobs = top_logprobs->typed_data();
   operands.logits = logits->element_count() ? logits->typed_data() : nullptr;
@@ -249,7 +255,8 @@ extern "C" {
 
 int32_t laneformer_ffi_version() { return XLA_FFI_API_MAJOR * 1000 + XLA_FFI_API_MINOR; }
 
-// The plan as words and floats; instructions: "" for the best set that this machine has.
+// Opens a session with the plan that custom_calls/words.py encodes and returns its number. instructions: name of an
+// instruction set, or "" for the best one of this machine.
 int64_t laneformer_open(const int32_t* words, int64_t num_words, const float* floats, int64_t num_floats,
                         int32_t threads, int32_t one_thread_per_lane, int32_t chaos_us, int32_t timeout_ms,
                         int32_t bf12, int32_t slots, double most_slowdown, const char* instructions, char* error,
@@ -263,12 +270,13 @@ int64_t laneformer_open(const int32_t* words, int64_t num_words, const float* fl
 
 void laneformer_close(int64_t id) { sessions.close(id); }
 
+// Decoder::pack; returns 0, or 1 + the index of the first value that is not finite.
 int64_t laneformer_pack(int64_t id, int32_t weight, const void* data, int64_t count, int32_t dtype, char* error,
                         int64_t size) {
   return guarded(error, size, [&] { return 1 + sessions.find(id)->pack(weight, data, count, (Dtype)dtype); });
 }
 
-// All tiles of a product (Decoder::map), which stay where they are.
+// Decoder::map for tiles in 12 bits, which the session reads where they are.
 int64_t laneformer_map(int64_t id, int32_t product, const char* tiles, int64_t bytes, const uint8_t* table,
                        const uint32_t* exceptions, int64_t count, char* error, int64_t size) {
   return guarded(error, size, [&] {
@@ -277,7 +285,7 @@ int64_t laneformer_map(int64_t id, int32_t product, const char* tiles, int64_t b
   });
 }
 
-// The same for weights of 8 and 4 bits. pieces: of each the fields of PIECE in cpu/session.py.
+// Decoder::map for quantized tiles. pieces: [count][13], each the `words` of a Piece in custom_calls/cpu/tiles.py.
 int64_t laneformer_map_quantized(int64_t id, int32_t product, const int64_t* pieces, int64_t count, char* error,
                                  int64_t size) {
   return guarded(error, size, [&] {
@@ -305,8 +313,8 @@ void laneformer_cancel(int64_t id, int32_t slot) {
   wake_all(of.masks.value);
 }
 
-// Copies tokens first .. first + count - 1 of a slot's running or last call, which must be drawn; null pointers are
-// skipped.
+// Copies tokens first .. first + count - 1 of a slot's running or last call; all of them must be drawn. Null pointers
+// are skipped.
 void laneformer_drawn(int64_t id, int32_t slot, int32_t first, int32_t count, int32_t top, int32_t* tokens,
                       float* logprobs, int64_t* times_ns, int32_t* top_tokens, float* top_logprobs) {
   const auto decoder = sessions.find(id);
@@ -321,7 +329,7 @@ void laneformer_drawn(int64_t id, int32_t slot, int32_t first, int32_t count, in
   copy(answer.top_logprobs, top_logprobs, top);
 }
 
-// Of the same tokens: whether each was a right draft, and how many other calls had rows in its pass.
+// For the same range of tokens: whether each was an accepted draft, and how many other calls had rows in its pass.
 void laneformer_origins(int64_t id, int32_t slot, int32_t first, int32_t count, uint8_t* drafted, uint8_t* others) {
   const auto decoder = sessions.find(id);
   const Answer& answer = decoder->slot(slot).answer;
@@ -329,7 +337,8 @@ void laneformer_origins(int64_t id, int32_t slot, int32_t first, int32_t count, 
   std::copy_n(answer.others.begin() + first, count, others);
 }
 
-// Drafts of a pass at most, the prices of passes of 1, 2, ... kMostRows rows, and whether passes correct them.
+// most: drafts of a pass at most. prices: [kMostRows], time of a pass of 1, 2, ... rows over that of one row.
+// corrected: whether the times of later passes correct the prices.
 int64_t laneformer_speculate(int64_t id, int32_t most, const float* prices, int32_t corrected, char* error,
                              int64_t size) {
   return guarded(error, size, [&] {
@@ -338,13 +347,13 @@ int64_t laneformer_speculate(int64_t id, int32_t most, const float* prices, int3
   });
 }
 
-// Prices as the last call left them.
+// Writes the prices [kMostRows] as the last call left them.
 void laneformer_prices(int64_t id, float* to) {
   const auto decoder = sessions.find(id);
   for (int rows = 1; rows <= kMostRows; rows++) to[rows - 1] = decoder->schedule().prices().of(rows);
 }
 
-// Of the next call of a slot: Speculation's texts, and drafts of a pass at most.
+// Sets the texts of Speculation for the next call of a slot. most: drafts of a pass at most.
 int64_t laneformer_give_texts(int64_t id, int32_t slot, const int32_t* before, int64_t num_before,
                               const int32_t* forced, int64_t num_forced, const int32_t* given, int64_t num_given,
                               int32_t most, char* error, int64_t size) {
@@ -355,7 +364,7 @@ int64_t laneformer_give_texts(int64_t id, int32_t slot, const int32_t* before, i
   });
 }
 
-// Of the next call of a slot: penalties, biases of some tokens, and whether its draws wait for masks.
+// Sets the penalties and the biases [count] of the next call of a slot, and whether its draws wait for masks.
 int64_t laneformer_give_adjustment(int64_t id, int32_t slot, float presence, float frequency, const int32_t* tokens,
                                    const float* biases, int64_t count, int32_t masked, char* error, int64_t size) {
   return guarded(error, size, [&] {
@@ -365,23 +374,24 @@ int64_t laneformer_give_adjustment(int64_t id, int32_t slot, float presence, flo
   });
 }
 
-// Of the next call of a slot: another slot, the number of the call there, and the positions that both have in common.
+// Lets the next call of `slot` copy keys and values from call `number` of slot `of`: the first `positions` positions,
+// which both calls have in common.
 int64_t laneformer_give_source(int64_t id, int32_t slot, int32_t of, int64_t number, int64_t positions, char* error,
                                int64_t size) {
   return guarded(error, size, [&] {
     const auto decoder = sessions.find(id);
     if (decoder->recurrent())
       throw std::runtime_error(
-          "a call cannot copy a recurrent state from one that runs: take a whole text that has ended");
+          "a call cannot copy a recurrent state from a running call: reuse the whole text of a call that has ended");
     decoder->schedule().give_source(slot, {of, number, positions});
     return (int64_t)0;
   });
 }
 
-// Positions that the running or last call of a slot has copied from another one; after its first token.
+// Positions that the running or last call of a slot copied from another call; to be read after its first token.
 int64_t laneformer_copied(int64_t id, int32_t slot) { return sessions.find(id)->slot(slot).copied; }
 
-// Of a slot's running call: which tokens its next one may be, a bit for each.
+// Decoder::give_mask for the running call of a slot.
 int64_t laneformer_give_mask(int64_t id, int32_t slot, int32_t number, const uint32_t* words, int64_t count,
                              char* error, int64_t size) {
   return guarded(error, size, [&] {
@@ -390,8 +400,8 @@ int64_t laneformer_give_mask(int64_t id, int32_t slot, int32_t number, const uin
   });
 }
 
-// Of the last call of a slot: passes after the prompt by their rows, right drafts by their place in a pass, drafts from
-// another text, right ones of these, and passes with rows of other calls.
+// Writes counts of the last call of a slot: passes after the prompt by number of rows [kMostRows], accepted drafts by
+// place in the pass [kMostRows - 1], drafts from another text, accepted ones of these, passes with rows of other calls.
 void laneformer_drafting(int64_t id, int32_t slot, int64_t* to) {
   const auto decoder = sessions.find(id);
   const Drafting& found = decoder->slot(slot).drafting;
@@ -400,7 +410,7 @@ void laneformer_drafting(int64_t id, int32_t slot, int64_t* to) {
   to[0] = found.other, to[1] = found.other_accepted, to[2] = decoder->slot(slot).shared;
 }
 
-// Seconds of passes of `count` numbers of rows.
+// Decoder::time_passes for `count` numbers of rows; writes seconds [count].
 int64_t laneformer_time_passes(int64_t id, const int32_t* rows, int64_t count, int32_t passes, double* to, char* error,
                                int64_t size) {
   return guarded(error, size, [&] {
@@ -411,7 +421,7 @@ int64_t laneformer_time_passes(int64_t id, const int32_t* rows, int64_t count, i
 }
 
 int64_t laneformer_packed_bytes(int64_t id) { return sessions.find(id)->packed_bytes(); }
-// Weights in 12 bits, their exceptions, matrices in 12 bits, matrices left in 16.
+// Writes the number of weights in 12 bits, of their exceptions, of matrices in 12 bits and of matrices left in 16 bits.
 void laneformer_bf12_weights(int64_t id, int64_t* to) {
   const Decoder::Bf12Weights found = sessions.find(id)->bf12_weights();
   to[0] = found.weights, to[1] = found.exceptions, to[2] = found.matrices, to[3] = found.left;
@@ -421,6 +431,7 @@ const char* laneformer_instructions(int64_t id) { return sessions.find(id)->inst
 double laneformer_read_pass(int64_t id) { return sessions.find(id)->read_pass(); }
 
 void laneformer_trace(int64_t id, int64_t spans) { sessions.find(id)->trace(spans); }
+// Copies up to `room` spans of a worker to `to`, unless that is null; returns how many the worker has.
 int64_t laneformer_spans(int64_t id, int32_t worker, Span* to, int64_t room) {
   const auto decoder = sessions.find(id);
   const std::vector<Span>& spans = decoder->spans(worker);
@@ -429,7 +440,7 @@ int64_t laneformer_spans(int64_t id, int32_t worker, Span* to, int64_t room) {
   return (int64_t)spans.size();
 }
 
-// times: when each exchange is issued and last read, in order of issue.
+// times: [count][2], the times at which each exchange is issued and last read, in order of issue.
 int32_t laneformer_ring_slots(const int32_t* times, int32_t count) {
   std::vector<Exchange> exchanges;
   for (int i = 0; i < count; i++) exchanges.push_back({times[2 * i], times[2 * i + 1]});

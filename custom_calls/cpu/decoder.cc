@@ -1,3 +1,5 @@
+// The threads of a session and the start of a call: `run` waits until the call leads or has ended, and the leading
+// thread runs passes on all workers until its own call has stopped. Called by api.cc; decoder.h has the invariant.
 #include "decoder.h"
 
 #include <algorithm>
@@ -54,7 +56,7 @@ int32_t Decoder::wait(int32_t have, int timeout_ms, int number) {
   return of.drawn_tokens();
 }
 
-// Passes until the slot's call has stopped.
+// Runs passes until the slot's call has stopped. Throws std::runtime_error if a worker has failed.
 void Decoder::lead(const Slot& slot) {
   state_.stopped.store(0);
   state_.reason.clear();
@@ -70,7 +72,8 @@ End Decoder::run(const Call& call, int number) {
   return state_.schedule.run(number, call, [&](const Slot& slot) { lead(slot); });
 }
 
-// A base of a recurrent state must be that of the call's first position; at position 0 any is.
+// Every base of a recurrent state must be less than two stretches of kEntries positions before the call's first
+// position. At position 0 the state starts empty, whatever its base is.
 void Decoder::check_states(const Call& call) const {
   if (call.start == 0) return;
   const auto is_before = [&](int32_t base) { return base <= call.start && call.start < base + 2 * plan::kEntries; };
@@ -81,16 +84,16 @@ void Decoder::check_states(const Call& call) const {
       const auto* bases = (const int32_t*)call.caches[i * state_.plan.lanes + lane];
       if (!std::all_of(bases, bases + array.elements(), is_before))
         throw std::invalid_argument("the recurrent state of layer " + std::to_string(array.layer) +
-                                    " is not that before position " + std::to_string(call.start) +
-                                    ": start at the end of the text that it has, or at position 0");
+                                    " is not the state before position " + std::to_string(call.start) +
+                                    ": start where its text ends, or at position 0");
     }
   }
 }
 
-// Answers whose drafts are all right, because they are forced, in caches for nothing else. In the middle of a text, so
-// that rows pay for their attention.
+// Generates answers in caches of its own. Their tokens are forced, so all drafts are accepted and each pass has the
+// wanted number of rows. They start inside a text, so that rows pay for their attention.
 std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passes) {
-  constexpr int kRounds = 2;  // in turns: something else may delay one
+  constexpr int kRounds = 2;  // each over all numbers of rows, as other processes may delay one
   constexpr int64_t kUsual = 1024;
   const plan::Plan& model = state_.plan;
   const int most = rows.empty() ? 0 : *std::max_element(rows.begin(), rows.end()), longest = 1 + passes * most;
@@ -108,7 +111,7 @@ std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passe
   for (const plan::KeptArray& array : kept())
     for (int lane = 0; lane < model.lanes; lane++) {
       caches.emplace_back(array.entries(call.start + longest) * array.bytes(bytes_of(state_.cache)));
-      std::memset(caches.back().data, 0, caches.back().bytes);  // pages never written share one
+      std::memset(caches.back().data, 0, caches.back().bytes);  // pages never written would all map one page of zeros
       call.caches.push_back(caches.back().data);
     }
   const auto begin_states = [&] {
@@ -118,7 +121,7 @@ std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passe
     }
   };
   Speculation& speculation = call.speculation;
-  for (int64_t i = 0; i < longest; i++)  // far from each other: experts, rows of the embedding table
+  for (int64_t i = 0; i < longest; i++)  // tokens far apart: they use different experts and embedding rows
     speculation.forced.push_back((int32_t)(i * 7919 % model.vocab_size));
   speculation.given = speculation.forced;
   std::vector<double> fastest(rows.size(), INFINITY);
@@ -170,12 +173,12 @@ void Decoder::give_adjustment(float presence, float frequency, const std::vector
 void Decoder::give_mask(int32_t number, const uint32_t* words, int64_t count, int slot) {
   Slot& of = this->slot(slot);
   if (count != (state_.plan.vocab_size + 31) / 32)
-    throw std::runtime_error("a mask of " + std::to_string(count) + " words is not one of " +
+    throw std::runtime_error("the mask has " + std::to_string(count) + " words: give one bit for each of " +
                              std::to_string(state_.plan.vocab_size) + " tokens");
   if (number != of.drawn_tokens() || (uint32_t)number != of.masks.value.load())
-    throw std::runtime_error("a mask of token " + std::to_string(number) + " after " +
+    throw std::runtime_error("got the mask of token " + std::to_string(number) + " after " +
                              std::to_string(of.drawn_tokens()) + " tokens and " +
-                             std::to_string(of.masks.value.load()) + " masks");
+                             std::to_string(of.masks.value.load()) + " masks: give the next token's mask, once");
   of.mask.assign(words, words + count);
   of.masks.raise((uint32_t)number + 1);
 }

@@ -1,5 +1,9 @@
-// The end of a module: the norm of its output, then the schedule, which adds own outputs and sums over the lanes to the
-// streams. Lanes share memory, or send each other messages as GPUs do (exchange.h).
+// The end of a module: the norm of its output, then the schedule, which adds each lane's own outputs and sums over the
+// lanes to the streams. Worker::step calls `keep_streams`, `send` and `apply` around each module. Lanes share memory,
+// or send each other messages as GPUs do (exchange.h).
+//
+// Invariant: a sum adds the lanes' shares in the order of the lanes, whichever worker computes it and however the
+// shares arrive. So shared memory and messages give the same bits.
 #include <algorithm>
 #include <cstring>
 
@@ -11,6 +15,7 @@ float* Worker::kept_stream(int payload, int lane, int position) const {
   return d_.streams.floats() + (((int64_t)payload * m_.lanes + lane) * kBlock + position) * m_.hidden_size;
 }
 
+// Copies the streams, before this module's events change them, for a sum that includes their mean.
 void Worker::keep_streams(int payload) {
   for (int lane = first_lane_; lane < last_lane_; lane++)
     if (owns(lane))
@@ -18,7 +23,7 @@ void Worker::keep_streams(int payload) {
         std::memcpy(kept_stream(payload, lane, p), stream(lane, p), m_.hidden_size * sizeof(float));
 }
 
-// The first worker that has a lane norms its output.
+// Norms each lane's output in place; the lane's first worker does it.
 void Worker::run(const plan::OutputNorm& op, int module) {
   for (int lane = first_lane_; lane < last_lane_; lane++)
     for (int p = 0; p < positions_ && owns(lane); p++) {
@@ -27,8 +32,8 @@ void Worker::run(const plan::OutputNorm& op, int module) {
     }
 }
 
-// A lane's share of a sum: its weighted outputs and, where the sum has it, its share of the streams' mean; in `space`,
-// unless it is an output as it lies.
+// A lane's share of a sum: its weighted outputs and, if the sum includes the mean of the streams, its part of that.
+// Written to `space`, unless the share is one output, which is returned itself.
 const float* Worker::share_of(int payload, int lane, int position, float* space) {
   const plan::Sum& sum = m_.sums[payload];
   if (sum.parts.size() == 1 && sum.parts[0].weight == 1.0f && !sum.stream_mean)
@@ -43,7 +48,7 @@ const float* Worker::share_of(int payload, int lane, int position, float* space)
   return space;
 }
 
-// Exchange by message: sends the lane's shares of the sums that this module's output completes.
+// Exchange by message: sends this lane's shares of the sums that the module's output completes.
 void Worker::send(int module) {
   for (size_t i = 0; i < m_.sums.size(); i++) {
     if (m_.sums[i].complete_at != module) continue;
@@ -53,7 +58,7 @@ void Worker::send(int module) {
   }
 }
 
-// The sum over all lanes of a payload, [B][hidden], under its norm.
+// The sum over all lanes of a payload, after its norm if it has one: [B][hidden_size].
 const float* Worker::total(int payload) {
   const int width = m_.sums[payload].width;
   const std::optional<plan::Norm>& norm = m_.module(m_.sums[payload].complete_at).sum_norm;
@@ -73,7 +78,7 @@ const float* Worker::total(int payload) {
     return total_.data();
   }
   float* sum = received_.data() + (int64_t)payload * kBlock * m_.hidden_size;
-  if (has_[payload]) return sum;  // it lands a second time
+  if (has_[payload]) return sum;  // an earlier event has received it
   has_[payload] = 1;
   for (int lane = 0; lane < m_.lanes; lane++) {
     if (lane != index_) fetch(lane, token_tags_ + (uint32_t)payload, positions_ * (int64_t)m_.hidden_size);
@@ -90,11 +95,13 @@ const float* Worker::total(int payload) {
   return sum;
 }
 
+// Sends this many floats of total_ to all other lanes.
 void Worker::post(uint32_t tag, int64_t floats) {
   delay();
   d_.mail->push(index_, tag, total_.data(), floats);
 }
 
+// Receives this many floats from a lane into total_. Throws Stopped after the session's timeout or another failure.
 void Worker::fetch(int from, uint32_t tag, int64_t floats) {
   const int64_t began = now_ns(), limit = d_.options.timeout_ms * 1'000'000LL;
   const bool came = d_.mail->pull(index_, from, tag, total_.data(), floats, [&](int64_t spins) {
@@ -113,7 +120,7 @@ void Worker::fetch(int from, uint32_t tag, int64_t floats) {
   delay();
 }
 
-// Applies the schedule's events of this time.
+// Applies the events that the schedule has at this time to the streams.
 void Worker::apply(int time) {
   const int64_t began = clock(), d = m_.hidden_size;
   for (const plan::Event& event : m_.events[time]) {

@@ -1,11 +1,13 @@
-// The lane exchange as GPUs do it, between threads: one-shot pushes into the receivers' memory, no acknowledgements, no
-// locks.
+// The exchange between lanes as GPUs do it, here between threads: a sender writes into the receivers' memory, without
+// locks or acknowledgements. exchange.cc uses it in a session with one thread per lane; api.cc exports `ring_slots`.
 //
-// Every 8 bytes carry one float32 and a tag, and are written and read whole: a reader recognises arrived data by its
-// tag alone, in any order, with relaxed accesses. Tags are sequence numbers that never repeat within 2^32 exchanges, so
-// a slot needs no clearing and words of an ended call are never taken for data. A slot may be written again once every
-// lane has read it, which the schedule guarantees for a ring of `ring_slots` slots: a lane that has received exchange q
-// knows that its sender has issued q.
+// Each word of 8 bytes has one float32 and a tag, and is written and read whole. So a word is valid once it carries the
+// tag that the reader waits for: words may arrive in any order, and relaxed accesses suffice. A tag is a sequence
+// number that does not repeat within 2^32 exchanges, so slots need no clearing, and a word of an ended call is never
+// taken for data.
+//
+// Invariant: a slot is written again only after every lane has read it. The schedule guarantees this for a ring of
+// `ring_slots` slots, because a lane that has received exchange q knows that its sender has issued q.
 #pragma once
 
 #include <atomic>
@@ -39,8 +41,8 @@ class Mailboxes {
     }
   }
 
-  // Reads what lane `from` sent to lane `to` under `tag`. Calls `idle(spins)` until it arrives; false ends the wait and
-  // is the result.
+  // Reads the n floats that lane `from` sent to lane `to` under `tag`. Calls `idle(spins)` while a word has not
+  // arrived; if that returns false, stops and returns false.
   template <class Idle>
   bool pull(int to, int from, uint32_t tag, float* data, int64_t n, Idle idle) {
     const std::atomic<uint64_t>* slot = at(to, from, tag);
@@ -64,18 +66,19 @@ class Mailboxes {
   std::unique_ptr<std::atomic<uint64_t>[]> words_;
 };
 
-// The times at which an exchange is issued and last read, in modules.
+// The times of the schedule, counted in modules, at which an exchange is issued and last read.
 struct Exchange {
   int issued, last_read;
 };
 
-// Slots of the smallest ring that is safe without acknowledgements, for exchanges in order of issue. A lane that issues
-// exchange s has read all that were due before; the latest of those, q, proves that every other lane has reached the
-// time at which it issued q, and so has read all exchanges that were last due before that time.
+// The number of slots of the smallest ring that is safe without acknowledgements, for exchanges in order of issue. A
+// lane that issues exchange s has already read all exchanges that were last read before that time. The one of these
+// that was issued last, q, proves that every other lane has reached the time at which q is issued, and so has read all
+// exchanges whose last read is before that time.
 inline int ring_slots(const std::vector<Exchange>& exchanges) {
   int slots = 1;
   for (size_t s = 0; s < exchanges.size(); s++) {
-    int proven = -1;  // all lanes have reached this time
+    int proven = -1;  // a time that all lanes have reached
     for (size_t q = 0; q < s; q++)
       if (exchanges[q].last_read < exchanges[s].issued && exchanges[q].issued > proven) proven = exchanges[q].issued;
     for (size_t r = 0; r < s; r++)

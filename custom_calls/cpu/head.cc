@@ -1,4 +1,9 @@
-// Logits of a pass's rows from the streams after the last module: each worker computes its share of the vocabulary.
+// Logits of a pass's rows from the streams after the last module. Worker::step calls `head` if the pass has rows. The
+// lanes' normed streams are collected in DecodeState::finals, or from messages. Then each worker computes its share of
+// the vocabulary, which is also its part in sample.cc.
+//
+// Invariant: the head is a product like any other, so a row's logits do not depend on other rows. Where lanes are
+// added, they are added in their order.
 #include <algorithm>
 #include <cstring>
 

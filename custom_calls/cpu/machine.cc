@@ -1,4 +1,8 @@
-// The machine: its instruction sets, cores, memory bandwidth and arithmetic.
+// This machine: its instruction sets, cores, memory bandwidth and arithmetic. state.cc chooses a session's kernels and
+// reads the number of cores; api.cc exports all functions to Python.
+//
+// Invariant: a set is offered only if it was compiled and the processor runs it, and AMX only if a trial product also
+// has the same bits for one position and several. Sets are in order, the best first; the first is the default.
 #include <sched.h>
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -58,7 +62,7 @@ std::vector<InstructionSet> instruction_sets(const AmxQueries& amx) {
   const bool vnni = v4 && __builtin_cpu_supports("avx512vnni");
   const bool dot = vnni && __builtin_cpu_supports("avx512bf16") && &laneformer_kernels_avx512_bf16;
   const auto add = [&](bool able, const InstructionSet& set) {
-    if (able && set.kernels && set.quantized) sets.push_back(set);  // null: not compiled
+    if (able && set.kernels && set.quantized) sets.push_back(set);  // null kernels: not compiled
   };
   add(dot, {"avx512_bf16", &laneformer_kernels_avx512_bf16, &laneformer_quantized_avx512_vnni});
   add(vnni, {"avx512_vnni", &laneformer_kernels_avx512, &laneformer_quantized_avx512_vnni});
@@ -67,7 +71,7 @@ std::vector<InstructionSet> instruction_sets(const AmxQueries& amx) {
       {"avx2", &laneformer_kernels_avx2, &laneformer_quantized_avx2});
   add(true, {"portable", &laneformer_kernels_portable, &laneformer_quantized_portable});
   if ((dot || laneformer_emulates_amx()) && amx.in_processor() && amx.in_system() && amx.permitted() && amx.agrees())
-    sets.push_back({"amx", laneformer_kernels_amx(sets[0].kernels), sets[0].quantized});  // by its name only
+    sets.push_back({"amx", laneformer_kernels_amx(sets[0].kernels), sets[0].quantized});  // last: never by default
   return sets;
 }
 #endif
@@ -103,7 +107,8 @@ int default_threads() {
 
 namespace {
 
-// Seconds in which that many threads, which start together, do their parts job(0), job(1), ...
+// Seconds from the first start to the last end of this many threads, thread i of which runs job(i). They start
+// together.
 template <class Job>
 double seconds_of(int threads, const Job& job) {
   std::atomic<int> ready{0};
@@ -121,8 +126,9 @@ double seconds_of(int threads, const Job& job) {
   return 1e-9 * (double)(*std::max_element(ended.begin(), ended.end()) - *std::min_element(began.begin(), began.end()));
 }
 
+// Uses the results, so that the compiler does not remove their computation.
 template <class T>
-void keep(const std::vector<T>& results) {  // so that their computation is not optimised away
+void keep(const std::vector<T>& results) {
   volatile T total = 0;
   for (const T result : results) total = total + result;
 }
@@ -138,7 +144,8 @@ double read_bandwidth(int64_t bytes, int threads) {
   const bool fresh = buffer.bytes < bytes;
   if (fresh) {
     buffer = Region(bytes);
-    seconds_of(threads, [&](int i) { std::memset(buffer.data + i * each, 1, each); });  // each on its own memory
+    // Each thread first writes the part that it will read.
+    seconds_of(threads, [&](int i) { std::memset(buffer.data + i * each, 1, each); });
   }
   std::vector<uint64_t> sums(threads);
   const double seconds = seconds_of(threads, [&](int i) { sums[i] = kernels.read(buffer.data + i * each, each); });
@@ -150,16 +157,16 @@ double speedup(const Way& way, const Way& over, int threads) {
   const Kernels* const kernels[] = {choose_kernels(way.instructions), choose_kernels(over.instructions)};
   const bool narrow[] = {way.bf12, over.bf12};
   if (kernels[0] == nullptr || kernels[1] == nullptr) return 0;
-  constexpr int64_t kColumns = 3072, kBytes = 128 << 20;  // of bf16; beyond most caches
+  constexpr int64_t kColumns = 3072, kBytes = 128 << 20;  // kBytes: of weights as bf16, more than most caches hold
   constexpr int kLeastRounds = 9, kMostRounds = 40, kAgreeing = 4;
   constexpr uint16_t kOne = 0x3f80;
   const int64_t sizes[] = {tile_bytes(Dtype::bf16, kColumns), bf12_tile_bytes(kColumns)};
   const int64_t tiles = std::max<int64_t>(1, kBytes / sizes[0] / threads), rows = tiles * kTile;
-  // One tile everywhere, with as many exceptions as trained weights have: 1.2e-4.
+  // All tiles are alike, with the share of exceptions that trained weights have, 1.2e-4.
   std::vector<uint16_t> tile(sizes[0] / 2, kOne);
   for (size_t i = 0; i < tile.size(); i += tile.size() / 6) tile[i] = 0;
   Bf12Counts counts{};
-  for (int high = 0x3c; high < 0x44; high++) counts[high] = 1;  // a table without zero
+  for (int high = 0x3c; high < 0x44; high++) counts[high] = 1;  // without 0: zeros are the exceptions
   const Bf12Codes codes(counts);
   std::vector<char> units(sizes[1]);
   std::vector<uint32_t> exceptions;
@@ -167,7 +174,7 @@ double speedup(const Way& way, const Way& over, int threads) {
   const std::vector<uint32_t> starts(tiles, 0);
   const std::vector<float> x(kColumns, 1);
   std::vector<float> prepared[2], y(threads * rows);
-  int64_t each = 0, offsets[2];  // bytes of a thread, and of each way among them
+  int64_t each = 0, offsets[2];  // bytes of a thread's tiles; where those of each way begin among them
   for (int i = 0; i < 2; i++) {
     prepared[i].resize(prepared_floats(kColumns, 1));
     kernels[i]->prepare(Dtype::bf16, Activations::exact, x.data(), kColumns, kColumns, 1, prepared[i].data());
@@ -191,7 +198,7 @@ double speedup(const Way& way, const Way& over, int threads) {
         kernels[i]->product(Dtype::bf16, Activations::exact, data, prepared[i].data(), kColumns, tiles, 1, to, rows);
     });
   };
-  // Other processes make some rounds longer: the shortest count, once some agree.
+  // Other processes make some rounds longer. So the shortest times count, once kAgreeing of them agree within 5 %.
   std::vector<double> found[2];
   const auto agree = [](const std::vector<double>& times) { return times[kAgreeing - 1] < 1.05 * times[0]; };
   bool steady = false;

@@ -1,5 +1,11 @@
-// The next tokens from the logits of a pass's rows, as infer/sampling.py defines them: each with the noise of its own
-// position. Each worker takes the part of the vocabulary whose logits it computed.
+// Draws the next tokens from the logits of a pass's rows, as infer/sampling.py defines a draw. Worker::generate calls
+// `sample` on all workers after `step`; each takes the part of the vocabulary whose logits it computed (head.cc).
+// Workers put what they find into DecodeState::packets, and worker 0 accepts the tokens.
+//
+// Invariant: a token is a function of its row's logits, the call's settings, the text before it and its position, which
+// decides the noise. What workers combine does not depend on how the vocabulary is divided: maxima, sums of integers,
+// and the best token, with the lowest id among equals. A draft is accepted if it equals the token that the row before
+// it has drawn, so drafts never change an answer.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -10,10 +16,10 @@ namespace laneformer {
 
 namespace {
 
-// How long a pass is held up for a mask: with rows of other calls, and with none.
+// How long a pass waits for a mask: a pass with rows of other calls, a pass of one call.
 constexpr int64_t kBesideNs = 1'000'000, kAloneNs = 5'000'000'000;
 
-// Maps a float to a uint32 of the same order.
+// Maps a float to a uint32 so that larger floats give larger numbers.
 uint32_t order_of(float z) {
   uint32_t bits;
   z += 0.0f;  // -0 and 0 are equal
@@ -21,6 +27,7 @@ uint32_t order_of(float z) {
   return bits >> 31 ? ~bits : bits | 1u << 31;
 }
 
+// The inverse of `order_of`.
 float float_of(uint32_t order) {
   const uint32_t bits = order >> 31 ? order & ~(1u << 31) : ~order;
   float z;
@@ -28,9 +35,9 @@ float float_of(uint32_t order) {
   return z;
 }
 
-// The largest z among `values` for which the amounts of all values >= z sum to at least `wanted`; -inf if there is
-// none. Three histograms, of the upper, middle and lower bits, need no sorting, and integer amounts have the same sum
-// in any order.
+// The largest z among `values` [n] for which the sum of amount(i) over all values[i] >= z is at least `wanted`; -inf if
+// no z has so much. Needs no sorting: three histograms, of the upper, middle and lower bits, find z. Amounts are
+// integers, so that their sum is the same in any order.
 template <class Amount>
 float largest_reaching(const float* values, int64_t n, double wanted, Amount amount) {
   constexpr int bits[3] = {11, 11, 10};
@@ -69,7 +76,7 @@ void Worker::sample() {
   for (int r = 0; r < pass_->runs; r++) any_masked |= pass_->run[r].rows > 0 && pass_->run[r].slot->call->masked;
   if (any_masked) {
     if (index_ == 0) await_masks();
-    meet();  // the others know which rows are masked
+    meet();  // then all workers know which calls are deferred
   }
   for (int r = 0; r < pass_->runs; r++) {
     Slot& slot = *pass_->run[r].slot;
@@ -99,7 +106,7 @@ void Worker::sample() {
   each_row([&](const Run& run, int i) {
     const int row = run.row + i;
     const Call& call = *run.slot->call;
-    const int64_t position = run.start + run.count - run.rows + i + 1;  // of the token
+    const int64_t position = run.start + run.count - run.rows + i + 1;  // of the token to draw
     own.rows[row].sum = k_.sum_exp(d_.logits.floats() + row * vocab + first, largest[row], count);
     own.rows[row].best =
         k_.draw(d_.z.floats() + row * vocab, call.filtered() ? d_.least[row] : -INFINITY, call.sampling.temperature > 0,
@@ -114,8 +121,8 @@ void Worker::sample() {
   mark(kSample, m_.num_layers(), began);
 }
 
-// Worker 0: waits for the masks of the pass's rows. A call whose mask does not come in time draws nothing in this pass,
-// and has no rows until its mask is there: computing a position again costs less than holding up the others.
+// Worker 0 waits for the masks of the pass's rows. A call whose mask is late draws nothing in this pass and has no rows
+// until its mask is given: computing its position again costs less than delaying the other calls.
 void Worker::await_masks() {
   const bool alone = pass_->runs == 1;
   const int64_t until = now_ns() + (alone ? std::min<int64_t>(kAloneNs, d_.options.timeout_ms * 250'000LL) : kBesideNs);
@@ -125,14 +132,15 @@ void Worker::await_masks() {
     const uint32_t target = (uint32_t)slot.drawn + 1;
     const auto given = [&] {
       const int64_t left = until - now_ns();
-      return slot.masks.wait(target, slot.cancel, std::clamp<int64_t>(left, 0, kBesideNs), 0);  // the host needs a core
+      // Does not spin: the host needs a core to make the mask.
+      return slot.masks.wait(target, slot.cancel, std::clamp<int64_t>(left, 0, kBesideNs), 0);
     };
     do slot.deferred = !given();
     while (slot.deferred && alone && !slot.cancel.load() && !d_.schedule.waits() && now_ns() < until);
   }
 }
 
-// -inf for the tokens of this worker's part that a mask leaves out.
+// Sets z to -inf for the tokens of this worker's part that the mask does not allow. z: of the part's first token.
 void Worker::apply_mask(const std::vector<uint32_t>& mask, float* z) const {
   for (int64_t token = vocab_first_; token < vocab_last_;) {
     const uint32_t word = mask[token / 32];
@@ -147,8 +155,9 @@ void Worker::apply_mask(const std::vector<uint32_t>& mask, float* z) const {
   }
 }
 
-// The logits with penalties, biases, temperature and mask. In a row a draft before it has been seen and drawn: each
-// worker counts those of its part, and takes that back again.
+// Computes z from the logits of this worker's part: penalties, biases, temperature and mask. For a row, the drafts
+// before it count as seen and drawn. So each worker counts the drafts of its part while it goes through a run's rows,
+// and then restores the counts.
 void Worker::temper() {
   const int64_t vocab = m_.vocab_size, first = vocab_first_, count = vocab_last_ - first;
   for (int r = 0; r < pass_->runs; r++) {
@@ -181,7 +190,7 @@ void Worker::temper() {
   }
 }
 
-// Presence and frequency penalty, biases and temperature on this worker's part of a row.
+// Applies presence and frequency penalty, biases and temperature to this worker's part of a row.
 void Worker::adjust(const Adjustment& by, float temperature, float* z) const {
   const int64_t count = vocab_last_ - vocab_first_;
   const float* const bias = by.bias.data() + vocab_first_;
@@ -191,9 +200,9 @@ void Worker::adjust(const Adjustment& by, float temperature, float* z) const {
   for (int64_t i = 0; i < count && temperature > 0; i++) z[i] /= temperature;
 }
 
-// Worker 0: the tokens that the rows of a run have drawn. A draft is right if it is what the row before it has drawn;
-// the first row whose token is another ends the run. largest: logit of each of its rows; cost: of the pass, in passes
-// without drafts.
+// Worker 0 records the tokens that the rows of a run have drawn, up to the first one that differs from the draft in the
+// next row, or a stop token. largest: [rows], the largest logit of each row. cost: of the pass, in passes without
+// drafts.
 void Worker::accept(const Run& run, const float* largest, float cost) {
   Slot& slot = *run.slot;
   const Call& call = *slot.call;
@@ -211,14 +220,14 @@ void Worker::accept(const Run& run, const float* largest, float cost) {
       const Best& part = packet.rows[row].best;
       if (part.token >= 0 && (best.token < 0 || part.value > best.value)) best = part;  // workers are in order of ids
     }
-    int32_t token = std::max(best.token, 0);  // no token where no logit is a number; the log-probability is NaN
+    int32_t token = std::max(best.token, 0);  // token 0 if all logits are NaN; its log-probability is NaN then
     if (slot.drawn < (int64_t)call.speculation.forced.size()) token = call.speculation.forced[slot.drawn];
     stop = std::find(call.stops.begin(), call.stops.end(), token) != call.stops.end();
     emit(slot, row, token, largest[i]);
     if (stop || (i + 1 < run.rows && token != pass_->tokens[run.place_of(i + 1)])) break;
   }
   const int drawn = slot.drawn - before;
-  for (int i = 0; i < drawn; i++) {  // all but the last one were drafts
+  for (int i = 0; i < drawn; i++) {  // all but the last token were drafts
     slot.answer.drafted[before + i] = i < drawn - 1;
     slot.answer.others[before + i] = (uint8_t)(pass_->runs - 1);
   }
@@ -233,7 +242,7 @@ void Worker::accept(const Run& run, const float* largest, float cost) {
   slot.count.raise((uint32_t)slot.drawn);
 }
 
-// Counts a run after the prompt's, of which some tokens were drawn.
+// Adds to the counts of a call a run after the prompt's, of `rows` rows, in which `drawn` tokens were drawn.
 void Worker::count(Slot& slot, int rows, int drawn) {
   Drafting& counts = slot.drafting;
   counts.passes[rows - 1]++;
@@ -241,7 +250,7 @@ void Worker::count(Slot& slot, int rows, int drawn) {
   if (slot.drafts.from_other()) counts.other += rows - 1, counts.other_accepted += drawn - 1;
 }
 
-// Records a token that is drawn.
+// Records a drawn token, its log-probability, its time and the most likely tokens.
 void Worker::emit(Slot& slot, int row, int32_t token, float largest) {
   uint64_t sum = 0;
   for (const DecodeState::Packet& packet : d_.packets) sum += packet.rows[row].sum;
@@ -255,7 +264,7 @@ void Worker::emit(Slot& slot, int row, int32_t token, float largest) {
   slot.answer.tokens[slot.drawn++] = token;
 }
 
-// The filters' threshold on z of a row; -inf keeps every token.
+// The least z of a row that top_k, top_p and min_p keep; -inf keeps every token. best: the row's largest z.
 float Worker::threshold(const Sampling& s, int row, float best) {
   const float* z = d_.z.floats() + (int64_t)row * m_.vocab_size;
   float least = -INFINITY;
@@ -272,7 +281,8 @@ float Worker::threshold(const Sampling& s, int row, float best) {
   return std::min(least, best);
 }
 
-// Writes the most likely tokens, lowest id first among equals.
+// Writes the call's `top` most likely tokens and their log-probabilities, the lowest id first among equals. lse:
+// logarithm of the sum of the logits' exponentials.
 void Worker::best_tokens(Slot& slot, const float* logits, float lse) const {
   const int n = slot.call->top;
   int32_t* tokens = slot.answer.top_tokens.data() + (int64_t)slot.drawn * n;

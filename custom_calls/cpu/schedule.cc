@@ -1,3 +1,6 @@
+// Announcing, admitting and ending calls, and planning passes; schedule.h says who calls what. A call enters, waits for
+// the lead or for its end, and leaves. The leader admits calls and plans between two passes, so no pass changes while
+// workers run it.
 #include "schedule.h"
 
 #include <algorithm>
@@ -9,9 +12,9 @@
 
 namespace laneformer {
 
-constexpr int64_t kIdleNs = 2'000'000;                // between two looks for calls and masks while no call can go on
-constexpr double kMostWrong = 4;                      // times what the list says of long passes
-constexpr std::chrono::milliseconds kAnnounced{100};  // for a call that was announced to begin
+constexpr int64_t kIdleNs = 2'000'000;                // wait for a mask before the next look for new calls
+constexpr double kMostWrong = 4;                      // long_ is at most this and at least its inverse
+constexpr std::chrono::milliseconds kAnnounced{100};  // longest wait for an announced call to begin
 
 void Pass::add(Slot& slot, const int32_t* of, int count, int64_t start, int drawing) {
   run[runs++] = {&slot, positions, count, start, rows, drawing};
@@ -53,7 +56,7 @@ void Schedule::settle(int number) {
   if (number < 0 || number >= slots()) return;
   Slot& of = *slots_[number];
   const std::lock_guard<std::mutex> lock(lock_);
-  if (of.running) return;  // another call
+  if (of.running) return;  // another call of this slot runs
   of.armed = false;
   of.done.store(1, std::memory_order_release);
   changed_.notify_all();
@@ -140,8 +143,8 @@ Slot& Schedule::enter(int number, const Call& call) {
   return of;
 }
 
-// Makes a call wait for what it has in common with another one, which came before it. That one may have been announced
-// a moment ago only.
+// Makes a call wait for the positions that it has in common with a call that arrived before it. If that call is only
+// announced, waits up to kAnnounced for it to begin.
 void Schedule::follow(std::unique_lock<std::mutex>& lock, Slot& slot) {
   const Source source = std::exchange(slot.source, {});
   if (source.slot < 0 || slots_[source.slot].get() == &slot || slot.call->widths.empty()) return;
@@ -149,7 +152,7 @@ void Schedule::follow(std::unique_lock<std::mutex>& lock, Slot& slot) {
   const auto of_call = [&] { return other.number == source.call; };
   const auto runs = [&] { return of_call() && other.running && !other.ended; };
   changed_.wait_for(lock, kAnnounced, [&] { return !of_call() || !other.armed || runs(); });
-  const int64_t last = slot.call->start + (int64_t)slot.call->prompt.size() - 1;  // its logits are needed
+  const int64_t last = slot.call->start + (int64_t)slot.call->prompt.size() - 1;  // not copied: its logits are needed
   slot.common = std::min(source.positions, last);
   if (!runs() || slot.common <= slot.call->start) return;
   slot.from = &other;
@@ -184,8 +187,8 @@ void Schedule::leave_lead(const std::string& reason) {
   changed_.notify_all();
 }
 
-// Copies what the call that a slot follows has filled. Positions are final once a pass has filled them: the other
-// call's workers only read them.
+// Copies to a slot's call the common positions that the other call has filled. Filled positions are final: passes of
+// the other call only read them.
 void Schedule::copy(Slot& slot) {
   Slot& other = *slot.from;
   const Call &to = *slot.call, &of = *other.call;
@@ -232,8 +235,8 @@ End Schedule::leave(Slot& slot) {
 
 // ----------------------------------------------------------------------------------------------------------- planning
 
-// Of a pass of that many rows over one of a single row. Beyond those of the list it grows as the list does at its end,
-// corrected by what such passes took.
+// The time of a pass of this many rows over that of a pass of one row. Beyond kMostRows rows it grows linearly, as the
+// list of prices does at its end, times a factor from the times of such passes.
 double Schedule::price(int rows) const {
   if (rows <= kMostRows) return prices_.of(rows);
   const double end = prices_.listed(kMostRows), of_row = std::max(0.0, (end - prices_.listed(kMostRows - 4)) / 4);
@@ -245,7 +248,7 @@ float Schedule::cost_of(const Pass& pass) {
   ended_ns_ = clock_();
   unshared_ = pass.runs > 1 ? 0 : unshared_ + 1;
   const double time = (double)(ended_ns_ - before);
-  bool given = false;  // drafts that no price has chosen, or masks to wait for: the times say nothing of usual passes
+  bool given = false;  // drafts were given or masks awaited, so the time says nothing about usual passes
   int prompts = 0;
   for (int i = 0; i < pass.runs; i++) {
     prompts += pass.run[i].slot->drawn == 0;
@@ -258,8 +261,9 @@ float Schedule::cost_of(const Pass& pass) {
   return (given ? prices_.of(pass.rows) : prices_.took(pass.rows, time)) / prices_.of(pass.runs);
 }
 
-// What a pass with positions of a prompt beside calls that draw has cost, by its time where that is known. Few
-// positions cost what rows do. Something else that held a pass up does not hold up the prompt for long.
+// The cost of a pass that had positions of a prompt beside calls that draw: from its time if that can be told, else as
+// expected. The time also corrects the price of that many rows. The cost counts as at most twice what was expected, so
+// that another process that delayed this pass does not hold up the prompt for long.
 double Schedule::spent(const Pass& pass, double time) {
   const double expected = price(pass.positions), cost = time > 0 ? prices_.cost(time) : 0;
   if (cost <= 0) return expected;
@@ -272,9 +276,9 @@ double Schedule::spent(const Pass& pass, double time) {
   return found;
 }
 
-// Lets calls in, in the order in which they came, while a pass with a row of each slows none of them too much. A price
-// may be too high because something else ran while passes were shared, and while none is, nothing corrects it: after
-// some passes the list may let a call in.
+// Admits waiting calls in the order of their arrival while a pass with a row of each call costs at most most_slowdown_.
+// Other processes may have raised a measured price, and only shared passes can correct it. So after kConfirmed passes
+// without sharing, the list's price is enough to admit a call. Also ends waiting calls that are cancelled.
 void Schedule::admit() {
   const std::lock_guard<std::mutex> lock(lock_);
   const auto slowdown = [&](int rows) {
@@ -299,13 +303,14 @@ void Schedule::admit() {
   arrived_.store((int)waiting_.size());
 }
 
-// Positions of a prompt beside that many rows of other calls, at least one. On average passes may take as long as these
-// calls allow: where a larger pass makes more of the time, short ones save for it (`cost_of` counts what they took).
+// How many positions of a prompt join a pass with `beside` rows of other calls; at least one. Passes may cost
+// most_slowdown_ on average. If a larger pass gets more positions done per time, passes with one position save credit
+// for it (`cost_of` adds what they leave).
 int Schedule::prompt_rows(int beside) {
   if (beside == 0) return kBlock;
   const double least = price(beside + 1), room = most_slowdown_ - least;
   int best = 1;
-  double most = 1;  // positions in a pass of the average length
+  double most = 1;  // positions per pass, on average, with the best number
   for (int count = 2; count <= kBlock - beside && room > 0; count++) {
     const double more = price(beside + count) - least;
     const double found = 1 + (count - 1) * (more > room ? room / more : 1);
@@ -316,8 +321,8 @@ int Schedule::prompt_rows(int beside) {
   return over <= credit_ ? best : 1;
 }
 
-// Calls whose masks are missing have no rows, nor have those that wait for keys and values of others. Rows in order of
-// right: the next token of each call, then positions of the prompt that came first, then drafts.
+// Plans the next pass. A call whose mask is missing gets no positions, and neither does one that waits for the keys and
+// values of another call. Priority: the next token of each call, positions of the prompt that arrived first, drafts.
 void Schedule::plan(const Slot& leader, const Pass& last, Pass& next) {
   for (int i = 0; i < last.runs; i++) {
     Slot& slot = *last.run[i].slot;
@@ -347,7 +352,7 @@ void Schedule::plan(const Slot& leader, const Pass& last, Pass& next) {
   const bool prompts =
       std::any_of(running_.begin(), running_.end(), [](Slot* slot) { return !slot->deferred && !slot->draws(); });
   const int together = (int)running_.size();
-  int drawing = 0, rows = 0;  // calls that draw, and their rows
+  int drawing = 0, rows = 0;  // calls that draw; their rows so far
   for (Slot* slot : running_) drawing += !slot->deferred && slot->draws();
   rows = drawing;
   for (Slot* slot : running_) {

@@ -1,5 +1,12 @@
-// Which rows each pass carries: those of the calls that run together. A row is one position of one call. Passes never
-// change an answer (docs/decode_kernel.md), so the schedule decides the speed of each call alone.
+// The calls of a session that run together, and which positions of each go into a pass. Decoder::run makes a call
+// through Schedule::run; worker 0 calls `plan` and `publish` between two passes. A row is a position of a pass that
+// draws a token from its logits.
+//
+// Invariant: a position's results do not depend on the pass that it is in (worker.h). So the schedule decides how fast
+// each call is, and never changes an answer. docs/decode_kernel.md describes the rules.
+//
+// Several threads use a slot: the host's threads set options of the next call and read tokens while a call runs, and
+// the leader plans and draws. Comments at the fields say which of them writes.
 #pragma once
 
 #include <atomic>
@@ -22,25 +29,26 @@ struct Sampling {
   uint32_t key[2];
 };
 
-struct Adjustment {            // of a call's logits: the second step of infer/sampling.py
-  std::vector<float> bias;     // [vocab]; empty: no adjustment
-  std::vector<int32_t> drawn;  // [vocab]: how often the answer has each token so far
+// Changes to a call's logits: the second step of infer/sampling.py.
+struct Adjustment {
+  std::vector<float> bias;     // [vocab_size]; empty: no adjustment
+  std::vector<int32_t> drawn;  // [vocab_size]: how often the answer has each token so far
   float presence = 0, frequency = 0;
-  bool masked = false;  // whether the host names the tokens that each draw may choose
+  bool masked = false;  // the host gives a mask of the allowed tokens for each draw
 };
 
 struct Call {
   std::vector<int32_t> prompt;
-  int64_t start = 0;  // position of prompt[0]; earlier ones are in the cache
-  int32_t limit = 0, top = 0;
+  int64_t start = 0;           // position of prompt[0]; earlier positions are in the caches
+  int32_t limit = 0, top = 0;  // tokens to draw at most; most likely tokens to record with each
   Sampling sampling{};
   std::vector<int32_t> stops;
-  std::vector<void*> caches;         // [kept arrays][lanes] -> [t][entry], in the order of plan::kept_arrays
-  std::vector<int64_t> widths;       // of each: bytes of an entry, where calls copy from others; else empty
-  uint8_t* seen = nullptr;           // [vocab], updated
-  float* logits = nullptr;           // [limit][vocab] or null: for tests
-  Adjustment* adjustment = nullptr;  // updated; null: none
-  bool masked = false;               // it draws a token once the host has given its mask
+  std::vector<void*> caches;         // [kept arrays][lanes], each [t][entry], in the order of plan::kept_arrays
+  std::vector<int64_t> widths;       // by cache: bytes of an entry; empty if calls cannot copy from each other
+  uint8_t* seen = nullptr;           // [vocab_size], updated
+  float* logits = nullptr;           // [limit][vocab_size], for tests; may be null
+  Adjustment* adjustment = nullptr;  // updated; may be null
+  bool masked = false;               // each draw waits for the host's mask
   Speculation speculation;
 
   bool filtered() const {
@@ -48,48 +56,49 @@ struct Call {
   }
 };
 
-// The beginning of a call's text that another call, which runs, has as well: its keys and values are copied.
+// Another call whose text begins as this call's does: keys and values of the common positions are copied from it.
 struct Source {
-  int slot = -1;          // of the other call; -1: none
-  int64_t call = 0;       // its number, which `begin` gave
-  int64_t positions = 0;  // that both have
+  int slot = -1;          // slot of the other call; -1: none
+  int64_t call = 0;       // its number, as `begin` returned it
+  int64_t positions = 0;  // common positions, from position 0 on
 };
 
 enum class End : int32_t { length = 0, stop = 1, cancelled = 2, failed = 3 };
 
-constexpr int kConfirmed = 64;  // passes of one call, after which no price of a shared one is sure any longer
+constexpr int kConfirmed = 64;  // passes of single calls after which a measured price of a shared one is outdated
 
-constexpr int kBlock = 48;  // positions that go through the model together: 6 and 24 divide it
+constexpr int kBlock = 48;  // positions that go through the model together at most; 6 and 24 divide it
 
-struct Drafting {                         // what drafts were worth in a call
-  int64_t passes[kMostRows] = {};         // after the prompt's, by their rows
-  int64_t accepted[kMostRows - 1] = {};   // drafts by their place in a pass
-  int64_t other = 0, other_accepted = 0;  // drafts from another text
+struct Drafting {                         // counts of a call, for measurements
+  int64_t passes[kMostRows] = {};         // passes after the prompt's, by number of rows
+  int64_t accepted[kMostRows - 1] = {};   // accepted drafts, by place in their pass
+  int64_t other = 0, other_accepted = 0;  // drafts from another text, and accepted ones
 };
 
-struct Answer {  // a place for each token of a call
+struct Answer {  // entries for each token that a call may draw
   std::vector<int32_t> tokens, top_tokens;
   std::vector<float> logprobs, top_logprobs;
   std::vector<int64_t> times_ns;
-  std::vector<uint8_t> drafted, others;  // whether it was a right draft; other calls with rows in its pass
+  std::vector<uint8_t> drafted, others;  // whether it was an accepted draft; other calls with rows in its pass
 };
 
-// A slot runs one call after the other. Its tokens are read while the call runs.
+// Runs one call after the other. Its tokens are read while the call runs.
 struct Slot {
-  // Of the host.
+  // Written by the host's threads; `done` and `count` also by worker 0.
   std::atomic<int> cancel{0}, done{1};
   Counter count;               // tokens drawn
-  Counter masks;               // masks given: the last one is of the token to draw
+  Counter masks;               // masks given; the last one is for the token to draw
   std::vector<uint32_t> mask;  // a bit for each token of the vocabulary; written while no draw reads it
-  bool armed = false;          // for a call that is announced
-  Speculation texts;           // of the next call, and the most drafts of its passes
+  bool armed = false;          // `begin` has announced a call that does not run yet
+  Speculation texts;           // texts of the next call, and drafts of its passes at most
   Adjustment adjustment;       // of the next call
   Source source;               // of the next call
-  // Of the running call, written by worker 0 alone. The schedule's lock guards the next three.
-  int64_t number = 0;  // of the call, and of its announcement
+  // State of the running call. The schedule's lock guards `number`, `running` and `ended`; worker 0 alone writes the
+  // others.
+  int64_t number = 0;  // number of the call, from its announcement on
   bool running = false, ended = true;
-  Slot* from = nullptr;  // the call whose keys and values it waits for
-  int64_t common = 0;    // positions that it has in common with that
+  Slot* from = nullptr;  // the slot whose keys and values the call waits for
+  int64_t common = 0;    // positions that both calls have in common
   int64_t copied = 0;    // positions that were copied
   const Call* call = nullptr;
   Answer answer;
@@ -100,24 +109,24 @@ struct Slot {
   int64_t absorbed = 0;    // tokens of the prompt that are in the cache
   int64_t known = 0;       // tokens of the prompt that drafts may be copied from
   bool cancelled = false;  // `cancel` as it was before the tokens of a pass were drawn
-  bool deferred = false;   // it has drawn nothing in its last pass, as the mask was missing
-  bool stopped = false;    // its last token is drawn; `end` says why
+  bool deferred = false;   // the call drew nothing in its last pass, because its mask was missing
+  bool stopped = false;    // the last token is drawn; `end` has the reason
   End end = End::length;
-  std::string reason;  // of End::failed
+  std::string reason;  // message of End::failed
 
   bool finished() const { return done.load(std::memory_order_acquire); }
   int32_t drawn_tokens() const { return (int32_t)count.value.load(std::memory_order_acquire); }
   bool mask_given() const { return masks.reached((uint32_t)drawn + 1); }
-  bool draws() const { return absorbed == (int64_t)call->prompt.size(); }
+  bool draws() const { return absorbed == (int64_t)call->prompt.size(); }  // the whole prompt is in the cache
   int64_t filled() const { return call->start + absorbed + (drawn > 0 ? drawn - 1 : 0); }  // positions in its caches
 };
 
 // Consecutive positions of one call in a pass.
 struct Run {
   Slot* slot;
-  int first, count;  // block positions
-  int64_t start;     // position of the first in the text
-  int row, rows;     // rows of the pass that draw: its last positions, none inside a prompt
+  int first, count;  // its block positions: first <= p < first + count
+  int64_t start;     // position of the first one in the text
+  int row, rows;     // its rows of the pass: its last positions, which draw; none inside a prompt
 
   int place_of(int i) const { return first + count - rows + i; }  // block position of row `row + i`
 };
@@ -126,34 +135,36 @@ struct Pass {
   int runs = 0, positions = 0, rows = 0;
   Run run[kMostRows];
   int32_t tokens[kBlock];
-  bool over = true;  // the leader's call has ended
+  bool over = true;  // the leader's call has ended: workers stop
 
+  // Adds a run: `count` tokens from position `start` on, of which the last `drawing` positions draw.
   void add(Slot& slot, const int32_t* of, int count, int64_t start, int drawing);
 };
 
-// The calls of a session. One of their threads leads: it is worker 0, and plans the passes. When its own call has ended
-// another one leads.
+// The calls of a session. The thread of one of them leads: it is worker 0 and plans the passes. When its own call has
+// ended, the thread of another call leads.
 class Schedule {
  public:
-  // slots: calls that may run together; most_slowdown: of a pass, over a pass of one row, through other calls.
-  // clock: the time in ns, which tests simulate.
+  // slots: calls that may run together. most_slowdown: Options::most_slowdown. clock: returns the time in ns; tests
+  // simulate it. Throws std::runtime_error for a number of slots that a pass has no rows for.
   Schedule(int slots, double most_slowdown, int64_t (*clock)() = now_ns);
 
-  Slot& slot(int number);  // throws std::runtime_error for one that there is not
+  Slot& slot(int number);  // throws std::runtime_error for a number that is not below slots()
   int slots() const { return (int)slots_.size(); }
 
   int64_t begin(int slot);  // announces a call; returns its number
-  void settle(int slot);    // after a call that was refused
-  // What calls may draft, and the prices of passes.
+  void settle(int slot);    // ends an announced call that does not run, because it was refused
+  // Sets drafts of a pass at most, the prices [kMostRows] of passes, and whether passes correct them.
   void speculate(int most, const float* prices, bool corrected);
   void give_texts(int slot, Speculation texts);
   Speculation take_speculation(int slot);
   void give_adjustment(int slot, Adjustment adjustment);
   Adjustment take_adjustment(int slot);
-  // What the next call of a slot may copy, unless that call has ended by then.
+  // Names the call from which the slot's next call may copy. It is ignored if that call has ended by then.
   void give_source(int slot, const Source& source);
 
-  // Runs a call to its end. lead: runs passes until the slot that it is given has stopped, or throws.
+  // Runs a call to its end. lead(slot) runs passes until this slot has stopped, or throws. Throws std::runtime_error if
+  // the call fails, or if the slot already runs another one.
   template <class Lead>
   End run(int number, const Call& call, const Lead& lead) {
     Slot& slot = enter(number, call);
@@ -168,7 +179,7 @@ class Schedule {
     }
     return leave(slot);
   }
-  // Runs something that needs all workers while no call does.
+  // Runs f, which needs all workers, while no call runs passes.
   template <class F>
   void alone(const F& f) {
     wait_for_lead();
@@ -176,20 +187,21 @@ class Schedule {
     leave_lead("");
   }
 
-  // Of the leader, between two passes.
+  // Called by the leader when the rows of the last pass are drawn: writes the next pass.
   void plan(const Slot& leader, const Pass& last, Pass& next);
-  // When no worker uses the last pass any longer: copies what calls have in common, and publishes those that have
-  // stopped.
+  // Called by the leader when no worker uses the last pass any longer: copies common positions from call to call, and
+  // ends the calls that have stopped.
   void publish();
-  bool waits() const { return arrived_.load(std::memory_order_relaxed) > 0; }  // whether a call has not been let in
-  float cost_of(const Pass& pass);  // that has ended now, of each of its calls, in passes without drafts
+  bool waits() const { return arrived_.load(std::memory_order_relaxed) > 0; }  // whether a call waits to be admitted
+  // The cost of a pass that has just ended to each of its calls, in passes without drafts.
+  float cost_of(const Pass& pass);
   const Prices& prices() const { return prices_; }  // as the last call left them
 
  private:
   Slot& enter(int number, const Call& call);
   void follow(std::unique_lock<std::mutex>& lock, Slot& slot);
   void copy(Slot& slot);
-  bool become_leader(const Slot& slot);  // false: its call has ended
+  bool become_leader(const Slot& slot);  // waits for the lead; false if the slot's call has ended instead
   void leave_lead(const std::string& reason);
   End leave(Slot& slot);
   void wait_for_lead();
@@ -203,21 +215,23 @@ class Schedule {
   int64_t (*const clock_)();
   std::mutex lock_;
   std::condition_variable changed_;
-  bool led_ = false;
-  std::deque<Slot*> waiting_;      // in the order in which they came
+  // Guarded by lock_; the atomics mirror sizes for the leader.
+  bool led_ = false;               // some thread leads
+  std::deque<Slot*> waiting_;      // calls to be admitted, in the order of their arrival
   std::atomic<int> arrived_{0};    // calls in waiting_
-  std::vector<Slot*> following_;   // those that wait for the keys and values of others; guarded by lock_
+  std::vector<Slot*> following_;   // calls that wait for the keys and values of other calls
   std::atomic<int> followers_{0};  // calls in following_
-  int64_t calls_ = 0;              // that were announced; guarded by lock_
-  std::vector<Slot*> running_;     // of the leader, in the order in which they came
-  std::vector<Slot*> stopped_;     // of the leader, not yet published
-  Speculation usual_;              // guarded by lock_
-  Prices prices_;                  // of the leader
-  double long_ = 1;                // of the leader: what passes of more than kMostRows take, over what the list says
-  double credit_ = 0;              // of the leader: by how much passes with prompts stayed below the most slowdown
-  double most_credit_ = 0;         // of the leader: what the best pass with positions of a prompt needs
-  int64_t ended_ns_ = 0;  // of the leader: when the last pass ended
-  int64_t unshared_ = 0;  // of the leader: passes since one that calls shared
+  int64_t calls_ = 0;              // calls announced so far
+  // Used by the leader alone, except usual_, which lock_ guards.
+  std::vector<Slot*> running_;  // admitted calls, in the order of their arrival
+  std::vector<Slot*> stopped_;  // calls that have stopped but are not published yet
+  Speculation usual_;           // drafts and prices of `speculate`
+  Prices prices_;
+  double long_ = 1;         // time of passes of more than kMostRows rows over what their list extrapolates to
+  double credit_ = 0;       // by how much passes with prompts have stayed below most_slowdown_
+  double most_credit_ = 0;  // limit of credit_: what the best pass with positions of a prompt needs
+  int64_t ended_ns_ = 0;    // when the last pass ended
+  int64_t unshared_ = 0;    // passes since the last one that calls shared
 };
 
 }  // namespace laneformer

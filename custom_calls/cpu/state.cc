@@ -1,3 +1,5 @@
+// Makes the shared state of a session when a Decoder is constructed: turns the plan's ops into ops with packed
+// products, numbers products and caches, sizes the buffers, and refuses models that this kernel does not compute.
 #include "state.h"
 
 #include <sys/mman.h>
@@ -10,9 +12,9 @@ namespace laneformer {
 Region::Region(int64_t size) : bytes(std::max<int64_t>(size, 1)) {
   void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (p == MAP_FAILED)
-    throw std::runtime_error("out of memory: " + std::to_string(bytes) + " bytes for the model's weights");
+    throw std::runtime_error("out of memory: cannot reserve " + std::to_string(bytes) + " bytes for the model");
 #if defined(MADV_HUGEPAGE)
-  madvise(p, bytes, MADV_HUGEPAGE);  // fewer page faults and table walks; a hint that may be refused
+  madvise(p, bytes, MADV_HUGEPAGE);  // fewer page faults and table walks; only a hint, so its result does not matter
 #endif
   data = (char*)p;
 }
@@ -31,7 +33,8 @@ Region& Region::operator=(Region&& other) noexcept {
 
 namespace {
 
-// A product with what packing and computing must know of it. dtype, activations: how it multiplies.
+// The plan's product with the fields that packing and computing need. Throws std::runtime_error for experts that this
+// kernel does not compute.
 Product prepared_of(const plan::Product& op, int lanes, Dtype dtype, Activations activations) {
   Product product{};
   product.name = op.name;
@@ -67,13 +70,13 @@ Product prepared_of(const plan::Product& op, int lanes, Dtype dtype, Activations
   }
   const auto beside = product.summed ? op.reads : op.writes;
   if (product.experts && (beside != plan::Value::hidden || (product.summed && product.activation != Activation::kNone)))
-    throw std::runtime_error("the CPU kernel has experts with HIDDEN between two products alone: use backend xla");
+    throw std::runtime_error("the CPU kernel supports experts only as two products through HIDDEN: use backend xla");
   if (product.normed && product.summed)
-    throw std::runtime_error("the CPU kernel has no norm between two products with experts: use backend xla");
+    throw std::runtime_error("the CPU kernel supports no norm between the two products of experts: use backend xla");
   return product;
 }
 
-// A float32 product, of a vector that is not rounded.
+// A product with float32 weights, which are not streamed, and a vector that is not rounded.
 Product apart_of(const plan::Matrix& matrix, plan::Value reads, plan::Value writes,
                  const std::optional<plan::Norm>& norm, int lanes) {
   plan::Product op{};
@@ -86,13 +89,13 @@ Product apart_of(const plan::Matrix& matrix, plan::Value reads, plan::Value writ
   return product;
 }
 
-// Of the stream, to ROUTES.
+// The product that makes logits in ROUTES from the stream.
 Product logits_of(const plan::Matrix& matrix, const std::optional<plan::Norm>& norm, int lanes) {
   return apart_of(matrix, plan::Value::stream, plan::Value::routes, norm, lanes);
 }
 
-// Of the streams over their root mean square: a norm without a gain. A block for each stream, so that more workers
-// share the few rows; their sum is the mixture.
+// The product that makes MIXTURE from the streams over their root mean square, which is a norm without a gain. Its
+// columns are split into a block for each stream, so that more workers share its few rows; `gather` adds the blocks.
 Mixer mixer_of(const plan::GatherStreams& op, int lanes) {
   Mixer mixer{apart_of(op.mix, plan::Value::streams, plan::Value::mixture, {}, lanes), op};
   Product& rows = mixer.rows;
@@ -105,7 +108,7 @@ Mixer mixer_of(const plan::GatherStreams& op, int lanes) {
   return mixer;
 }
 
-// An op as workers run it.
+// Turns an op of the plan into one that workers run.
 struct Prepare {
   const plan::Plan& plan;
   const Dtype dtype;
@@ -133,6 +136,7 @@ struct Prepare {
   }
 };
 
+// The products in an op, in the order in which they are numbered.
 std::vector<Product*> products_in(Op& op) {
   if (auto* product = std::get_if<Product>(&op)) return {product};
   if (auto* router = std::get_if<Router>(&op)) return {&router->logits};
@@ -165,7 +169,7 @@ DecodeState::DecodeState(plan::Plan of, const Options& with)
       activations(plan.rounded_activations ? Activations::rounded : Activations::exact),
       threads(options.one_thread_per_lane ? plan.lanes : std::max(1, options.threads)),
       lanes_shared(plan.lanes % threads != 0),
-      spin_ns(threads > default_threads() ? 500 : kSpinNs),  // 500: others wait for this core
+      spin_ns(threads > default_threads() ? 500 : kSpinNs),  // more threads than cores: do not hold a core for long
       progress(std::make_unique<Counter[]>(threads)),
       kept(plan::kept_arrays(plan)),
       schedule(options.slots, options.most_slowdown) {
@@ -232,7 +236,7 @@ void DecodeState::make_buffers() {
                                                               : product->rows;
     pad(product->writes, rows);
   }
-  int64_t part = 0, gain = plan.streams() * d;  // part: floats that a chunk of keys gives
+  int64_t part = 0, gain = plan.streams() * d;  // part: floats of one chunk's result for one position
   const auto widen = [&](int64_t heads, int64_t channels) { part = std::max(part, heads * (channels + 2)); };
   for (int m = 0; m < count; m++)
     for (const plan::Op& op : plan.module(m).ops) {
@@ -270,31 +274,32 @@ void DecodeState::make_buffers() {
           if (event.payload == (int)i) last = (int)t;
       exchanges.push_back({plan.sums[i].complete_at, last});
     }
-    exchanges.push_back({(int)count, (int)count});  // the head's
+    exchanges.push_back({(int)count, (int)count});  // for the head
     int slots = 1;
     while (slots < ring_slots(exchanges)) slots *= 2;
     mail = std::make_unique<Mailboxes>(plan.lanes, slots, kBlock * d);
   }
 }
 
-// Of each kind a layer keeps one array.
+// Maps layer and kind to the array's number: this kernel allows one array of each kind per layer.
 void DecodeState::number_caches() {
   kept_numbers.assign(plan.num_layers() * plan::kKept, -1);
   for (size_t i = 0; i < kept.size(); i++) {
     int& number = kept_numbers[kept[i].layer * plan::kKept + (int)kept[i].kind];
-    if (number >= 0) throw std::runtime_error("the CPU kernel attends or has DeltaNet once per layer: use backend xla");
+    if (number >= 0)
+      throw std::runtime_error("the CPU kernel supports one attention or DeltaNet per layer: use backend xla");
     number = (int)i;
   }
   for (int layer = 0; layer < plan.num_layers(); layer++) {
     const int* numbers = &kept_numbers[layer * plan::kKept];
     if (std::count(numbers, numbers + plan::kKept, -1) == plan::kKept)
-      throw std::runtime_error("the CPU kernel attends or has DeltaNet in every layer: use backend xla");
+      throw std::runtime_error("the CPU kernel needs attention or DeltaNet in every layer: use backend xla");
   }
   if (std::all_of(kept.begin(), kept.end(), [](const plan::KeptArray& array) { return array.fixed; }))
-    throw std::runtime_error("the CPU kernel attends in one layer at least: use backend xla");
+    throw std::runtime_error("the CPU kernel needs attention in at least one layer: use backend xla");
 }
 
-// Workers have space for DeltaNet of one size.
+// Refuses DeltaNet ops of different sizes: a worker has buffers for one size.
 void DecodeState::check_sizes() const {
   const plan::DeltaNet* first = nullptr;
   for (int m = 0; m < plan.num_modules(); m++)
@@ -305,7 +310,7 @@ void DecodeState::check_sizes() const {
       if (delta->key_heads != first->key_heads || delta->value_heads != first->value_heads ||
           delta->key_dim != first->key_dim || delta->value_dim != first->value_dim ||
           delta->convolution.size != first->convolution.size)
-        throw std::runtime_error("the CPU kernel has DeltaNet of one size alone: use backend xla");
+        throw std::runtime_error("the CPU kernel needs the same sizes in every DeltaNet layer: use backend xla");
     }
 }
 

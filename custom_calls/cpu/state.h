@@ -1,5 +1,11 @@
-// What the worker threads of a decode kernel share: the model, where its weights lie, the buffers between ops, and the
-// running call. Plain data: workers write it between the points at which they meet (worker.h).
+// What the worker threads of a session share: the model, the places of its weights, the buffers between ops and the
+// running calls. A Decoder owns one DecodeState, and every Worker has a reference to it.
+//
+// Invariant: between two points at which workers meet (worker.h), a part of a buffer is written by one worker, and no
+// other worker reads it. Buffers therefore need no locks.
+//
+// Sizes are those of one lane unless they say otherwise. A product's rows are packed in tiles of kTile rows. A unit is
+// what workers share out: a tile, or the tile of a gate and that of its up rows.
 #pragma once
 
 #include <algorithm>
@@ -25,26 +31,26 @@ namespace laneformer {
 struct Options {
   int threads = 1;
   bool one_thread_per_lane = false;  // exchange by tagged messages, as between GPUs
-  int chaos_us = 0;                  // random delays up to this at every exchange, for tests
-  int timeout_ms = 60'000;           // for a worker or a device that is missing
-  std::string instructions;          // empty: the best that this machine has
-  bool bf12 = false;                 // bf16 weights in 12 bits, matrix by matrix where few are exceptions
+  int chaos_us = 0;                  // longest random delay at each exchange, for tests
+  int timeout_ms = 60'000;           // how long to wait for a worker or a device
+  std::string instructions;          // name of a set; empty: the best that this machine has
+  bool bf12 = false;                 // pack bf16 weights in 12 bits, except products with many exceptions
   int slots = 1;                     // calls that may run together
-  double most_slowdown = 1.5;        // of a pass, over a pass of one row, through other calls
+  double most_slowdown = 1.5;        // time of a pass over that of one row, up to which other calls join it
 };
 
-// A range of units of one matrix: a worker's share of it.
+// A worker's share of one matrix: its units first <= unit < last.
 struct Share {
   int matrix;
   int64_t first, last;
 };
 
-// A matrix product as it is packed: tiles of kTile rows, those of a gate and of its partner one after the other.
+// A matrix product as it is packed. The tiles of gate and up rows alternate.
 struct Product {
-  int number;  // among the products of the model: those of layers in their order, the head's, those of routers
+  int number;  // in the model: first the layers' products in their order, then the head, then those that are `apart`
   plan::ProductName name;
-  int matrices;           // each lane's, or expert or block e's of lane l at number l * experts + e
-  int64_t rows, columns;  // of each, rows of a gate and its partner counted once
+  int matrices;           // in all lanes; expert or block e of lane l is number l * experts + e, or l * blocks + e
+  int64_t rows, columns;  // of one matrix; a gate row and its up row count once
   bool gated;
   Activation activation;
   std::optional<float> limit;
@@ -52,39 +58,39 @@ struct Product {
   plan::Value reads, writes;
   plan::Norm norm;
   bool normed;
-  Dtype dtype;  // of its weights, unless they have another form
+  Dtype dtype;  // of the packed weights, unless the product has another Form
   Activations activations;
-  int experts = 0, used = 0;  // of a lane, and those of a position; 0: it is not made with experts
-  bool summed = false;
-  int blocks = 0;          // of a lane, each with its own matrix; 0: it is not block-diagonal
-  int64_t block_step = 0;  // channels from block to block in what it reads
-  bool apart = false;      // from the workers' streams: a router's, the gate of a shared expert, a mixture
-  bool added = false;      // to what its target holds
-  struct Part {            // a matrix
-    int weight;            // its number in the plan
-    int64_t first;         // row
+  int experts = 0, used = 0;  // experts of a lane, and how many of them a position uses; 0: no experts
+  bool summed = false;        // the results of a position's experts are summed, as in plan::Chosen
+  int blocks = 0;             // blocks of a lane, each with its own matrix; 0: not block-diagonal
+  int64_t block_step = 0;     // channels from one block's first to the next one's in the vector read
+  bool apart = false;         // packed apart from the workers' streams: router, gate of a shared expert, mixture
+  bool added = false;         // the result is added to the value written
+  struct Part {               // one weight
+    int weight;               // its number in the plan
+    int64_t first;            // its first row in the product
   };
   std::vector<Part> parts;
   struct Bias {
     plan::Array vector;
-    int64_t first;  // row
+    int64_t first;  // its first row in the product
   };
   std::vector<Bias> biases;
 
-  int64_t units() const { return (rows + kTile - 1) / kTile; }  // what workers share out: tiles, or pairs of them
+  int64_t units() const { return (rows + kTile - 1) / kTile; }  // of one matrix
   int unit_tiles() const { return gated ? 2 : 1; }
   int64_t tiles() const { return matrices * units() * unit_tiles(); }
   int64_t unit_bytes() const { return tile_bytes(dtype, columns) * unit_tiles(); }
   int64_t bytes() const { return tile_bytes(dtype, columns) * tiles(); }
-  // Channels of one expert in what it reads and writes, which begin at a multiple of kTile.
+  // Channels from one expert's first to the next one's, in the value read and in the value written: whole tiles.
   int64_t read_step() const { return (columns + kTile - 1) / kTile * kTile; }
   int64_t written_step() const { return units() * kTile; }
 };
 
 struct Router {
   Product logits;
-  bool normalized;
-  // Scores are the sigmoids of the logits, or roots; otherwise the logits.
+  bool normalized;  // as in plan::Route
+  // The op that defines the scores, if they are sigmoids or roots of softplus; neither: the softmax of the logits.
   std::optional<plan::SigmoidRoute> sigmoids = {};
   std::optional<plan::RootRoute> roots = {};
 };
@@ -92,16 +98,16 @@ struct SigmoidRouter : Router {};
 struct RootRouter : Router {};
 
 struct Mixer {
-  Product rows;
+  Product rows;  // makes the rows of MIXTURE
   plan::GatherStreams op;
 };
 
 struct SharedExpert {
-  std::vector<Product> products;  // the last one is added
-  std::optional<Product> gate;    // of one row
+  std::vector<Product> products;  // the last one is `added`
+  std::optional<Product> gate;    // has one row
 };
 
-// Ops as workers run them: a product as it is packed, others with such products, or as in the plan.
+// An op of the plan as workers run it: a product as it is packed, an op that has such products, or the plan's op.
 template <class T>
 struct PreparedOp {
   using type = T;
@@ -137,7 +143,8 @@ std::variant<Prepared<T>...> prepared(const std::variant<T...>&);
 using Op = decltype(prepared(plan::Op()));
 static_assert(std::is_same_v<std::variant_alternative_t<0, Op>, Product>, "the others are numbered from 1 in a trace");
 
-struct Region {  // memory that grows page by page as it is written
+// Zeroed memory, reserved at once; the system adds a page when it is first written.
+struct Region {
   Region() = default;
   explicit Region(int64_t bytes);
   ~Region();
@@ -153,12 +160,14 @@ struct Span {  // one op of one worker, for the trace
   int64_t begin_ns, end_ns;
 };
 
-// Ops of a trace (custom_calls/cpu/session.py): those of layers follow, as in laneformer.ops.TRACE_NAMES.
+// Numbers of ops in a trace (`ops` of custom_calls/cpu/session.py). From kOps on they are those of
+// laneformer.ops.TRACE_NAMES.
 enum TraceOp { kEmbed, kExchange, kSample, kHead, kOps };
 
-constexpr int kChunks = 18;  // most parts of a lane's keys that are attended to apart
+constexpr int kChunks = 18;  // chunks of a lane's keys at most; each is attended to by itself, then they are merged
 
-// Entries of compressed attention in a chunk, a function of the session alone; the newest positions are another chunk.
+// Entries in a chunk of compressed attention. It depends on the session alone, so a position's sums do not depend on
+// the pass. The newest positions are a chunk by themselves.
 inline int64_t entries_of_chunk(const plan::CompressedAttend& op, int64_t context) {
   constexpr int64_t kLeast = 2;  // blocks
   const int64_t all = op.ratio ? (context + *op.ratio - 1) / *op.ratio : 0;
@@ -166,17 +175,18 @@ inline int64_t entries_of_chunk(const plan::CompressedAttend& op, int64_t contex
   return kLatentEntries * std::max(kLeast, (most + kLatentEntries * 16 - 1) / (kLatentEntries * 16));
 }
 
-// Tiles of a product with quantized matrices, of those that have one format and one order of columns.
+// The tiles of a product that have one format and one order of columns. A product with a quantized matrix consists of
+// such pieces.
 struct Piece {
-  int64_t first, step;  // its tile j is tile first + j step of a matrix
-  int64_t count;        // of a matrix
-  const char* tiles;    // in the caller's memory, matrix by matrix; null: the worker's, in the session's dtype
-  int64_t bytes;        // of these
+  int64_t first, step;  // tile j of the piece is tile first + j * step of a matrix
+  int64_t count;        // tiles of the piece in one matrix
+  const char* tiles;    // in the caller's memory, matrix by matrix; null: not quantized, in the worker's memory
+  int64_t bytes;        // of `tiles`
   Quantized format;
   int64_t columns;             // of a tile
-  std::vector<int32_t> order;  // the entry of the vector that each column multiplies, -1 for 0; empty: its own
+  std::vector<int32_t> order;  // by column: the entry of the vector that it multiplies, -1 for 0; empty: in order
 
-  // How many of its tiles are before a tile of a matrix.
+  // How many of the piece's tiles are before this tile of a matrix.
   int64_t before(int64_t tile) const {
     const int64_t found = (tile - first + step - 1) / step;
     return found < 0 ? 0 : found < count ? found : count;
@@ -184,33 +194,35 @@ struct Piece {
   const char* of_matrix(int matrix) const { return tiles + matrix * count * tile_bytes(format, columns); }
 };
 
-// How a product's weights are packed: in the session's dtype, unless it has bf12 or pieces.
+// How a product's weights are packed: in 12 bits, in pieces, or else in the session's dtype.
 struct Form {
   bool bf12 = false;
   std::vector<Piece> pieces;
-  uint8_t table[16] = {};  // of bf12: high byte of each code
-  int64_t weights = 0, exceptions = 0;
-  Region experts;  // all tiles of a product with experts, unless they are in the caller's memory
-  // All its tiles in the caller's memory, with the exceptions of bf12; null: each worker has its own.
+  uint8_t table[16] = {};               // bf12: high byte of each code
+  int64_t weights = 0, exceptions = 0;  // bf12: how many; counted also for a product that stays in 16 bits
+  Region experts;                       // all tiles of a product with experts, unless the caller has them
+  // bf12: all tiles in one place, the caller's memory or `experts`, their exceptions, and where those of each tile
+  // begin. Null: each worker has its own tiles and exceptions.
   const char* mapped = nullptr;
   std::vector<uint32_t> list, starts;
-  int64_t bytes = 0;  // of these
+  int64_t bytes = 0;  // of these tiles, list and starts, or of the pieces
   Bf12 tiles(int64_t first, int64_t columns) const {
     return {mapped + first * bf12_tile_bytes(columns), table, list.data(), starts.data() + first};
   }
 };
 
 struct DecodeState {
-  DecodeState(plan::Plan, const Options&);  // throws std::runtime_error for what this machine cannot run
+  DecodeState(plan::Plan, const Options&);  // throws std::runtime_error for a plan or option that cannot run here
 
+  // A call's array of this kind, of one layer and lane.
   void* kept_of(const Call& call, plan::Kept kind, int layer, int lane) const {
     return call.caches[(int64_t)kept_numbers[layer * plan::kKept + (int)kind] * plan.lanes + lane];
   }
   const float* small(const plan::Array& vector, int lane) const {
     return small_weights.data() + vector.offset + lane * vector.stride;
   }
-  void embed(int32_t token, float* row) const;  // a row of the embedding table in float32
-  void fail(const std::string& why);            // ends the call for all workers
+  void embed(int32_t token, float* row) const;  // writes the token's row of the embedding table in float32
+  void fail(const std::string& why);            // ends all running calls with this error
 
   const plan::Plan plan;
   const Options options;
@@ -219,62 +231,64 @@ struct DecodeState {
   const Dtype weights, cache;
   const Activations activations;
   const int threads;
-  const bool lanes_shared;              // whether workers share lanes, and so meet after every op
-  const int64_t spin_ns;                // before a waiting worker sleeps
-  std::unique_ptr<Counter[]> progress;  // of each worker: the point that it has reached
+  const bool lanes_shared;              // some workers share a lane, so that workers meet after every op
+  const int64_t spin_ns;                // how long a waiting worker spins before it sleeps
+  std::unique_ptr<Counter[]> progress;  // by worker: the point that it has reached
 
   const std::vector<plan::KeptArray> kept;  // in the order of a call's caches
-  std::vector<int> kept_numbers;            // [layers][kinds]; -1: the layer has none
-  std::vector<std::vector<Op>> modules;     // two of each layer
+  std::vector<int> kept_numbers;            // [layers][kinds]: index into `kept`; -1: the layer has none
+  std::vector<std::vector<Op>> modules;     // by time; each layer has two
   std::vector<const Product*> products;     // by number
   Product head{};
-  std::optional<Mixer> head_mixer;  // where there are several residual streams
-  std::vector<bool> transposed;     // whether a small weight is packed so, by number: a convolution's channels
-  std::vector<float> ones;          // a gain
-  std::vector<Form> forms;          // by the products' numbers
+  std::optional<Mixer> head_mixer;  // set if the model has several residual streams
+  std::vector<bool> transposed;     // by weight: a small weight that is packed transposed, a convolution
+  std::vector<float> ones;          // for norms without a gain
+  std::vector<Form> forms;          // by product
 
-  // Weights that are not streamed.
-  Region embedding;       // [vocab_size][hidden_size] as stored; empty when the head is the same matrix, or if it is
-  Form mapped_embedding;  // in tiles of 12 bits
+  // Weights outside the workers' streams.
+  Region embedding;       // [vocab_size][hidden_size] as stored; empty if the head is the same matrix or it is mapped
+  Form mapped_embedding;  // the table as the caller's tiles in 12 bits
   Dtype embedding_dtype = Dtype::f32;
   std::vector<float> small_weights;
-  std::vector<Bf12> head_tiles;  // of lane 0's matrix, in the workers' streams; `data` alone unless it is in 12 bits
+  std::vector<Bf12> head_tiles;  // by tile of lane 0's head matrix: its place; only `data` unless in 12 bits
 
   // Buffers. B: kBlock.
   struct Held {
     int64_t padded = 0;  // floats of a position
-    Region data;         // [lanes][B][padded]; of outputs [modules][lanes][B][padded]
+    Region data;         // [lanes][B][padded]; OUTPUT: [modules][lanes][B][padded]
     float* floats() const { return data.floats(); }
   };
-  Held held[plan::count_of(plan::Value{})];  // values that products write, of routes the experts' logits; DeltaNet's
+  // By Value: what products and DeltaNet write. ROUTES holds the logits of all experts.
+  Held held[plan::count_of(plan::Value{})];
   Held& of(plan::Value value) { return held[(int)value]; }
   const Held& of(plan::Value value) const { return held[(int)value]; }
-  Region streams;  // [sums][lanes][B][hidden_size], touched for those with a mean
-  Region parts;    // [lanes][kChunks][B][heads][head_dim + 2], of the widest attention
-  Region finals;   // [kMostRows][lanes][hidden_size]
-  // Of the entries that an index chooses: scores of all [lanes][B][index_entries], and numbers [lanes][B][index_most].
+  Region streams;  // [sums][lanes][B][hidden_size]: streams kept for a sum with a mean; other sums do not touch theirs
+  Region parts;    // [lanes][kChunks][B][heads][head_dim + 2], sized for the widest attention
+  Region finals;   // [kMostRows][lanes][hidden_size]: what the head reads
+  // Compressed attention with an index: scores of all entries [lanes][B][index_entries], and the numbers of the chosen
+  // ones [lanes][B][index_most].
   int64_t index_entries = 0, index_most = 0;
   Region index_scores, index_numbers;
-  Region logits, z;  // [kMostRows][vocab]: as the model makes them; with penalty and temperature
-  struct Drawn {
-    float largest, largest_z;
-    uint64_t sum;
+  Region logits, z;            // [kMostRows][vocab_size]: from the head; with penalties, biases, temperature and mask
+  struct Drawn {               // what a worker found in its part of the vocabulary, for one row
+    float largest, largest_z;  // largest logit and z
+    uint64_t sum;              // of exp(logit - largest logit of all workers), in units of 2^-40
     Best best;
   };
   struct alignas(128) Packet {
     Drawn rows[kMostRows];
   };
-  std::vector<Packet> packets;
-  float least[kMostRows] = {};  // of the filters
-  std::unique_ptr<Mailboxes> mail;
+  std::vector<Packet> packets;      // by worker
+  float least[kMostRows] = {};      // least z that the filters keep
+  std::unique_ptr<Mailboxes> mail;  // set with one thread per lane
 
   // The running calls.
   Schedule schedule;
-  const Slot* leader = nullptr;  // whose thread is worker 0
-  Pass passes[2];                // in turns: worker 0 plans the next one while others finish
-  std::atomic<int> stopped{0};
+  const Slot* leader = nullptr;  // the slot whose thread is worker 0
+  Pass passes[2];                // alternate: worker 0 plans one while the other workers finish the other
+  std::atomic<int> stopped{0};   // set by `fail`
   std::mutex reason_lock;
-  std::string reason;
+  std::string reason;  // of `fail`
 
  private:
   void check_sizes() const;

@@ -1,7 +1,13 @@
-// How worker threads wait for each other: one counter per worker on its own cache lines. A waiting thread spins, which
-// notices a change fastest, and sleeps after kSpinNs. It sleeps at once if the thread it waits for last ran on the same
-// core: when other processes compete for the cores, the system puts two workers on one, and a worker that spins then
-// keeps the other from running until its time slice ends.
+// How worker threads wait for each other: a Counter per worker, on its own cache lines (worker.cc). Sessions and slots
+// have further counters for jobs, tokens and masks (decoder.cc, schedule.cc).
+//
+// A waiting thread spins first, because that notices a change fastest, and sleeps on a futex after kSpinNs. It sleeps
+// at once if the thread that it waits for last ran on the same core: when other processes compete for the cores, the
+// system may put two workers on one core, and a worker that spins there keeps the other from running until its time
+// slice ends.
+//
+// Invariant: no wake-up is lost. `raise` writes the value before it reads the number of sleepers; a sleeper adds itself
+// before it reads the value. In the single order of these accesses one of the two sees the other.
 #pragma once
 
 #include <atomic>
@@ -34,7 +40,7 @@ inline int64_t now_ns() {
       .count();
 }
 
-// Sleeps while the word is `seen`, for a tenth of a second at most.
+// Sleeps while the word is `seen`, for `ns` nanoseconds or 0.1 s at most.
 inline void sleep_while(std::atomic<uint32_t>& word, uint32_t seen, int64_t ns) {
 #if defined(__linux__)
   const timespec limit = {0, ns < 100'000'000 ? ns : 100'000'000};
@@ -53,7 +59,7 @@ inline void wake_all(std::atomic<uint32_t>& word) {
 #endif
 }
 
-// The core that runs the calling thread, or -1 where the system does not report it.
+// The core that runs the calling thread; -1 if the system does not report it.
 inline int this_core() {
 #if defined(__linux__)
   return sched_getcpu();  // a few nanoseconds
@@ -62,29 +68,30 @@ inline int this_core() {
 #endif
 }
 
-constexpr int64_t kSpinNs = 100'000;  // several times as long as waking a sleeper: 15 to 25 us on a virtual machine
+constexpr int64_t kSpinNs = 100'000;  // several times the 15 to 25 us that waking a sleeper takes on a virtual machine
 
-// A counter that one thread raises and others wait for. It wraps around: only distances below 2^31 are compared.
+// A counter that one thread raises and others wait for. It wraps around, so a value and a target that are compared must
+// be less than 2^31 apart.
 struct alignas(128) Counter {
   std::atomic<uint32_t> value{0};
   std::atomic<uint32_t> sleepers{0};
-  std::atomic<int> core{-1};  // on which it was raised last
+  std::atomic<int> core{-1};  // core on which it was last raised; -1: unknown
 
   void raise(uint32_t to) {
     core.store(this_core(), std::memory_order_relaxed);
-    value.store(to, std::memory_order_seq_cst);  // before `sleepers` is read; a sleeper raises that, then reads `value`
+    value.store(to, std::memory_order_seq_cst);  // before `sleepers` is read: see the top
     if (sleepers.load(std::memory_order_seq_cst)) wake_all(value);
   }
 
   bool reached(uint32_t target) const { return (int32_t)(value.load(std::memory_order_acquire) - target) >= 0; }
 
-  // Whether the thread that raises this counter probably needs the core `here`: it ran there when it last raised it.
+  // Whether the thread that raises this counter is behind and probably needs the core `here`, where it last ran.
   bool needs(int here, uint32_t target) const {
     return here >= 0 && core.load(std::memory_order_relaxed) == here && !reached(target);
   }
 
-  // Waits until the counter has reached `target`; false if `stopped` was set, or after `timeout_ns`. Spins for at most
-  // `spin_ns`, and only while `crowded()` is false (no other thread needs this core), then sleeps.
+  // Waits until the counter has reached `target`. Returns false if `stopped` is set first, or after `timeout_ns`. Spins
+  // for at most `spin_ns`, and only while `crowded()` is false, that is, no other thread needs this core; then sleeps.
   template <class Crowded>
   bool wait(uint32_t target, const std::atomic<int>& stopped, int64_t timeout_ns, int64_t spin_ns, Crowded crowded) {
     if (reached(target)) return true;

@@ -1,3 +1,6 @@
+// A worker's passes from token to token, and its products. Decoder::lead runs `generate` on all workers; `step` takes
+// the positions of one pass through all modules, and `module` runs a module's ops one after the other. worker.h has the
+// invariant.
 #include "worker.h"
 
 #include <algorithm>
@@ -12,7 +15,7 @@ namespace laneformer {
 
 namespace {
 
-// XLA computes with subnormals flushed to zero; threads that it did not start must say so themselves.
+// Sets this thread to flush subnormals to zero, as XLA does in the threads that it starts.
 class FlushToZero {
 #if defined(__x86_64__)
  public:
@@ -45,7 +48,7 @@ Worker::Worker(DecodeState& state, int index)
     const int64_t units = product->units(), all = units * product->matrices;
     Packed& packed = packed_.emplace_back();
     packed.first_unit = all * index / count_;
-    packed.offset = bytes;  // until its form is chosen, if that is so
+    packed.offset = bytes;  // `place` changes it if the form is chosen later
     for (int64_t first = all * index / count_, last = all * (index + 1) / count_; first < last;) {
       const int64_t matrix = first / units, end = std::min(last, (matrix + 1) * units);
       packed.shares.push_back({(int)matrix, first - matrix * units, end - matrix * units});
@@ -71,7 +74,7 @@ Worker::Worker(DecodeState& state, int index)
       bytes += packed.bytes;
     }
   }
-  if ((int)d_.products.size() > d_.head.number + 1) {  // there are routers
+  if ((int)d_.products.size() > d_.head.number + 1) {  // there are routers or mixers
     routes_.resize(last_lane_ - first_lane_);
     for (const Product* product : d_.products)
       if (product->apart) choice_.resize(std::max((int64_t)choice_.size(), 2 * product->rows));
@@ -158,11 +161,11 @@ Worker::Worker(DecodeState& state, int index)
   }
 }
 
-// ------------------------------------------------------------------------------------------------------------ meeting
+// ---------------------------------------------------------------------------------------------------- synchronisation
 
 void Worker::reset() {
   progress_.raise(0);
-  progress_.core = -1;  // the caller's thread has raised it
+  progress_.core = -1;  // unknown: the caller's thread, not the worker's, has raised it
   point_ = 0;
 }
 
@@ -180,7 +183,7 @@ uint32_t Worker::arrive() {
 }
 
 void Worker::wait_for(uint32_t point) {
-  const auto crowded = [&] {  // by any worker that is behind, not only by the one that is waited for first
+  const auto crowded = [&] {  // whether any worker that is behind needs this core
     const int here = this_core();
     return std::any_of(&d_.progress[0], &d_.progress[count_],
                        [&](const Counter& progress) { return progress.needs(here, point); });
@@ -253,7 +256,7 @@ void Worker::step() {
   if (pass_->rows) head();
 }
 
-// The angles of a block position, which is that position of its text.
+// Computes cos and sin of all angles at block position p, which is position `position` of its text.
 void Worker::turn(int p, int64_t position) {
   for (size_t r = 0; r < turns_.size(); r++) {
     const plan::Rotary& rotary = m_.rotaries[r];
@@ -266,7 +269,7 @@ void Worker::turn(int p, int64_t position) {
   }
 }
 
-// Between two ops of a module, workers that share lanes meet: one reads what the others have written.
+// Runs the ops of a module. Workers that share lanes meet between two ops, as an op reads what all have written.
 void Worker::module(int number) {
   bool first = true;
   for (const Op& op : d_.modules[number]) {
@@ -280,7 +283,7 @@ void Worker::module(int number) {
   }
 }
 
-// What a lane's product reads, or a block of it.
+// The vectors that a product reads in a lane, or one block of it; normed if the product has a norm.
 Worker::Vectors Worker::vectors_of(const Product& product, int lane, int block) {
   Vectors found{a_.data(), product.columns, positions_};
   if (product.reads == plan::Value::stream) {
@@ -296,7 +299,7 @@ Worker::Vectors Worker::vectors_of(const Product& product, int lane, int block) 
     found.x = target(product.reads, 0, lane, &found.stride) + block * product.block_step;
   }
   if (!product.normed) return found;
-  const bool of_streams = product.reads == plan::Value::streams;  // a block is one of them, and the norm that of all
+  const bool of_streams = product.reads == plan::Value::streams;  // a block reads one stream; the norm is over all
   const float* gain = of_streams ? d_.ones.data() : d_.small(product.norm.gain, lane);
   const int64_t n = of_streams ? found.stride : product.columns;
   for (int p = 0; p < positions_; p++)
@@ -304,7 +307,7 @@ Worker::Vectors Worker::vectors_of(const Product& product, int lane, int block) 
   return {h_.data() + (of_streams ? block * product.block_step : 0), n, positions_};
 }
 
-// The vectors as the tiles of a piece read them.
+// Writes the vectors to prepared_ in the form that the tiles of a piece read.
 void Worker::prepare(const Product& product, const Piece& piece, const Vectors& x) {
   const int64_t n = piece.columns;
   Vectors from = x;
@@ -324,20 +327,22 @@ void Worker::prepare(const Product& product, const Piece& piece, const Vectors& 
   }
 }
 
-// Where a lane's rows of a value are for position 0; stride: from one position to the next.
+// Address of a lane's value at block position 0. stride: floats from one position to the next.
 float* Worker::target(plan::Value value, int module, int lane, int64_t* stride) const {
   const auto& held = d_.of(value);
   *stride = held.padded;
   return value == plan::Value::output ? output(module, lane, 0) : held.floats() + lane * kBlock * *stride;
 }
 
-// A tile in the session's dtype, by its number: among those that this worker packs, or among those of all experts.
+// A tile in the session's dtype by its number: among the tiles that this worker packs, or, if the product has experts,
+// among the tiles of all experts.
 const char* Worker::tiles(const Product& product, int64_t tile) const {
   const char* first = product.experts ? d_.forms[product.number].experts.data : weights(product);
   return first + tile * tile_bytes(product.dtype, product.columns);
 }
 
-// One share of a product, from that tile on; returns the first tile of the next share.
+// Multiplies one share of a product, whose first tile is number `tile`, by the vectors x. Writes row r of the share's
+// tile t at position p to y[p * ldy + kTile * t + r]. Returns the number of the next share's first tile.
 int64_t Worker::times(const Product& product, const Share& share, int64_t tile, const Vectors& x, float* y,
                       int64_t ldy) {
   const int64_t of = product.unit_tiles(), first = share.first * of, count_here = share.last * of - first;
@@ -373,13 +378,13 @@ int64_t Worker::times(const Product& product, const Share& share, int64_t tile, 
   return tile + count_here;
 }
 
-// Adds the biases of a share to its tiles as `times` writes them.
+// Adds the biases to a share's results in y, where `times` has written them.
 void Worker::add_biases(const Product& product, int lane, const Share& share, int positions, float* y,
                         int64_t ldy) const {
   const int64_t first = share.first * kTile, last = std::min(product.rows, share.last * kTile);
   for (const Product::Bias& bias : product.biases) {
     const float* values = d_.small(bias.vector, lane) + share.matrix % std::max(product.experts, 1) * bias.vector.size;
-    if (product.gated) {  // a tile of each in turn
+    if (product.gated) {  // tiles of gate and up rows alternate
       float* const own = y + (bias.first > 0 ? kTile : 0);
       for (int p = 0; p < positions; p++)
         for (int64_t row = first; row < last; row += kTile)
@@ -392,13 +397,15 @@ void Worker::add_biases(const Product& product, int lane, const Share& share, in
   }
 }
 
-// One position's units through the activation; out: [units][16], which may be `tiles` unless the product is gated.
+// Applies the product's limits and activation to the units of one position. out: [units][kTile]; it may be `tiles`
+// unless the product is gated.
 void Worker::activate(const Product& product, int64_t units, float* tiles, float* out) const {
   if (product.limit || product.up_offset != 0)
     k_.limit_gated(product.limit.value_or(INFINITY), product.up_offset, units, tiles);
   k_.activate(product.activation, product.gated, tiles, units, out);
 }
 
+// Computes this worker's shares of a product and writes them to its value.
 void Worker::run(const Product& product, int module) {
   if (product.experts) return run_experts(product, module);
   if (product.blocks) return run_blocks(product, module);
@@ -423,7 +430,8 @@ void Worker::run(const Product& product, int module) {
   }
 }
 
-// Rows of a block may end within a tile, and the next block's follow them.
+// The same for a block-diagonal product. A block's rows may end within a tile, and the next block's rows follow them in
+// the result, so padding rows are not copied.
 void Worker::run_blocks(const Product& product, int module) {
   int64_t tile = 0, stride;
   for (const Share& share : shares(product)) {
