@@ -1,5 +1,10 @@
-// A worker's share of attention. The unit of work is a lane and a chunk of its keys, for all queries of a run; the
-// chunks' parts are merged where the next product reads them.
+// A worker's part of attention: ops Attend, LatentKeep and LatentAttend, which Worker::module runs. A unit of work is a
+// chunk of a lane's keys with a run's queries for some heads. The kernels (kernels/attention/) write each unit's result
+// to DecodeState::parts, and `merge` joins the chunks' parts where the next product reads them.
+//
+// Invariant: the size of a chunk depends on the session alone, and parts are merged in the order of the chunks. So a
+// position's result does not depend on the pass or on the number of workers. A unit of Attend writes the new keys and
+// values of its chunk before it reads them; no other unit reads these.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -9,11 +14,11 @@
 
 namespace laneformer {
 
-// This worker's units of attention, where each run has some chunks, without their keys. Heads are cut too where workers
-// share lanes, into as many groups of at least `least` heads as there are workers; not where chunks are enough to share
-// out, since each group reads all keys.
+// Sets units_ to this worker's units, without their keys; run r has chunks_[r] chunks. If workers share lanes and
+// chunks are too few to share out, the heads are split as well, into at most as many groups as there are workers, of at
+// least `least` heads. Otherwise they are not, since each group reads all keys.
 std::vector<Worker::Unit>& Worker::share_units(int heads, int least) {
-  constexpr int64_t kEnough = 6;  // chunks of each worker
+  constexpr int64_t kEnough = 6;  // chunks per worker
   const int64_t chunks = std::accumulate(chunks_, chunks_ + pass_->runs, int64_t{0});
   // Units are in the order of runs, then lanes, then groups of heads, then chunks.
   const bool cut = d_.lanes_shared && m_.lanes * chunks < kEnough * count_;
@@ -37,9 +42,9 @@ std::vector<Worker::Unit>& Worker::share_units(int heads, int least) {
   return units_;
 }
 
-// This worker's units of attention, where positions see that many keys.
+// Sets units_ to this worker's units with their keys. window: how many of the newest keys a position attends to.
 const std::vector<Worker::Unit>& Worker::cut_keys(int64_t window, int heads, int least) {
-  // Chunks depend on the session alone, so a position's sums do not depend on those that are computed with it.
+  // Positions of a chunk: a function of the session alone.
   const int64_t size = 256 * ((m_.context + 256 * 16 - 1) / (256 * 16));
   const auto low = [&](const Run& run) { return std::max<int64_t>(0, run.start - window + 1); };
   for (int r = 0; r < pass_->runs; r++) {
@@ -65,7 +70,7 @@ void Worker::run(const plan::Attend& op, int module) {
   attended_ = &op;
 }
 
-// Rotates the pairs of x, at block position p.
+// Rotates the pairs of x by the angles of block position p.
 void Worker::turn_pairs(float* x, const plan::RotaryIndex& rotary, int p) const {
   const int64_t pairs = (int64_t)m_.rotaries[rotary.index].frequencies.size();
   const Turns& turns = turns_[rotary.index];
@@ -77,7 +82,8 @@ void Worker::turn_pairs(float* x, const plan::RotaryIndex& rotary, int p) const 
   }
 }
 
-// Applies the norm, of each head or of all, and the rotation to the heads at block position p, in place.
+// Applies the norm, over each head or over all of them, and the rotation to `count` heads at block position p, in
+// place.
 void Worker::rotate(float* heads, int count, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane,
                     int p) {
   const int e = op.head_dim;
@@ -87,6 +93,7 @@ void Worker::rotate(float* heads, int count, const plan::Attend& op, const std::
   for (float* head = heads; op.rotary && head < heads + (int64_t)count * e; head += e) turn_pairs(head, *op.rotary, p);
 }
 
+// Writes a run's queries to q_[p][heads][head_dim]: normed, rotated and scaled.
 void Worker::queries(const plan::Attend& op, const Run& run, int lane) {
   const int64_t n = (int64_t)op.heads * op.head_dim, stride = d_.of(plan::Value::projected).padded;
   const float scale = op.scale;  // a copy: a write to q cannot change it
@@ -99,12 +106,14 @@ void Worker::queries(const plan::Attend& op, const Run& run, int lane) {
   }
 }
 
+// Rounds x [n] to the weights' dtype.
 void Worker::round_trip(float* x, int64_t n) {
   k_.narrow(d_.weights, x, n, prepared_.data());
   k_.widen(d_.weights, prepared_.data(), n, x);
 }
 
-// Writes the new keys and values of a unit to the cache, then attends to all its keys with the queries of its run.
+// Writes the new keys and values of a unit's chunk to the cache, then attends to all its keys with the run's queries.
+// next: the worker's next unit, whose keys and values are prefetched; may be null.
 void Worker::attend(const plan::Attend& op, int layer, const Unit& unit, const Unit* next, int64_t window) {
   const Run& run = *unit.run;
   const Keys& part = unit.keys;
@@ -133,8 +142,8 @@ void Worker::attend(const plan::Attend& op, int layer, const Unit& unit, const U
              cache(after, plan::Kept::values, ahead.lane) + ahead.first * n * e * width, ahead.last - ahead.first});
 }
 
-// Merges the chunks' parts of a head and position, in their order, into a[channels]. A sink is a first part without a
-// value.
+// Merges the chunks' parts of a head at position p of run r, in their order, into a[channels]. A sink counts as a first
+// part with a score and no value; -inf: no sink.
 void Worker::merge_chunks(int r, int lane, int p, int64_t head, int64_t heads, int64_t channels, float sink, float* a) {
   const int64_t row = channels + 2, stride = (int64_t)kBlock * heads * row;
   const float* part = d_.parts.floats() + lane * kChunks * stride + (p * heads + head) * row;
@@ -143,7 +152,7 @@ void Worker::merge_chunks(int r, int lane, int p, int64_t head, int64_t heads, i
   std::memset(a, 0, channels * sizeof(float));
   if (sink > -INFINITY) sum = std::exp(sink - largest);
   for (int c = 0; c < chunks_[r]; c++) {
-    if (part[c * stride + channels] == -INFINITY) continue;  // other positions see its keys
+    if (part[c * stride + channels] == -INFINITY) continue;  // this position sees no key of the chunk
     const float weight = std::exp(part[c * stride + channels] - largest);
     k_.add_scaled(a, part + c * stride, weight, channels);
     sum += weight * part[c * stride + channels + 1];
@@ -151,7 +160,8 @@ void Worker::merge_chunks(int r, int lane, int p, int64_t head, int64_t heads, i
   for (int64_t i = 0; i < channels; i++) a[i] /= sum;
 }
 
-// Into a[p][columns]. heads, channels, sinks: of the lane.
+// Writes the wanted heads' results at all positions to a_[p][columns]. heads: of the lane; channels: of a head. sinks:
+// [heads], or null.
 void Worker::merge_heads(const Heads& wanted, int64_t heads, int64_t channels, const float* sinks) {
   const int64_t count = wanted.columns / channels, first = wanted.block * count;
   for (int r = 0; r < pass_->runs; r++)
@@ -161,7 +171,7 @@ void Worker::merge_heads(const Heads& wanted, int64_t heads, int64_t channels, c
                      a_.data() + p * wanted.columns + i * channels);
 }
 
-// Through the gates.
+// Writes the wanted heads' results to a_, each channel times the sigmoid of its gate if the op has gates.
 void Worker::merge(const plan::Attend& op, const Heads& wanted) {
   merge_heads(wanted, op.heads, op.head_dim, op.sinks ? d_.small(*op.sinks, wanted.lane) : nullptr);
   const auto& projected = d_.of(plan::Value::projected);
@@ -172,9 +182,10 @@ void Worker::merge(const plan::Attend& op, const Heads& wanted) {
 
 // ------------------------------------------------------------------------------------------------------------- latents
 //
-// The vector of each position that keys and values of all heads are made of is kept alone, and attended to as it is.
+// The cache keeps one vector per position, the latent, from which all heads' keys and values could be made. Queries are
+// transformed instead, so that attention reads the latents themselves.
 
-// Positions are shared out where workers share lanes.
+// Writes the latents of the pass's positions to the cache. Workers that share a lane share out its positions.
 void Worker::run(const plan::LatentKeep& op, int module) {
   const auto& projected = d_.of(plan::Value::projected);
   const int64_t n = op.rank + plan::rotating_channels(op.rotary, m_), width = bytes_of(d_.cache);
@@ -196,7 +207,7 @@ void Worker::run(const plan::LatentKeep& op, int module) {
 }
 
 void Worker::run(const plan::LatentAttend& op, int module) {
-  constexpr int kLeast = 16;  // heads: those of a vector, or of two
+  constexpr int kLeast = 16;  // heads, which fill one vector (AVX-512) or two (AVX2)
   const std::vector<Unit>& units = cut_keys(kNoWindow, op.heads, kLeast);
   for (size_t i = 0; i < units.size(); i++) {
     if (i == 0 || units[i].chunk == 0) queries(op, units[i]);
@@ -205,7 +216,8 @@ void Worker::run(const plan::LatentAttend& op, int module) {
   attended_ = &op;
 }
 
-// Those of a unit's heads and positions, into q[p][heads][rank + rotating].
+// Writes the queries of a unit's heads and positions to q_[p][heads][rank + rotating]: from ABSORBED, then from
+// QUERIES, rotated; both scaled.
 void Worker::queries(const plan::LatentAttend& op, const Unit& unit) {
   const int64_t rotating = plan::rotating_channels(op.rotary, m_), n = op.rank + rotating,
                 of_head = op.still + rotating;
@@ -225,6 +237,7 @@ void Worker::queries(const plan::LatentAttend& op, const Unit& unit) {
     }
 }
 
+// Attends to the latents of a unit's chunk. next: the worker's next unit, whose latents are prefetched; may be null.
 void Worker::attend(const plan::LatentAttend& op, int layer, const Unit& unit, const Unit* next) {
   const Run& run = *unit.run;
   const Keys& part = unit.keys;

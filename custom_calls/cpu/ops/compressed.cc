@@ -1,11 +1,13 @@
-// Compressed attention (DeepSeek-V4): one vector per position, which all heads have as key and value, entries that are
-// made of several positions each, and an index that chooses among these. laneformer/blocks/compressed_attention.py has
-// the equations.
+// Compressed attention (DeepSeek-V4): ops CompressedKeep and CompressedAttend, which Worker::module runs. A position
+// has one vector, which is key and value of all heads. An entry is a vector made of several positions. An index may
+// choose which entries a position sees. laneformer/blocks/compressed_attention.py has the equations.
 //
-// What waits for the rest of its window is kept by position, in a ring that has room for the rows of a pass: rows that
-// were wrong, and an entry that they have completed, are overwritten before anything reads them. A position's sums
-// depend on its place alone: blocks of vectors begin at multiples of their size, blocks of entries likewise, or at
-// places in the list of those that its index has chosen, and what it does not see adds nothing.
+// Invariant 1: wrong drafts change nothing. Positions of an unfinished window are kept in a ring that also has room for
+// the rows of a pass. The next pass overwrites the places of wrong rows, and an entry that they completed, before
+// anything reads them.
+// Invariant 2: a position's sums depend only on its place in the text. Blocks of vectors and of entries begin at
+// multiples of their size, or at such places in the list of the chosen entries, and what a position does not see adds
+// nothing.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -15,7 +17,7 @@
 
 namespace laneformer {
 
-// Rotates the last channels of x by the angles of block position p, or by their negatives.
+// Rotates the last pairs of x [channels] by the angles of block position p; back: by the negative angles.
 void Worker::turn_last(float* x, int64_t channels, const plan::RotaryIndex& rotary, int p, bool back) const {
   const int64_t pairs = (int64_t)m_.rotaries[rotary.index].frequencies.size();
   const float *cos = turns_[rotary.index].cos.data() + p * pairs, *sin = turns_[rotary.index].sin.data() + p * pairs;
@@ -29,7 +31,8 @@ void Worker::turn_last(float* x, int64_t channels, const plan::RotaryIndex& rota
 
 // ---------------------------------------------------------------------------------------------------- what is kept
 
-// Positions and entries are shared out where workers share lanes. The ring is written when all entries are made.
+// Writes the vectors of the pass's positions and the completed entries to the caches. Workers that share a lane share
+// out its positions and entries. The ring is written last, because entries read what it had before.
 void Worker::run(const plan::CompressedKeep& op, int module) {
   const auto& projected = d_.of(plan::Value::projected);
   const int64_t n = op.channels, width = bytes_of(d_.cache);
@@ -62,7 +65,7 @@ void Worker::run(const plan::CompressedKeep& op, int module) {
   });
 }
 
-// The entries whose last positions are in the run.
+// Writes this worker's part of the entries whose last positions are in the run.
 void Worker::compress(const plan::Compressor& op, const Run& run, int lane, int layer, plan::Kept kind,
                       plan::Kept tail) {
   const int64_t n = op.channels, width = op.width(), ring = op.tail(), ratio = op.ratio;
@@ -103,6 +106,7 @@ void Worker::compress(const plan::Compressor& op, const Run& run, int lane, int 
   }
 }
 
+// Writes this worker's part of the run's vectors and gates to the ring.
 void Worker::keep_tail(const plan::Compressor& op, const Run& run, int lane, int layer, plan::Kept tail) {
   const auto& projected = d_.of(plan::Value::projected);
   const int64_t each = 2 * op.width(), ring = op.tail();
@@ -118,19 +122,20 @@ void Worker::keep_tail(const plan::Compressor& op, const Run& run, int lane, int
 
 namespace {
 
-// Entries that are complete at a position.
+// How many entries are complete at a position.
 int64_t closed(const plan::CompressedAttend& op, int64_t position) { return op.ratio ? (position + 1) / *op.ratio : 0; }
 
 }  // namespace
 
-// How many of a run's positions, the first ones, see all entries that are complete.
+// How many of a run's first positions see all complete entries, since these are not more than the index chooses.
 int Worker::plain_positions(const plan::CompressedAttend& op, const Run& run) {
   int count = run.count;
   while (op.index && count > 0 && closed(op, run.start + count - 1) > op.index->most) count--;
   return count;
 }
 
-// Entries are shared out, of each position.
+// Scores the complete entries for each position of a run whose index chooses. Workers share out each position's
+// entries.
 void Worker::score_entries(const plan::CompressedAttend& op, int layer, const Run& run, int lane) {
   const plan::Index& index = *op.index;
   const int64_t n = (int64_t)index.heads * index.channels;
@@ -149,14 +154,16 @@ void Worker::score_entries(const plan::CompressedAttend& op, int layer, const Ru
   }
 }
 
-// Positions are shared out. Numbers are in order.
+// Chooses the entries with the largest scores for these positions, which workers share out; of equal scores the lowest
+// number first. Writes their numbers in ascending order.
 void Worker::choose_entries(const plan::CompressedAttend& op, const Run& run, int lane) {
   const int first = plain_positions(op, run), most = op.index->most;
   const Part part = part_of(lane, run.count - first);
   for (int64_t i = first + part.first; i < first + part.last; i++) {
     const int p = run.first + (int)i;
     const float* const scores = scores_of_entries(lane, p);
-    const auto score = [&](int32_t n) { return scores[n] != scores[n] ? INFINITY : scores[n]; };  // NaN is noticed
+    // NaN counts as the largest score, so that it is noticed.
+    const auto score = [&](int32_t n) { return scores[n] != scores[n] ? INFINITY : scores[n]; };
     const auto begin = order_.begin(), end = begin + closed(op, run.start + i);
     std::iota(begin, end, 0);
     std::nth_element(begin, begin + most, end,
@@ -168,9 +175,9 @@ void Worker::choose_entries(const plan::CompressedAttend& op, const Run& run, in
 
 // -------------------------------------------------------------------------------------------------------- attention
 
-// A run's first chunk are the newest positions, the others entries.
+// Attends with this worker's units. Chunk 0 of a run is the newest positions; the other chunks are entries.
 void Worker::run(const plan::CompressedAttend& op, int module) {
-  constexpr int kLeast = 16;  // heads: those of a vector, or of two
+  constexpr int kLeast = 16;  // heads, which fill one vector (AVX-512) or two (AVX2)
   const int layer = module / 2;
   const auto each = [&](const auto& f) {
     for (int r = 0; r < pass_->runs; r++)
@@ -196,7 +203,7 @@ void Worker::run(const plan::CompressedAttend& op, int module) {
   attended_ = &op;
 }
 
-// Those of a unit's heads and positions, into q[p][heads][head_dim].
+// Writes the queries of a unit's heads and positions to q_[p][heads][head_dim]: normed, rotated and scaled.
 void Worker::queries(const plan::CompressedAttend& op, const Unit& unit) {
   const int64_t n = op.head_dim, lane = unit.keys.lane;
   const auto& from = d_.of(plan::Value::queries);
@@ -211,10 +218,13 @@ void Worker::queries(const plan::CompressedAttend& op, const Unit& unit) {
     }
 }
 
+// Attends to a unit's chunk of positions or entries. Positions whose index chooses are attended one by one, since each
+// has its own list.
 void Worker::attend(const plan::CompressedAttend& op, int layer, const Unit& unit) {
   const Run& run = *unit.run;
   const int64_t n = op.head_dim, lane = unit.keys.lane;
-  // A run's positions from i on and the entries, or vectors, from `first` to `last`.
+  // The kernel's arguments for the run's positions i to i + count - 1, and vectors or entries first <= t < last. start:
+  // position of the first query, which decides what it sees.
   const auto attend = [&](plan::Kept kind, int i, int count, int64_t start, int64_t first, int64_t last) {
     const int64_t row = (int64_t)(run.first + i) * op.heads + unit.first_head;
     AttendLatents found{};
@@ -253,7 +263,7 @@ void Worker::attend(const plan::CompressedAttend& op, int layer, const Unit& uni
   }
 }
 
-// Turned back, as they hold values that were turned as keys.
+// Writes the wanted heads' results to a_. They are rotated back, because the values were rotated as keys.
 void Worker::merge(const plan::CompressedAttend& op, const Heads& wanted) {
   merge_heads(wanted, op.heads, op.head_dim, d_.small(op.sinks, wanted.lane));
   for (int p = 0; p < positions_; p++)

@@ -1,14 +1,19 @@
-// Gated DeltaNet. What a value head keeps is its matrix S as it was at a position that is a multiple of kTile, its
-// base, and the entries of the positions since: keys, what each has added to S along its key (its delta), and decays.
-// So a position reads S once, kTile positions write it once, and rows that turn out to be wrong change nothing: a later
-// pass overwrites their entries. A position's sums depend on its place alone, so it has the same bits in any company.
+// Gated DeltaNet: op DeltaNet, which Worker::module runs. A value head keeps its matrix S as it was at its base, a
+// position that is a multiple of kTile, and an entry for each position since: the key, the delta (what the position
+// added to S along its key) and the decay. So a position reads S once, and kTile positions write it once.
 //
-// With A the product of the decays since the base b, and w_ij that of the decays after position j up to i:
+// Let A_i be the product of the decays from the base b up to position i, and w_ij that of the decays after j up to i:
 //   delta_i = beta_i (v_i - A_i S_b^T k_i - sum over j < i of w_ij (k_j . k_i) delta_j)
 //   result_i = A_i S_b^T q_i + sum over j <= i of w_ij (k_j . q_i) delta_j
-//   S_(b + kTile) = A S_b + sum over j of w_j k_j (x) delta_j
+// and, where i is the last of kTile positions:
+//   S_(b + kTile) = A_i S_b + sum over j of w_ij k_j (x) delta_j
 //
-// S^T is in tiles, as a product's float32 weights are, and the keys of kTile positions are one tile.
+// Invariant 1: the order of a position's sums depends only on its place in the text, so its results have the same bits
+// in every pass. Invariant 2: wrong drafts change nothing. Only positions that are certain move the base, and a later
+// pass overwrites the entries of the others.
+//
+// S^T is stored in tiles like a product's float32 weights, and the keys of kTile positions (a stretch) are one tile, so
+// both are multiplied by the kernel's `product`.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -30,7 +35,7 @@ Worker::Recurrence::Recurrence(const plan::DeltaNet& op)
       unit(op.key_dim, 1 / std::sqrt((float)op.key_dim)),
       unit_query(op.key_dim, 1 / (float)op.key_dim) {}
 
-// The unit of work is a key head of a lane with its value heads, always of the same worker.
+// Runs this worker's units: a unit is a key head of a lane with its value heads, and always has the same worker.
 void Worker::run(const plan::DeltaNet& op, int module) {
   attended_ = {};
   const int64_t first_lane = d_.lanes_shared ? 0 : first_lane_;
@@ -42,15 +47,16 @@ void Worker::run(const plan::DeltaNet& op, int module) {
       recur(op, module / 2, pass_->run[r], (int)(first_lane + unit / op.key_heads), (int)(unit % op.key_heads));
 }
 
-// The keys, deltas and decays of the positions from a multiple of kTile on, in the entries of a key head. Two such
-// stretches are kept: one from the base, and one that rows may begin.
+// The stretch that begins at position `from`, a multiple of kTile, in the entries of a key head. Two stretches are
+// kept: the one from the base on, and the next one, which rows of a pass may begin.
 Worker::Stretch Worker::stretch_of(const plan::DeltaNet& op, float* entries, int64_t from) const {
   float* const keys = entries + from / kTile % 2 * op.stretch_floats();
   float* const deltas = keys + kTile * op.key_dim;
   return {keys, deltas, deltas + kTile * op.delta_width()};
 }
 
-// The matrices of a key head's value heads after a whole stretch; null: zero. They may be changed in place.
+// Writes to `to` the matrices of a key head's value heads after a whole stretch. from: the matrices before it, null for
+// zero; it may be `to`.
 void Worker::advance(const plan::DeltaNet& op, const float* from, const Stretch& by, float* to) {
   const int64_t ratio = op.ratio(), width = op.delta_width(), own = width / ratio;
   for (int64_t head = 0; head < ratio; head++) {
@@ -66,8 +72,9 @@ void Worker::advance(const plan::DeltaNet& op, const float* from, const Stretch&
   }
 }
 
-// What the convolution reads of a key head's channels: those of the last positions before the run, then the run's.
-// Keeps the last ones.
+// Writes what the convolution reads of a key head's channels to recurrence_->inputs: the last positions before the run,
+// from the ring `kept`, then the run's. Adds the run's positions to the ring, rounded to the cache's dtype as they are
+// read later.
 void Worker::read_inputs(const plan::DeltaNet& op, const Run& run, int lane, int head, char* kept) {
   const int64_t channels = op.head_channels(), width = bytes_of(d_.cache), ring = plan::kept_inputs(op);
   const int64_t before = plan::taps(op) - 1, values = channels - 2 * op.key_dim;
@@ -91,7 +98,8 @@ void Worker::read_inputs(const plan::DeltaNet& op, const Run& run, int lane, int
   }
 }
 
-// Convolves the run's positions and scales queries and keys; returns what lies between two positions in `mixed`.
+// Convolves the run's positions into recurrence_->mixed and makes unit vectors of queries and keys. Returns the floats
+// from one position to the next there.
 int64_t Worker::convolve(const plan::DeltaNet& op, const Run& run, int lane, int head) {
   const int64_t key_dim = op.key_dim, channels = op.head_channels(), values = channels - 2 * key_dim;
   const int64_t stride = (channels + kTile - 1) / kTile * kTile, all = op.channels(), taps = plan::taps(op);
@@ -118,7 +126,7 @@ int64_t Worker::convolve(const plan::DeltaNet& op, const Run& run, int lane, int
   return stride;
 }
 
-// A run's positions through a key head and its value heads.
+// Takes a run's positions through a key head and its value heads.
 void Worker::recur(const plan::DeltaNet& op, int layer, const Run& run, int lane, int head) {
   const int64_t key_dim = op.key_dim, width = op.delta_width(), state = key_dim * width;
   const auto kept = [&](plan::Kept kind) { return d_.kept_of(*run.slot->call, kind, layer, lane); };
@@ -131,8 +139,8 @@ void Worker::recur(const plan::DeltaNet& op, int layer, const Run& run, int lane
   read_inputs(op, run, lane, head,
               (char*)kept(plan::Kept::inputs) + head * plan::kept_inputs(op) * op.head_channels() * bytes_of(d_.cache));
   const int64_t stride = convolve(op, run, lane, head);
-  const int64_t sure = run.start + run.count - run.rows;  // positions before it are part of the text
-  int64_t from = base;                                    // of the stretch
+  const int64_t sure = run.start + run.count - run.rows;  // positions before it are certain
+  int64_t from = base;                                    // first position of the stretch
   for (int64_t t = run.start; t < run.start + run.count;) {
     for (; t >= from + kTile; from += kTile) {
       const bool commit = from + kTile <= sure;
@@ -149,7 +157,8 @@ void Worker::recur(const plan::DeltaNet& op, int layer, const Run& run, int lane
   }
 }
 
-// Positions of one stretch, from the one at `rows.at` in it on. x: of each q, k and v; of zero if null.
+// Takes positions of one stretch, from place rows.at on. x: their q, k and v, `stride` floats from one position to the
+// next. matrices: S at the beginning of the stretch, null for zero.
 void Worker::respond(const plan::DeltaNet& op, const Rows& rows, const float* matrices, float* x, int64_t stride,
                      const Stretch& stretch) {
   const int64_t key_dim = op.key_dim, width = op.delta_width();
@@ -176,7 +185,8 @@ void Worker::respond(const plan::DeltaNet& op, const Rows& rows, const float* ma
     for (int head = 0; head < ratio; head++) write_row(op, rows, i, head, x + i * stride + 2 * key_dim, stretch);
 }
 
-// The delta and the result of one position and value head.
+// Computes the delta and the result of position number i of the rows for one value head. values: v of the position's
+// value heads, overwritten.
 void Worker::write_row(const plan::DeltaNet& op, const Rows& rows, int i, int head, float* values,
                        const Stretch& stretch) {
   const int64_t size = op.value_dim, ratio = op.ratio(), width = op.delta_width();
@@ -185,7 +195,8 @@ void Worker::write_row(const plan::DeltaNet& op, const Rows& rows, int i, int he
   const auto &of_projected = d_.of(plan::Value::projected), &attended = d_.of(plan::Value::attended);
   const int64_t row = rows.lane * kBlock + rows.first + i;
   const float* const projected = of_projected.floats() + row * of_projected.padded;
-  const float* const steps = projected + op.steps_begin() + rows.head * 2 * ratio + head;  // b, and ratio on a
+  // Points to the head's b; its a is `ratio` floats further on.
+  const float* const steps = projected + op.steps_begin() + rows.head * 2 * ratio + head;
   const float beta = 1 / (1 + std::exp(-steps[0]));
   const float step = steps[ratio] + d_.small(op.step, rows.lane)[number];
   const float softplus = std::max(step, 0.0f) + std::log1p(std::exp(-std::fabs(step)));

@@ -1,6 +1,10 @@
-// A mixture of experts: the experts that each position uses, and products with these alone. Positions are grouped by
-// expert, so that a worker reads its rows of an expert once for all of a block. A position's sums have the same bits in
-// any company: its products depend on its vector alone, and are added in the order of its experts' shares.
+// A mixture of experts: routers, the choice of each position's experts, products with the chosen experts alone, and the
+// shared expert. Worker::module runs routers and the shared expert, Worker::run the products. Uses are grouped by
+// expert, so a worker reads its rows of an expert once for all positions of a pass.
+//
+// Invariant: a position's products depend on its vector alone, and its experts' results are added in the order of its
+// choices. So a position has the same bits whichever positions are in the pass. Every worker chooses from the logits of
+// all experts and finds the same.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -9,6 +13,7 @@
 
 namespace laneformer {
 
+// Computes the logits of all positions. `run_experts` chooses, after workers have met.
 void Worker::run(const Router& op, int module) {
   run(op.logits, module);
   router_ = &op;
@@ -17,9 +22,10 @@ void Worker::run(const Router& op, int module) {
 void Worker::run(const SigmoidRouter& op, int module) { run((const Router&)op, module); }
 void Worker::run(const RootRouter& op, int module) { run((const Router&)op, module); }
 
-// Which of count things in a lane are this worker's: its lanes are first .. last of all workers' shares of them.
+// This worker's part of `count` things in a lane. A lane is divided into count_ shares; counted through all lanes,
+// worker w has m_.lanes shares from number m_.lanes * w on. The things are divided in proportion.
 Worker::Part Worker::part_of(int lane, int64_t count) const {
-  const auto before = [&](int index) {  // the share of the lane that workers have before this one
+  const auto before = [&](int index) {  // things that belong to workers before this one
     const int64_t share = std::clamp<int64_t>((int64_t)m_.lanes * index - (int64_t)lane * count_, 0, count_);
     return count * share / count_;
   };
@@ -28,9 +34,10 @@ Worker::Part Worker::part_of(int lane, int64_t count) const {
 
 namespace {
 
-bool larger(float a, float b) { return a > b || (a != a && b == b); }  // NaN is noticed where it weighs most
+bool larger(float a, float b) { return a > b || (a != a && b == b); }  // NaN is largest, so that the result shows it
 
-// The numbers of the largest logits, of equal ones the lowest first.
+// Writes the numbers of the `used` largest of these logits [experts], the largest first, of equal ones the lowest
+// number.
 void largest_of(const float* logits, int experts, int used, int32_t* numbers) {
   int count = 0;
   for (int e = 0; e < experts; e++) {
@@ -41,7 +48,7 @@ void largest_of(const float* logits, int experts, int used, int32_t* numbers) {
   }
 }
 
-// Shares of these experts by their scores.
+// Writes the shares of the chosen experts: their scores times the op's factor, normalized if the op says so.
 template <class Op, class Score>
 void share_by(const Op& op, const Score& score, int used, const int32_t* numbers, float* shares) {
   float sum = 1e-20f;
@@ -51,7 +58,7 @@ void share_by(const Op& op, const Score& score, int used, const int32_t* numbers
 
 }  // namespace
 
-// A position's experts and their shares, softmax of the logits.
+// Chooses a position's experts by the largest logits. Shares are their softmax, over the chosen or over all experts.
 void Worker::weigh(const float* logits, int experts, int used, int32_t* numbers, float* shares) const {
   largest_of(logits, experts, used, numbers);
   const float largest = logits[numbers[0]];
@@ -64,7 +71,8 @@ void Worker::weigh(const float* logits, int experts, int used, int32_t* numbers,
   for (int j = 0; j < used; j++) shares[j] /= sum;
 }
 
-// The same of sigmoids (DeepSeek-V3, arXiv 2412.19437, section 2.1.2): a correction chooses, and does not weigh.
+// The same with sigmoids of the logits as scores (DeepSeek-V3, arXiv 2412.19437, section 2.1.2). A correction is added
+// to the scores for the choice, not for the shares. With groups, the experts are chosen from the best groups.
 void Worker::weigh_sigmoids(const float* logits, int experts, int used, int lane, int32_t* numbers, float* shares) {
   const plan::SigmoidRoute& op = *router_->sigmoids;
   const auto score = [&](int e) { return 1 / (1 + std::exp(-logits[e])); };
@@ -88,7 +96,8 @@ void Worker::weigh_sigmoids(const float* logits, int experts, int used, int lane
   share_by(op, score, used, numbers, shares);
 }
 
-// The same of roots of the softplus, or of the experts that a table has of the position's token (DeepSeek-V4).
+// The same with roots of the softplus as scores, or with the experts that a table has for the position's token
+// (DeepSeek-V4).
 void Worker::weigh_roots(const float* logits, int experts, int used, int lane, int p, int32_t* numbers, float* shares) {
   const plan::RootRoute& op = *router_->roots;
   const auto score = [&](int e) {
@@ -105,7 +114,7 @@ void Worker::weigh_roots(const float* logits, int experts, int used, int lane, i
   share_by(op, score, used, numbers, shares);
 }
 
-// From the logits of all positions their experts and shares, and the positions of each expert.
+// Chooses the experts of all positions of a lane from their logits, and groups the uses by expert.
 void Worker::choose(const Product& product, int lane) {
   const int used = product.used, experts = product.experts;
   const int64_t uses = (int64_t)positions_ * used;
@@ -137,6 +146,7 @@ void Worker::choose(const Product& product, int lane) {
   }
 }
 
+// Runs a product with experts. The first one after a router chooses the experts.
 void Worker::run_experts(const Product& product, int module) {
   for (int lane = first_lane_; lane < last_lane_; lane++) {
     if (router_) choose(product, lane);
@@ -145,7 +155,8 @@ void Worker::run_experts(const Product& product, int module) {
   router_ = nullptr;
 }
 
-// What a group's members read, from vectors of all positions: `step` floats from one rank to the next.
+// The vectors that a group's members read, copied to own_ if there are several. x: the vectors of all positions; step:
+// floats from one rank's vector to the next one's, 0 if all ranks read the same.
 Worker::Vectors Worker::read_by(const Routes& routes, const Group& group, int used, const Vectors& x, int64_t step,
                                 int64_t columns) {
   const auto from = [&](int64_t member) {
@@ -159,7 +170,8 @@ Worker::Vectors Worker::read_by(const Routes& routes, const Group& group, int us
   return {own_.data(), columns, count};
 }
 
-// Units of all chosen experts are shared out as if they were one matrix. A unit costs its reading, as much as a few
+// Computes a product whose experts all read the same vector and write one after the other. Workers share out the units
+// of all chosen experts as if they were one matrix. A unit costs as much as its reading, which counts as kReading
 // positions, and its positions.
 void Worker::write_each(const Product& product, int lane, int module) {
   constexpr int64_t kReading = 8;
@@ -194,7 +206,8 @@ void Worker::write_each(const Product& product, int lane, int module) {
   }
 }
 
-// Rows are shared out, the same of all experts.
+// Computes a product whose experts' results are summed, times their shares. Workers share out its rows: a worker has
+// the same rows of all experts, so it adds them itself.
 void Worker::write_sum(const Product& product, int lane, int module) {
   const Routes& routes = routes_[lane - first_lane_];
   const Part part = part_of(lane, product.units());
@@ -218,7 +231,8 @@ void Worker::write_sum(const Product& product, int lane, int module) {
   }
 }
 
-// Its gate's logit takes the place of the router's, from which all have chosen.
+// Runs the shared expert's products; the last one is added to the output. The gate's logit overwrites the router's,
+// from which all workers have chosen already.
 void Worker::run(const SharedExpert& op, int module) {
   if (op.gate) run(*op.gate, module);
   for (const Product& product : op.products) {
@@ -231,7 +245,7 @@ void Worker::run(const SharedExpert& op, int module) {
   }
 }
 
-// Adds a product to what its target holds, times the sigmoid of the gate's logit where there is one.
+// Adds a product's result to the value that it writes; gated: times the sigmoid of the gate's logit.
 void Worker::add(const Product& product, bool gated, int module) {
   int64_t tile = 0;
   for (const Share& share : shares(product)) {
@@ -248,7 +262,7 @@ void Worker::add(const Product& product, bool gated, int module) {
   }
 }
 
-// What this worker reads for a position that uses experts far from each other.
+// Reads what this worker would read for one position, for `Worker::read`. It uses experts that are far from each other.
 uint64_t Worker::read_experts(const Product& product) const {
   const int64_t units = product.units();
   uint64_t sum = 0;

@@ -1,6 +1,8 @@
-// Several residual streams: what a module reads of them, and how its output joins them. All lanes have the same
-// streams, and each worker those of its lanes, so nothing but the product that decides the mixture is shared out.
-// laneformer/blocks/streams.py has the equations.
+// Several residual streams: what a module reads of them (op GatherStreams, which Worker::module runs), and how its
+// output joins them (`join`, which Worker::apply calls). laneformer/blocks/streams.py has the equations.
+//
+// Invariant: all lanes have the same streams, and each worker keeps those of its lanes and computes the same numbers
+// for them. So workers share out only the product that makes MIXTURE, and meet only after it.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -13,9 +15,10 @@ namespace {
 
 float sigmoid(float x) { return 1 / (1 + std::exp(-x)); }
 
-// Rows and columns of a matrix [m][m] of logits that sum to about 1 (Sinkhorn), as the published model makes them.
+// Turns a matrix [m][m] of logits into one whose rows and columns sum to about 1 (Sinkhorn), in the steps of the
+// published model.
 void balance(float* x, int m, int iterations, float eps) {
-  const auto divide = [&](float* first, int step, float more) {  // a row, or a column, by its sum
+  const auto divide = [&](float* first, int step, float more) {  // a row, or a column, by its sum and `more`
     float sum = more;
     for (int i = 0; i < m; i++) sum += first[i * step];
     for (int i = 0; i < m; i++) first[i * step] /= sum;
@@ -34,6 +37,7 @@ void balance(float* x, int m, int iterations, float eps) {
 
 }  // namespace
 
+// Computes MIXTURE, then each lane's stream from it.
 void Worker::run(const Mixer& op, int module) {
   run(op.rows, module);
   meet_if_shared();
@@ -44,8 +48,8 @@ void Worker::run(const Mixer& op, int module) {
   }
 }
 
-// The position's stream as the module reads it; keeps how the output joins the streams, where rows say that. parts: of
-// the rows, those of each stream.
+// Writes the stream that the module reads at block position p, and the factors with which the output joins the streams,
+// if MIXTURE has rows for them (it has none in the head). parts: [streams][rows], added up to MIXTURE.
 void Worker::gather(const plan::GatherStreams& op, int lane, int p, const float* parts) {
   const int64_t d = m_.hidden_size, count = op.mix.weight.size;
   const int m = op.count;
@@ -65,7 +69,7 @@ void Worker::gather(const plan::GatherStreams& op, int lane, int p, const float*
   balance(between, m, op.iterations, op.eps);
 }
 
-// Each stream becomes its share of the output, and of all streams.
+// Replaces each stream by its share of the output plus its shares of all streams.
 void Worker::join(int lane, int p, const float* output) {
   const int64_t d = m_.hidden_size;
   const int m = m_.streams();
