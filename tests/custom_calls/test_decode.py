@@ -190,18 +190,18 @@ def mappable():
 
 UNFIT = {
     "session without 12 bits": ({"bf12": False}, {}, "not opened for weights in 12 bits"),
-    "missing tile": ({}, {"units": lambda units: units[1:]}, "bytes of tiles in 12 bits, not"),
-    "missing end": ({}, {"exceptions": lambda words: words[1:]}, "must end once for each of their tiles"),
-    "no end": ({}, {"exceptions": lambda words: np.append(words[1:], np.uint32(0))}, "must end once for each"),
+    "missing tile": ({}, {"units": lambda units: units[1:]}, "bytes of tiles in 12 bits, got"),
+    "missing end": ({}, {"exceptions": lambda words: words[1:]}, "one end for each of their tiles"),
+    "no end": ({}, {"exceptions": lambda words: np.append(words[1:], np.uint32(0))}, "one end for each"),
     "exception outside": (
         {},
         {"exceptions": lambda words: np.append(np.uint32(3 << 15), words)},
-        "in none of their columns",
+        "outside their columns",
     ),
     "exception in the padding": (
         {},
         {"exceptions": lambda words: np.append(np.uint32(2 << 15 | 64 << 8), words)},
-        "in none of",
+        "is outside",
     ),
     "short table": ({}, {"table": lambda table: table[1:]}, "the table must have 8 values"),
 }

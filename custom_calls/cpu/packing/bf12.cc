@@ -1,3 +1,5 @@
+// Encoding and reading of tiles in 12 bits; bf12.h says what for. Bytes of a line are in the order that makes decoding
+// two interleaving instructions (kernels/bf12_decode.h).
 #include "bf12.h"
 
 #include <algorithm>
@@ -9,10 +11,10 @@ namespace laneformer {
 
 namespace {
 
-// Where column c of four and row r are in a line of bytes.
+// The place of row r and column c < 4 in a line of bytes.
 inline int slot(int r, int c) { return 16 * (r / 4) + 8 * (c / 2) + 2 * (r % 4) + c % 2; }
 
-// The column of an exception in its tile, and its row.
+// The column and the row of an exception in its tile.
 inline int64_t column_of(uint32_t exception) {
   const int at = (int)(exception >> 8 & 127);
   return (exception >> 15) * (int64_t)kUnitColumns + at / 64 * 4 + at / 8 % 2 * 2 + at % 2;
@@ -22,7 +24,7 @@ inline int row_of(uint32_t exception) {
   return line / 16 * 4 + line % 8 / 2;
 }
 
-// The index of column k of row r in a tile of bf16 lines.
+// The index of row r and column k in a tile of bf16 lines.
 inline int64_t place(int r, int64_t k) { return k / 2 * 2 * kTile + 2 * r + k % 2; }
 
 }  // namespace
@@ -76,10 +78,10 @@ std::vector<uint32_t> starts_of(const uint32_t* exceptions, int64_t count, int64
     if (ended) starts.push_back((uint32_t)i);
     ended = exceptions[i] == ~0u;
     if (!ended && column_of(exceptions[i]) >= columns)
-      throw std::runtime_error("an exception of weights in 12 bits is in none of their columns");
+      throw std::runtime_error("an exception of weights in 12 bits is outside their columns");
   }
   if (!ended || (int64_t)starts.size() != tiles)
-    throw std::runtime_error("the exceptions of weights in 12 bits must end once for each of their tiles");
+    throw std::runtime_error("the exceptions of weights in 12 bits must have one end for each of their tiles");
   return starts;
 }
 

@@ -1,4 +1,9 @@
-// The forms of packed weights: 12 bits, quantized pieces, tiles in the caller's memory; and a pass that only reads.
+// The forms that packed weights may have beside the session's dtype: 12 bits, quantized pieces, tiles in the caller's
+// memory. Decoder::pack calls `stage` and `settle_form` before and after it copies a weight; api.cc calls `map`. Here
+// are also the reading of all weights without computing, for Decoder::read_pass, and the packed sizes.
+//
+// Invariant: a product has one Form, chosen once all its weights are known. Its results have the same bits in 12 and in
+// 16 bits. A worker's tiles of a product follow each other in the order in which it multiplies them.
 #include <algorithm>
 #include <cstring>
 #include <stdexcept>
@@ -9,16 +14,19 @@
 
 namespace laneformer {
 
+// Reserves memory, apart from the streams, for the bf16 products of a weight whose form is not chosen yet. Throws
+// std::runtime_error for a weight that is packed already.
 void Decoder::stage(int weight) {
   for (const Rows& rows : places_[weight]) {
     if (rows.product->dtype != Dtype::bf16) continue;
     const std::vector<int>& missing = missing_[rows.product->number];
     if (std::count(missing.begin(), missing.end(), weight) == 0)
-      throw std::runtime_error("weight " + std::to_string(weight) + " is packed already, and in 12 bits only once");
+      throw std::runtime_error("weight " + std::to_string(weight) + " is packed already: in 12 bits pack it only once");
     for (auto& worker : workers_) worker->stage(*rows.product);
   }
 }
 
+// Chooses the forms of the products whose last weight this is.
 void Decoder::settle_form(int weight) {
   for (const Rows& rows : places_[weight]) {
     if (rows.product->dtype != Dtype::bf16) continue;
@@ -28,7 +36,8 @@ void Decoder::settle_form(int weight) {
   }
 }
 
-// One table for all rows of a product, of whatever weights: by the counts of all workers.
+// Chooses a product's form by the counts of all workers, and packs its tiles in this form. All its weights share one
+// table of codes.
 void Decoder::choose_form(const Product& product) {
   std::vector<Bf12Counts> counts(workers_.size(), Bf12Counts{});
   on_all([&](int w) { workers_[w]->count(product, counts[w]); });
@@ -47,7 +56,7 @@ void Decoder::choose_form(const Product& product) {
   }
 }
 
-// Any worker may need any expert: their tiles and exceptions are in one place.
+// Encodes the tiles of all experts in one place, with one list of exceptions, since any worker may multiply any expert.
 void Decoder::encode_experts(const Product& product, const Bf12Codes& codes, Form& form) {
   Region encoded(product.tiles() * bf12_tile_bytes(product.columns));
   std::vector<Worker::Exceptions> found(workers_.size());
@@ -63,17 +72,18 @@ void Decoder::encode_experts(const Product& product, const Bf12Codes& codes, For
 
 void Decoder::map(int number, const char* tiles, int64_t bytes, const uint8_t* table, const uint32_t* exceptions,
                   int64_t count) {
-  if (!options().bf12) throw std::runtime_error("this session was not opened for weights in 12 bits");
+  if (!options().bf12)
+    throw std::runtime_error("this session was not opened for weights in 12 bits: open it with bf12");
   if (number < kEmbedding || number > state_.head.number)
     throw std::runtime_error("the model has no product " + std::to_string(number));
-  Product table_of_rows{};  // as a product packs it
+  Product table_of_rows{};  // the embedding table as if it were a product's matrix
   table_of_rows.matrices = 1, table_of_rows.rows = plan().vocab_size, table_of_rows.columns = plan().hidden_size;
   const Product& product = number == kEmbedding ? table_of_rows : *state_.products[number];
   const int64_t all = product.tiles();
   const int64_t wanted = all * bf12_tile_bytes(product.columns);
   if (bytes != wanted)
-    throw std::runtime_error("product " + std::to_string(number) + " has " + std::to_string(wanted) +
-                             " bytes of tiles in 12 bits, not " + std::to_string(bytes));
+    throw std::runtime_error("product " + std::to_string(number) + " needs " + std::to_string(wanted) +
+                             " bytes of tiles in 12 bits, got " + std::to_string(bytes));
   if (number != kEmbedding && missing_[number].size() != product.parts.size())
     throw std::runtime_error("product " + std::to_string(number) + " is packed already");
   Form form;
@@ -101,24 +111,25 @@ void Decoder::map(int number, std::vector<Piece> pieces) {
   const Product& product = *state_.products[number];
   const std::string name = "product " + std::to_string(number);
   if (&product == &state_.head && plan().embedding.number == plan().head.weight.number)
-    throw std::runtime_error("the head is the embedding's table, which is not quantized");
+    throw std::runtime_error("the head is the embedding table, which cannot be quantized");
   int64_t bytes = 0, count = 0;
   for (const Piece& piece : pieces) {
     const int64_t wanted = piece.tiles ? product.matrices * piece.count * tile_bytes(piece.format, piece.columns) : 0;
     if (piece.bytes != wanted)
-      throw std::runtime_error(name + " has " + std::to_string(wanted) + " bytes of tiles in this format, not " +
+      throw std::runtime_error(name + " needs " + std::to_string(wanted) + " bytes of tiles in this format, got " +
                                std::to_string(piece.bytes));
     if (!piece.tiles && options().bf12)
-      throw std::runtime_error(name + " has quantized and other matrices: these cannot be in 12 bits");
+      throw std::runtime_error(name + " has quantized and other matrices: open the session without bf12");
     for (const int32_t entry : piece.order)
       if (entry >= product.columns) throw std::runtime_error(name + " has no column " + std::to_string(entry));
     bytes += wanted, count += piece.count;
   }
   const int64_t all = product.units() * product.unit_tiles();
   if (count != all)
-    throw std::runtime_error(name + " has " + std::to_string(all) + " tiles in a matrix, not " + std::to_string(count));
+    throw std::runtime_error(name + " needs " + std::to_string(all) + " tiles per matrix, got " +
+                             std::to_string(count));
   Form& form = state_.forms[number];
-  Region experts = std::move(form.experts);  // those that are not quantized
+  Region experts = std::move(form.experts);  // still used by pieces that are not quantized
   form = Form();
   form.experts = std::move(experts);
   form.pieces = std::move(pieces);
@@ -179,7 +190,7 @@ void Worker::place(const Product& product, const Bf12Codes* codes) {
   if (&product == &d_.head) name_head_tiles();
 }
 
-// Its share of all experts' tiles, into `all`.
+// Encodes this worker's share of all experts' tiles into its place in `all`.
 Worker::Exceptions Worker::encode_experts(const Product& product, const Bf12Codes& codes, char* all) const {
   Exceptions found;
   const int64_t bytes = bf12_tile_bytes(product.columns);
@@ -192,7 +203,7 @@ Worker::Exceptions Worker::encode_experts(const Product& product, const Bf12Code
   return found;
 }
 
-// Of the worker's share, those that are not in the session's dtype.
+// How many tiles of the worker's shares the caller has, in quantized pieces.
 int64_t Worker::mapped_tiles(const Product& product) const {
   const int64_t of = product.unit_tiles();
   int64_t tiles = 0;
@@ -213,7 +224,7 @@ void Worker::use_pieces(const Product& product) {
   }
 }
 
-// Reads the weights of a share, from that tile on, as `times` multiplies them.
+// Reads the weights of a share, whose first tile is number `tile`, as `times` reads them. Returns a sum.
 uint64_t Worker::read_tiles(const Product& product, const Share& share, int64_t tile) const {
   const Form& form = d_.forms[product.number];
   const int64_t of = product.unit_tiles(), first = share.first * of, last = share.last * of;
@@ -241,6 +252,7 @@ void Worker::name_head_tiles() {
         d_.head_tiles[unit] = bf12 ? this->bf12(d_.head, tile) : Bf12{tiles(d_.head, tile), {}, {}, {}};
 }
 
+// The tiles of a product in 12 bits from number `tile` on: of this worker's tiles, or of those of all experts.
 Bf12 Worker::bf12(const Product& product, int64_t tile) const {
   const Packed& packed = packed_[product.number];
   const Form& form = d_.forms[product.number];

@@ -1,5 +1,9 @@
 // Packs the weights: matrices as tiles in the order in which their worker reads them, vectors widened to float32, the
-// embedding table as it is stored.
+// embedding table as it is stored. custom_calls/cpu/session.py packs each weight once, through Decoder::pack; workers
+// read a row of the table with DecodeState::embed.
+//
+// Invariant: a row's place in a product's tiles depends only on the weight, the lane and the row, and one worker writes
+// each tile. So weights may come in any order, and workers pack in parallel without locks.
 #include <algorithm>
 #include <atomic>
 #include <cstring>
@@ -14,14 +18,15 @@ namespace laneformer {
 
 namespace {
 
-constexpr int64_t kPiece = 4096;  // values of the embedding table
+constexpr int64_t kPiece = 4096;  // values of the embedding table that are copied at a time
 
-// The index of element k of row r in a tile.
+// The index of row r and column k in a tile.
 inline int64_t place(Dtype dtype, int64_t r, int64_t k) {
   return dtype == Dtype::bf16 ? k / 2 * 2 * kTile + 2 * r + k % 2 : k * kTile + r;
 }
 
-// An infinity or NaN has an exponent of ones: adding `one`, its lowest bit, to the exponent alone gives the sign bit.
+// Tests numbers for infinity and NaN, whose exponents are all ones: adding `one`, the exponent's lowest bit, to the
+// bits of such an exponent gives the sign bit.
 template <class T>
 struct Exponent {
   explicit Exponent(Dtype dtype) : one((T)(dtype == Dtype::f32 ? 1 << 23 : dtype == Dtype::bf16 ? 1 << 7 : 1 << 10)) {}
@@ -31,7 +36,7 @@ struct Exponent {
   const T one;
 };
 
-// Copies a row into its tile. Returns whether all values are finite, which is tested on the way.
+// Copies a row [n] into columns `first` to first + n - 1 of row r of its tile. Returns whether all values are finite.
 template <class T>
 bool place_row(Dtype dtype, int64_t r, int64_t first, const T* row, int64_t n, T* tile) {
   const Exponent<T> exponent(dtype);
@@ -54,7 +59,7 @@ bool place_row(Dtype dtype, int64_t r, int64_t first, const T* row, int64_t n, T
   return !(pairs & 0x80008000u) && !(found & exponent.kSign);
 }
 
-// Place of the first value that is not finite; n if there is none.
+// Index of the first value that is not finite; n if all are.
 template <class T>
 int64_t first_not_finite(Dtype dtype, const T* values, int64_t n) {
   const Exponent<T> exponent(dtype);
@@ -69,14 +74,14 @@ int64_t not_finite(Dtype dtype, const void* values, int64_t n) {
                              : first_not_finite(dtype, (const uint16_t*)values, n);
 }
 
-// [rows][columns] to [columns][rows]: vectors run over the channels of a convolution.
+// Turns [rows][columns] into [columns][rows], so that vectors run over the channels of a convolution.
 void transpose(float* values, int64_t rows, int64_t columns) {
   const std::vector<float> old(values, values + rows * columns);
   for (int64_t r = 0; r < rows; r++)
     for (int64_t c = 0; c < columns; c++) values[c * rows + r] = old[r * columns + c];
 }
 
-// The least of the places that several threads find.
+// The least of the indices that several threads find.
 class First {
  public:
   void found(int64_t place) {
@@ -92,7 +97,7 @@ class First {
 
 }  // namespace
 
-// Where each matrix lies.
+// Sets places_ and missing_.
 void Decoder::find_places() {
   places_.resize(plan().weights.size());
   for (const Product* product : state_.products)
@@ -104,13 +109,13 @@ void Decoder::find_places() {
       if (rows.product->dtype == Dtype::bf16) missing_[rows.product->number].push_back((int)weight);
 }
 
-// Packs all rows of a weight, for each lane and expert. Returns the place of the first value that is not finite, or a
-// larger number.
+// Packs all rows of a matrix into one of its products, for each lane and expert. Returns the index of the first value
+// that is not finite as packed; if all are, a number beyond the last.
 int64_t Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const void* data, Dtype dtype) {
   const Product& product = *rows.product;
   const Dtype packed = product.dtype;
   const int64_t count = weight.shape[0], columns = weight.shape[1], stretch = std::min(columns, product.columns);
-  const int64_t stretches = product.columns / stretch;  // a head over all lanes: their columns one after the other
+  const int64_t stretches = product.columns / stretch;  // more than one: a head reads all lanes' columns end to end
   First first;
   on_all([&](int w) {
     std::vector<float> wide(stretch);
@@ -173,7 +178,7 @@ int64_t Decoder::pack(int number, const void* data, int64_t count, Dtype dtype) 
       state_.embedding = Region(bytes);
       on_all([&](int w) {
         const int64_t size = bytes_of(dtype), last = each * (w + 1) / threads();
-        for (int64_t k = each * w / threads(); k < last; k += kPiece) {  // tested while it is in the cache
+        for (int64_t k = each * w / threads(); k < last; k += kPiece) {  // in pieces: tested while in the cache
           const int64_t n = std::min(kPiece, last - k);
           std::memcpy(state_.embedding.data + k * size, (const char*)data + k * size, n * size);
           const int64_t finite = not_finite(dtype, (const char*)data + k * size, n);
@@ -185,14 +190,14 @@ int64_t Decoder::pack(int number, const void* data, int64_t count, Dtype dtype) 
   return first.place() < count ? first.place() : -1;
 }
 
-// Widens a row of the embedding table to float32.
+// Writes row `token` of the embedding table to row [hidden_size], as float32.
 void DecodeState::embed(int32_t token, float* row) const {
   const int64_t d = plan.hidden_size;
   if (embedding.data) {
     kernels->widen(embedding_dtype, embedding.data + token * d * bytes_of(embedding_dtype), d, row);
     return;
   }
-  const bool mapped = mapped_embedding.mapped != nullptr;  // otherwise the head's rows are the table
+  const bool mapped = mapped_embedding.mapped != nullptr;  // else the head's matrix is the table
   const Bf12 tile = mapped ? mapped_embedding.tiles(token / kTile, d) : head_tiles[token / kTile];
   if (mapped || forms[head.number].bf12) {
     std::vector<uint16_t> bits(d);
