@@ -1,13 +1,16 @@
-// Products of bf16 weights on AMX's tile registers, for several positions; and the same sums on vectors, for one.
+// The table of kernels for AMX: products of bf16 weights on tile registers for several positions, and the same sums on
+// vectors for one position; latent attention is in attention/tile_latents.h. All other functions are those of another
+// table. machine.cc makes the table and runs its trial product. Compiled once, with LF_ISA = amx.
 //
-// A tile of weights is 16 rows, a line of it two columns: 16 lines are a register as TDPBF16PS reads it. Sums are added
-// in the order of that instruction, for one position too, so that a position's bits do not depend on its company. Of
-// 32 columns, the even and the odd ones are a chain of multiply-adds each, from zero; both are added, then added to the
-// sum. Exact vectors are three bf16 numbers for each float32, whose sum it is: three such steps for 32 columns, the
-// largest parts first. Their products with bf16 weights are exact in float32's multiply-adds. An infinity gives NaN.
+// A tile of weights has 16 rows and a line of it two columns, so 16 lines are a register as TDPBF16PS reads it.
 //
-// Compiled for one set (LF_ISA); its table has the functions of another for all else. No library templates in here, as
-// in kernels.cc.
+// Invariant: the order of a sum is that of the instruction, for one position too, so a position has the same bits alone
+// and with others. In 32 columns, the even and the odd ones are a chain of multiply-adds each, from zero. Both chains
+// are added, then their sum is added to the total. For exact activations each float32 is the sum of three bf16 numbers,
+// and 32 columns take three such steps, the largest parts first; products with bf16 weights are exact in float32's
+// multiply-adds. A vector with an infinity gives NaN.
+//
+// No library templates in here, as in kernels.cc.
 #include "attention/tile_latents.h"
 #include "bf12_decode.h"
 #include "formats.h"
@@ -25,20 +28,20 @@ using laneformer::Activations;
 using laneformer::Dtype;
 using laneformer::Kernels;
 
-constexpr int kLines = kTileRows;                             // of weights in a register
+constexpr int kLines = kTileRows;                             // lines of weights in a register: one step
 constexpr int64_t kStep = (int64_t)kLines * Bf16Line::bytes;  // bytes of these lines
-constexpr int64_t kPieceLines = 256;                          // of a tile, which all positions use before the next
-constexpr int64_t kDecoded = kPiece / Bf16Line::bytes;        // likewise, of 12 bits
-constexpr int64_t kAhead = 1024;                              // bytes by which one position fetches ahead
+constexpr int64_t kPieceLines = 256;                          // lines that all positions use before the next ones
+constexpr int64_t kDecoded = kPiece / Bf16Line::bytes;        // the same for weights in 12 bits
+constexpr int64_t kAhead = 1024;                              // bytes that one position prefetches ahead
 static_assert(kDecoded % kLines == 0 && kPieceLines % kLines == 0, "whole registers");
 
-const Kernels* others = nullptr;  // what is not here
+const Kernels* others = nullptr;  // the table with all other functions
 
-int64_t steps_of(int64_t columns) { return (columns + kColumns - 1) / kColumns; }
+int64_t steps_of(int64_t columns) { return (columns + kColumns - 1) / kColumns; }  // of kColumns columns
 
 // ------------------------------------------------------------------------------------------------------- one position
 
-// [32 columns][part][column], float32.
+// Writes a position's parts as float32: [step][part][column].
 template <int P>
 void prepare_one(const float* x, int64_t columns, float* out) {
   for (int64_t k = 0; k < columns; k += kColumns, out += P * kColumns)
@@ -49,13 +52,14 @@ void prepare_one(const float* x, int64_t columns, float* out) {
     }
 }
 
-// T tiles side by side, `tile` bytes apart. earlier: y has the sums of earlier lines, a multiple of kLines. Between
-// steps sums are in memory: the registers are for the chains.
+// Multiplies `lines` lines of T tiles side by side, `tile` bytes apart, and prefetches `by` bytes ahead. earlier: y has
+// the sums of earlier lines, whose number is a multiple of kLines. Between steps the sums are in memory, because the
+// chains need the registers.
 template <int P, int T>
 __attribute__((noinline)) void multiply_lines(const char* w, int64_t tile, const float* x, int64_t lines, bool earlier,
                                               int64_t by, float* y) {
   for (; lines > 0; lines -= kLines, x += P * kColumns, earlier = true) {
-    const int64_t ahead = lines * Bf16Line::bytes <= by ? by + (T - 1) * tile : by;  // behind them the next T begin
+    const int64_t ahead = lines * Bf16Line::bytes <= by ? by + (T - 1) * tile : by;  // at the end: of the next T tiles
     const bool padded = lines < kLines;
     const float *values = x, *const end = x + 2 * (padded ? lines : kLines);
     vf even[P][T][kVectors] = {}, odd[P][T][kVectors] = {};
@@ -77,7 +81,7 @@ __attribute__((noinline)) void multiply_lines(const char* w, int64_t tile, const
         vf sum = earlier ? loadf(to) : vf{};
         each<P>([&](auto p) LF_INLINED {
           vf &a = even[p()][t()][v()], &b = odd[p()][t()][v()];
-          if (padded) a += vf{}, b += vf{};  // as a register's zeros do: -0 becomes 0
+          if (padded) a += vf{}, b += vf{};  // like the zeros of a padded register: -0 becomes 0
           sum += a + b;
         });
         storef(to, sum);
@@ -86,6 +90,7 @@ __attribute__((noinline)) void multiply_lines(const char* w, int64_t tile, const
   }
 }
 
+// Multiplies all tiles by one position, T at a time, then half as many.
 template <int P, int T>
 void tiles_of_one(const char* w, const float* x, int64_t lines, int64_t tiles, float* y) {
   const int64_t tile = lines * Bf16Line::bytes;
@@ -98,7 +103,8 @@ void tiles_of_one(const char* w, const float* x, int64_t lines, int64_t tiles, f
 
 // --------------------------------------------------------------------------------------------------- several positions
 
-// Positions in registers: `count` of them have `rows` each, the last one what is left; two are multiplied at a time.
+// How positions are divided among registers: `count` registers have `rows` positions each, the last one the rest. Two
+// registers are multiplied at a time.
 struct Registers {
   int positions, count, rows;
   explicit Registers(int of) : positions(of) {
@@ -109,7 +115,7 @@ struct Registers {
   int rows_of(int number) const { return number + 1 < count ? rows : positions - number * rows; }
 };
 
-// [register][32 columns][part][row][column], bf16.
+// Writes the positions' parts as bf16: [register][step][part][row][column].
 template <int P>
 void prepare_several(const float* x, int64_t ldx, int64_t columns, int positions, char* out) {
   const Registers registers(positions);
@@ -131,20 +137,21 @@ void prepare_several(const float* x, int64_t ldx, int64_t columns, int positions
   }
 }
 
-// Some lines of tiles, `tile` bytes apart, and the vectors of one or two registers of positions.
+// Some steps of lines of tiles, `tile` bytes apart, and the vectors of one or two registers of positions.
 struct Block {
   const char* w;
   int64_t tile, steps;
   const char* x;
-  int64_t first_bytes, second_bytes, second;  // of a part of 32 columns in each register; where the second begins
+  int64_t first_bytes, second_bytes, second;  // bytes of a step's part in each register; offset of the second register
   float* y;
-  int64_t second_y, ldy;  // floats
-  bool earlier;           // whether y has the sums of earlier lines
-  const char* ahead;      // what to fetch, `tile` bytes apart: `fetched` lines of each 16
+  int64_t second_y, ldy;  // floats to the second register's positions, and from position to position
+  bool earlier;           // y has the sums of earlier lines
+  const char* ahead;      // what to prefetch, ahead_tile bytes apart: `fetched` lines per step
   int64_t ahead_tile;
   int fetched;
 };
 
+// Multiplies A registers of positions by T tiles.
 template <int P, int A, int T>
 __attribute__((noinline)) void multiply_tiles(const Block& block) {
   const int64_t ld = block.ldy * (int64_t)sizeof(float), tile = block.tile, ahead_tile = block.ahead_tile;
@@ -175,7 +182,8 @@ __attribute__((noinline)) void multiply_tiles(const Block& block) {
   });
 }
 
-// T tiles' lines from `first` on, a multiple of kLines, times all positions.
+// Multiplies all positions by `steps` steps of T tiles' lines, the first of which has number `first`, a multiple of
+// kLines. w, tile: these lines, and bytes from tile to tile. ahead: what to prefetch meanwhile, or null.
 template <int P, int T>
 void all_positions(Configured& configured, const Registers& registers, const char* w, int64_t tile, int64_t steps,
                    const char* x, int64_t first, int64_t all_steps, float* y, int64_t ldy, const char* ahead,
@@ -206,6 +214,7 @@ void all_positions(Configured& configured, const Registers& registers, const cha
   }
 }
 
+// Multiplies all tiles by several positions, T at a time, then half as many.
 template <int P, int T>
 void tiles_of_several(Configured& configured, const char* w, const char* x, int64_t lines, int64_t tiles, int positions,
                       float* y, int64_t ldy) {
@@ -221,7 +230,7 @@ void tiles_of_several(Configured& configured, const char* w, const char* x, int6
       times(w + first * Bf16Line::bytes, tile, (end - first) / kLines, first,
             end < whole ? w + end * Bf16Line::bytes : w + T * tile);
     }
-    if (rest) {  // padded with zeros
+    if (rest) {  // the last step, padded with zeros
       alignas(64) char padded[T * kStep] = {};
       for (int t = 0; t < T; t++)
         std::memcpy(padded + t * kStep, w + t * tile + whole * Bf16Line::bytes, rest * Bf16Line::bytes);
@@ -233,7 +242,8 @@ void tiles_of_several(Configured& configured, const char* w, const char* x, int6
   }
 }
 
-// Weights in 12 bits: f(lines of T tiles, kPiece bytes apart, how many, the first), padded with zeros to whole steps.
+// Decodes T tiles in 12 bits piece by piece. Calls f(piece, count, first): `count` lines of each tile from number
+// `first` on, kPiece bytes from tile to tile, padded with zeros to whole steps.
 template <int T, class F>
 void decoded(const laneformer::Bf12& weights, int64_t first_tile, int64_t lines, F f) {
   alignas(64) char piece[T * kPiece];
@@ -254,6 +264,7 @@ void decoded(const laneformer::Bf12& weights, int64_t first_tile, int64_t lines,
   }
 }
 
+// Multiplies all tiles in 12 bits, T at a time, then half as many.
 template <int P, int T>
 void tiles_of_bf12(Configured& configured, const laneformer::Bf12& weights, int64_t first_tile, const void* x,
                    int64_t lines, int64_t tiles, int positions, float* y, int64_t ldy) {
@@ -275,7 +286,7 @@ void tiles_of_bf12(Configured& configured, const laneformer::Bf12& weights, int6
 
 // ---------------------------------------------------------------------------------------------------------- the table
 
-// f(Count<P>{}): the parts of a vector's numbers.
+// Calls f(Count<P>{}) with the number of parts of a float32.
 template <class F>
 void with_parts(Activations activations, F f) {
   activations == Activations::exact ? f(Count<3>{}) : f(Count<1>{});
@@ -298,7 +309,7 @@ void product(Dtype dtype, Activations activations, const void* w, const void* x,
   if (dtype != Dtype::bf16) return others->product(dtype, activations, w, x, columns, tiles, positions, y, ldy);
   const int64_t lines = (columns + 1) / 2;
   with_parts(activations, [&](auto p) {
-    constexpr int kStreams = p() == 1 ? 4 : 2;  // tiles side by side: more chains would not fit the registers
+    constexpr int kStreams = p() == 1 ? 4 : 2;  // tiles side by side; the chains of more would not fit in registers
     if (positions == 1) return tiles_of_one<p(), kStreams>((const char*)w, (const float*)x, lines, tiles, y);
     Configured configured;
     tiles_of_several<p(), kAtOnce>(configured, (const char*)w, aligned((const char*)x), lines, tiles, positions, y,
@@ -316,7 +327,7 @@ void product_bf12(Activations activations, const laneformer::Bf12& weights, cons
   });
 }
 
-// As the products of exact vectors make them: three of a register's for one.
+// Float32 multiply-adds as products of exact activations make them: three tile multiplications for one.
 float multiply_adds(int64_t count) {
   constexpr int64_t kProducts = kTileRows * kTile * kColumns, kSums = kAtOnce * kAtOnce;
   Configured configured;
@@ -333,7 +344,7 @@ float multiply_adds(int64_t count) {
 
 Kernels table;
 
-// Numbers of either sign, of `spread` exponents.
+// A pseudorandom number of either sign, with one of `spread` exponents.
 float any_number(uint32_t& state, int spread) {
   state = state * 1664525 + 1013904223;
   const uint32_t bits = (state & 0x80000000) | (127 - state / 64 % spread) << 23 | (state >> 8 & 0x7fffff);
@@ -342,7 +353,7 @@ float any_number(uint32_t& state, int spread) {
   return x;
 }
 
-// The bits of each position alone and in company; tiny numbers as workers compute, with subnormals as zeros.
+// Whether each of `positions` positions has the same bits alone and with the others, for numbers of `spread` exponents.
 bool agrees(Activations activations, int positions, int spread) {
   constexpr int kMost = 49, kWide = 2 * kColumns * 5 + 3, kRows = 3 * kTile;
   const int64_t columns = kWide;
@@ -350,7 +361,7 @@ bool agrees(Activations activations, int positions, int spread) {
   static float x[kMost * kWide], prepared[(kWide + kColumns) * (kMost + kMost / 2 + 3)], y[kMost * kRows], alone[kRows];
   uint32_t state = (uint32_t)(positions + spread);
   for (uint16_t& weight : w) weight = (uint16_t)(as_bits(splat(any_number(state, spread)))[0] >> 16);
-  for (int64_t i = kRows / kTile; i > 0; i--)  // the padding of the last line
+  for (int64_t i = kRows / kTile; i > 0; i--)  // zeros for the padding of each tile's last line
     for (int r = 0; r < kTile; r++) w[i * (columns + 1) * kTile - 1 - 2 * r] = 0;
   for (float& number : x) number = any_number(state, spread);
   prepare(Dtype::bf16, activations, x, columns, columns, positions, prepared);
@@ -381,7 +392,7 @@ extern "C" const laneformer::Kernels* LF_JOIN(laneformer_kernels_, LF_ISA)(const
 }
 
 extern "C" bool LF_JOIN(laneformer_agrees_, LF_ISA)() {
-#if defined(__x86_64__)
+#if defined(__x86_64__)  // flushes subnormals to zero, as workers do
   const unsigned saved = _mm_getcsr();
   _mm_setcsr(saved | 0x8040);
 #endif

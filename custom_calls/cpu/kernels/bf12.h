@@ -1,5 +1,11 @@
-// Products of weights in 12 bits (bf12_decode.h), in the order of the bf16 product, whose bits they have. Included by
-// kernels.cc alone, as simd.h is.
+// `product_bf12` of the table of kernels: products with weights in 12 bits (bf12_decode.h). Included by kernels.cc
+// alone.
+//
+// Invariant: weights are decoded to their bf16 bits and added in the order of product.h, line by line in the same two
+// chains. So a product has the same bits in 12 and in 16 bits.
+//
+// Few positions decode in registers. Several positions decode a piece of a tile to memory, and all parts of the
+// positions use it before the next piece.
 #pragma once
 
 #include "bf12_decode.h"
@@ -8,7 +14,7 @@
 namespace LF_ISA {
 namespace {
 
-// sums += pairs of weights times the values of their two columns, as the bf16 lines add them.
+// Adds to `sums` pairs of weights times the values of their two columns, as the bf16 formats of formats.h do.
 template <int N>
 LF_INLINE void add_pairs(Bf16Line, vu pairs, const float* x, vf (&sums)[N]) {
   const vf columns[2] = {as_float(pairs << 16), as_float(upper_half<false>(pairs))};
@@ -26,8 +32,9 @@ LF_INLINE void add_pairs(Bf16DotLine, vu pairs, const float* x, vf (&sums)[N]) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Eight rows of columns 0-3 of a unit (half 0) or 4-7 without an exception, of one position: first += those of a line,
-// second += those of the next. The sums of three tiles leave four registers.
+// One position and eight rows of half a unit without exceptions: columns 0-3 (half 0) or 4-7. Adds the first of the
+// half's two lines to `first` and the other to `second`. Assembly, as the sums of three tiles leave only four
+// registers.
 template <int half>
 LF_INLINE void add_half(const char* unit, const vb& table, const float* x, vf& first, vf& second) {
   typedef const char Vector[sizeof(vb)];
@@ -55,7 +62,7 @@ LF_INLINE void add_half(const char* unit, const vb& table, const float* x, vf& f
 template <int T>
 using OneSums = vf[kChains][T][kVectors];
 
-// Units without exceptions of T tiles, to w + bytes. The table is read from memory.
+// One position: multiplies units without exceptions, `bytes` bytes of each of T tiles. The table is read from memory.
 template <int T, Reader reader>
 __attribute__((noinline)) void multiply_units(const char* w, int64_t bytes, int64_t tile, const vb* table,
                                               const float* x, Fetching<T, reader>& fetching, OneSums<T>& all) {
@@ -77,7 +84,7 @@ __attribute__((noinline)) void multiply_units(const char* w, int64_t bytes, int6
   fetching = ahead;
 }
 
-// The first `lines` lines of one unit of T tiles, with its exceptions.
+// One position: multiplies the first `lines` lines of one unit of T tiles, with its exceptions.
 template <int T>
 __attribute__((noinline)) void multiply_unit(const char* w, int64_t tile, vb table, const uint32_t* (&exceptions)[T],
                                              uint32_t unit, int lines, const float* x, OneSums<T>& sums) {
@@ -92,7 +99,8 @@ __attribute__((noinline)) void multiply_unit(const char* w, int64_t tile, vb tab
   }
 }
 
-// One position, T tiles side by side, in the order of multiply_few.
+// One position: multiplies T whole tiles side by side, in the order of multiply_few. Between units with exceptions it
+// uses the faster multiply_units.
 template <int T, Reader reader>
 void multiply_one_bf12(const Bf12& weights, int64_t first, const float* x, int64_t lines, float* y) {
   const uint32_t units = (uint32_t)(lines / kUnitLines), rest = (uint32_t)(lines % kUnitLines);
@@ -104,7 +112,7 @@ void multiply_one_bf12(const Bf12& weights, int64_t first, const float* x, int64
   OneSums<T> sums = {};
   Fetching<T, reader> ahead(w, tile);
   for (uint32_t unit = 0;; unit++) {
-    uint32_t next = units;  // with an exception
+    uint32_t next = units;  // the next unit with an exception in any tile
     for (int t = 0; t < T; t++) next = exceptions[t][0] >> 15 < next ? exceptions[t][0] >> 15 : next;
     multiply_units(w + unit * kUnitBytes, (next - unit) * kUnitBytes, tile, &table, x + unit * laneformer::kUnitColumns,
                    ahead, sums);
@@ -121,7 +129,7 @@ void multiply_one_bf12(const Bf12& weights, int64_t first, const float* x, int64
 }
 #endif
 
-// Few positions, T tiles side by side: multiply_few of the lines that the units hold.
+// Few positions: multiplies T whole tiles side by side, as multiply_few does with their bf16 lines.
 template <class Line, int N, int T, Reader reader>
 __attribute__((noinline)) void multiply_few_bf12(const Bf12& weights, int64_t first, const float* x, int64_t lines,
                                                  int positions, float* y, int64_t ldy) {
@@ -143,7 +151,7 @@ __attribute__((noinline)) void multiply_few_bf12(const Bf12& weights, int64_t fi
         unit_lines(from, table, v(), exceptions[t()], unit, [&](auto line, vu pairs) LF_INLINED {
           add_pairs(Line{}, pairs, x + line() * kStep, sums[line() % kChains][t()][v()]);
         });
-        // The next vector or tile loads the values again: there are no registers to keep all of them in.
+        // Makes the next vector or tile load the values again: there are no registers to keep all of them in.
         if (N > 1 || (kVectors > 1 && kRegisters < 32)) __asm__("" : "+r"(x));
       });
       exceptions[t()] = after(exceptions[t()], unit);
@@ -165,6 +173,7 @@ __attribute__((noinline)) void multiply_few_bf12(const Bf12& weights, int64_t fi
   });
 }
 
+// Few positions: multiplies all tiles, T at a time while there are as many, then about half as many at a time.
 template <class Line, int N, int T, Reader reader>
 void tiles_of_few_bf12(const Bf12& weights, int64_t first, const float* x, int64_t lines, int64_t tiles, int positions,
                        float* y, int64_t ldy) {
@@ -182,7 +191,7 @@ void tiles_of_few_bf12(const Bf12& weights, int64_t first, const float* x, int64
   }
 }
 
-// Several positions: all parts of them use a piece of a tile before the next is decoded.
+// Several positions: all parts of the positions use a decoded piece of a tile before the next piece is decoded.
 template <class Line, int N>
 void tiles_of_several_bf12(const Bf12& weights, const float* x, int64_t lines, int64_t tiles, int positions, float* y,
                            int64_t ldy) {
@@ -200,7 +209,7 @@ void tiles_of_several_bf12(const Bf12& weights, const float* x, int64_t lines, i
       const int64_t count = lines - first < kLines ? lines - first : kLines;
       const int64_t unit = first / kUnitLines, units = (count + kUnitLines - 1) / kUnitLines;
       exceptions = decode(w + unit * kUnitBytes, table, exceptions, unit, units, near_of(reader()), piece);
-      // What the next piece is decoded from is fetched while this one is used.
+      // While this piece is used, the units of the next one are prefetched.
       const char* const ahead = fetches ? w + (unit + units) * kUnitBytes : piece;
       const int64_t rest = fetches ? units * kUnitBytes : 0, step = fetches ? kUnitBytes / kUnitLines / parts : 0;
       for (int part = 0; part < parts; part++) {

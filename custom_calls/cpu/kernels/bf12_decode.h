@@ -1,10 +1,16 @@
-// Weights of bf16 in 12 bits each (laneformer/formats.py has the format), in units of 16 rows and 8 columns: a line of
-// codes, those of columns 0-3 in the low nibbles and of 4-7 in the high ones, then two lines of low bytes. Byte
-// 16 (r / 4) + 8 (c / 2) + 2 (r % 4) + c % 2 of a line is row r, column c of four: interleaving high and low bytes
-// gives the lines of bf16 tiles.
+// Decodes bf16 weights in 12 bits each (laneformer/formats.py defines the format) to lines of bf16. bf12.h and amx.cc
+// use it; packing/bf12.cc encodes.
 //
-// Exceptions are words unit << 15 | slot << 8 | high byte, ascending in each tile and ended by ~0; slot: the place of a
-// weight's byte in the two lines of low bytes. Included by kernels.cc alone, as simd.h is.
+// A unit has 16 rows and 8 columns in three lines of 64 bytes: codes, those of columns 0-3 in the low nibbles and those
+// of columns 4-7 in the high ones, then the low bytes of columns 0-3 and of 4-7. Byte 16 (r / 4) + 8 (c / 2) + 2 (r %
+// 4)
+// + c % 2 of a line is row r and column c < 4. So interleaving high and low bytes gives the lines of bf16 tiles.
+//
+// Exceptions are words unit << 15 | slot << 8 | high byte, in ascending order within a tile and ended by ~0. A slot is
+// the place of a weight's byte in the two lines of low bytes.
+//
+// Invariant: a high byte is table[code] unless an exception names its slot. So decoding gives the bits that were
+// encoded.
 #pragma once
 
 #include "formats.h"
@@ -22,9 +28,9 @@ using laneformer::kUnitBytes;
 typedef uint8_t vb __attribute__((vector_size(4 * kWidth)));
 
 constexpr int kUnitLines = laneformer::kUnitColumns / Bf16Line::columns;
-constexpr int64_t kPiece = 8192;  // bytes of bf16 lines that are decoded at once: they stay in the first-level cache
+constexpr int64_t kPiece = 8192;  // bytes of bf16 lines that are decoded together; they fit in the first-level cache
 
-// table[index]; the table is repeated in each 16 bytes of its vector.
+// table[index] for each byte; the vector `table` repeats the table in each 16 bytes.
 LF_INLINE vb lookup(vb table, vb index) {
 #if defined(__AVX512BW__)
   return (vb)_mm512_shuffle_epi8((__m512i)table, (__m512i)index);
@@ -32,14 +38,14 @@ LF_INLINE vb lookup(vb table, vb index) {
   return (vb)_mm256_shuffle_epi8((__m256i)table, (__m256i)index);
 #elif defined(__aarch64__)
   return (vb)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index);
-#else  // a comparison for each entry, and the sign
+#else  // the sign is bit 3 of the index; one comparison for each of the eight values
   vb found = (vb)(((vu)index & 0x08080808) << 4);
   for (int i = 0; i < 8; i++) found |= (vb)((index & 7) == (uint8_t)i) & table[i];
   return found;
 #endif
 }
 
-// Pairs of bytes, (low, high) each, of the first (half 0) or second eight bytes of each 16.
+// Joins low and high bytes to pairs (low, high): the first eight bytes of each 16 (half 0), or the second eight.
 template <int half, int... I>
 LF_INLINE vb interleave(vb low, vb high, Numbers<I...>) {
   constexpr int n = sizeof(vb);
@@ -58,6 +64,7 @@ LF_INLINE vu pairs_of(vb low, vb high) {
 #endif
 }
 
+// The table of the weights, repeated in each 16 bytes.
 LF_INLINE vb table_of(const Bf12& weights) {
   vb table;
   for (int i = 0; i < (int)sizeof table; i += 16) std::memcpy((char*)&table + i, weights.table, 16);
@@ -71,7 +78,8 @@ alignas(64) constexpr uint8_t kSlots[128] = {
 #undef LF_EIGHT
 };
 
-// Puts the high byte of an exception into vector v of the high bytes of columns 0-3 (half 0) or 4-7, if it is there.
+// Puts the high byte of an exception into `high`, vector v of the high bytes of columns 0-3 (half 0) or 4-7, if its
+// slot is there.
 template <int half>
 LF_INLINE void put(uint32_t exception, [[maybe_unused]] int v, vb& high) {
   const uint32_t slot = exception >> 8 & 127;
@@ -89,7 +97,8 @@ LF_INLINE void put(uint32_t exception, [[maybe_unused]] int v, vb& high) {
 #endif
 }
 
-// f(line, pairs): vector v of each of a unit's lines of bf16. exceptions: the first one of this unit or of a later one.
+// Calls f(line, pairs) with vector v of each of the unit's bf16 lines. exceptions: the first one of this unit or of a
+// later unit. number: of the unit.
 template <class F>
 LF_INLINE void unit_lines(const char* unit, vb table, int v, const uint32_t* exceptions, uint32_t number, F f) {
   const vb codes = load<vb>(unit + v * sizeof(vb));
@@ -103,13 +112,14 @@ LF_INLINE void unit_lines(const char* unit, vb table, int v, const uint32_t* exc
   });
 }
 
+// The first exception after those of this unit.
 LF_INLINE const uint32_t* after(const uint32_t* exceptions, uint32_t unit) {
   while (__builtin_expect(*exceptions >> 15 == unit, 0)) exceptions++;
   return exceptions;
 }
 
-// Decodes `count` units of a tile into lines of bf16. exceptions: the first one of these units or of later ones;
-// returns the first one of later units.
+// Decodes `count` units of a tile, from number `first` on, into lines of bf16, and prefetches `by` bytes ahead.
+// exceptions: the first one of these units or of later ones. Returns the first exception of later units.
 const uint32_t* decode(const char* units, vb table, const uint32_t* exceptions, int64_t first, int64_t count,
                        int64_t by, char* lines) {
   for (int64_t u = 0; u < count; u++, units += kUnitBytes, lines += kUnitLines * Bf16Line::bytes) {

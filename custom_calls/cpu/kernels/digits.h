@@ -1,9 +1,12 @@
-// Vectors as integers, and exact sums of their products with weights of 8 and 4 bits.
+// Vectors as integers, and exact sums of their products with weights of 4 bits and int8. Included by quantized.cc
+// alone.
 //
-// A block of 32 columns (16, where scales are that fine) has a power of two s; q = round(x / s) has 23 bits, or 16 for
-// rounded activations, and digits d0 + 256 d1 + 65536 d2 of -128 .. 127. The sums of a row over a block are integers,
-// so that every instruction set finds the same: high = sum w (d1 + 256 d2), low = sum w d0; of 16 bits: low = sum w q.
-// Included by quantized.cc alone.
+// A block of 32 columns (16 if scales are that fine) of a vector has a power of two s. q = round(x / s) has 23 bits, or
+// 16 bits for rounded activations, and is stored as signed digits: q = d0 + 256 d1 + 65536 d2, each -128 .. 127. The
+// sums over a block of weights w are high = sum w (d1 + 256 d2) and low = sum w d0; with 16 bits only low = sum w q.
+//
+// Invariant: these sums are exact integers below 2^31 in size, so every instruction set finds the same, in any order
+// and with any instruction. Weights are stored unsigned; `Head` corrects the sums for that.
 #pragma once
 
 #include "quantized.h"
@@ -20,8 +23,8 @@ typedef int16_t vs __attribute__((vector_size(4 * kWidth)));
 
 constexpr int kVectors = kTile / kWidth;
 
-// How digits are multiplied. bytes: four columns of a digit at once, unsigned weights; words: two columns, of 16 bits;
-// floats: one column, exact in float32.
+// How digits are multiplied. bytes: four columns of one digit in an instruction, unsigned weights; words: two columns
+// of 16 bits; floats: one column, exactly in float32.
 enum class Way { bytes, words, floats };
 template <Code code>
 constexpr Way way_of() {
@@ -34,7 +37,7 @@ constexpr Way way_of() {
 #endif
 }
 
-// What is added to a weight so that it is an unsigned byte, and the power of two by which e2m1 is multiplied for that.
+// An unsigned weight is 2^kDoubled times the weight, plus kOffset.
 template <Code code>
 constexpr int kOffset = code == Code::int4   ? 8
                         : code == Code::e2m1 ? 12
@@ -42,7 +45,7 @@ constexpr int kOffset = code == Code::int4   ? 8
 template <Code code>
 constexpr int kDoubled = code == Code::e2m1 ? 1 : 0;
 
-// In a register: GCC would load a line for each half of its bytes.
+// Loads a vector into a register. Without the assembly GCC would load it again for each half of its bytes.
 LF_INLINE vb load_once(const char* from) {
   vb line = load<vb>(from);
 #if defined(__AVX512F__)
@@ -51,18 +54,19 @@ LF_INLINE vb load_once(const char* from) {
   return line;
 }
 
-// Whether a sum of weights times q is below 2^31 in size: q is at most 0x7f7f80.
+// Whether a sum of unsigned weights times q over a block fits in 31 bits; q is at most 0x7f7f80.
 template <Code code, int columns>
 constexpr bool kFits = kOffset<code> * (int64_t)columns * 0x7f7f80 < (int64_t)1 << 31;
 
-struct __attribute__((may_alias)) Head {  // of a block, after its digits
-  int32_t low, high;                      // -offset * sums of the digits: where the sums of unsigned weights begin
-  float unit, high_unit;                  // s; 256 s
-  float low_digits, high_digits;          // sums of the digits
+// What follows the digits of a block.
+struct __attribute__((may_alias)) Head {
+  int32_t low, high;      // -kOffset * sums of the digits: the sums with unsigned weights begin with these
+  float unit, high_unit;  // s, divided by 2^kDoubled, and 256 times that; NaN if x has a number that is not finite
+  float low_digits, high_digits;  // sums of the digits, for zero points
   float unused[2];
 };
 
-// Bytes of the digits of a block with that many columns, P bytes of q each.
+// Bytes of a block's digits. P: bytes of q, 3 or 2.
 template <Code code, int P, int columns>
 constexpr int digit_bytes() {
   return way_of<code>() == Way::bytes   ? P * columns
@@ -83,7 +87,7 @@ LF_INLINE float as_one_float(uint32_t bits) {
   return f;
 }
 
-// f of all elements, by halves; f is associative.
+// Combines all elements with f, which is associative, by halves.
 template <int step, class F, int... I>
 LF_INLINE vi folded(vi v, F f, Numbers<I...> all) {
   v = f(v, __builtin_shufflevector(v, v, (I ^ step)...));
@@ -99,8 +103,7 @@ LF_INLINE int32_t total(vi v) {
 }
 
 #if defined(__AVX2__)
-// Of four columns in each 16 bytes of q, or of the digits' words, those that one instruction multiplies become
-// neighbours. Stores whole vectors, `step` bytes apart for each 16 bytes of them.
+// Stores each 16 bytes of a vector to `to`, `step` bytes apart.
 template <int step>
 LF_INLINE void store_quads(vu v, char* to) {
 #if defined(__AVX512F__)
@@ -112,6 +115,7 @@ LF_INLINE void store_quads(vu v, char* to) {
               LF_INLINED { _mm_storeu_si128((__m128i*)(to + i() * step), _mm256_extracti128_si256((__m256i)v, i())); });
 #endif
 }
+// Reorders the bytes within each 16, so that those which one instruction multiplies are neighbours.
 LF_INLINE vu shuffled_bytes(vu v, __m128i order) {
 #if defined(__AVX512F__)
   return (vu)_mm512_shuffle_epi8((__m512i)v, _mm512_broadcast_i32x4(order));
@@ -119,20 +123,21 @@ LF_INLINE vu shuffled_bytes(vu v, __m128i order) {
   return (vu)_mm256_shuffle_epi8((__m256i)v, _mm256_broadcastsi128_si256(order));
 #endif
 }
-LF_INLINE vu low_halves(vu a, vu b) {  // the first 8 of each 16 bytes of a, then of b
+// In each 16 bytes: the first 8 of a, then the first 8 of b.
+LF_INLINE vu low_halves(vu a, vu b) {
 #if defined(__AVX512F__)
   return (vu)_mm512_unpacklo_epi64((__m512i)a, (__m512i)b);
 #else
   return (vu)_mm256_unpacklo_epi64((__m256i)a, (__m256i)b);
 #endif
 }
-// (c0, c2), (c1, c3) as pairs of words, from the lower halves of four dwords.
+// In each 16 bytes: the lower halves of four dwords c0 .. c3 as words c0, c2, c1, c3.
 LF_INLINE vu word_pairs(vi v) {
   return shuffled_bytes((vu)v, _mm_setr_epi8(0, 1, 8, 9, 4, 5, 12, 13, -1, -1, -1, -1, -1, -1, -1, -1));
 }
 #endif
 
-// Writes the digits of kWidth columns from number k of the block on.
+// Writes the digits of kWidth columns of a block, from column k on. low = d0, high = d1 + 256 d2.
 template <Code code, int P, int columns>
 LF_INLINE void store_digits([[maybe_unused]] vi q, [[maybe_unused]] vi low, [[maybe_unused]] vi high, int k, char* to) {
   constexpr Way way = way_of<code>();
@@ -160,11 +165,11 @@ LF_INLINE void store_digits([[maybe_unused]] vi q, [[maybe_unused]] vi low, [[ma
 #endif
 }
 
-// The digits of one vector's block; only `count` columns of x are there.
+// Writes the digits and the Head of a vector's block. count: columns of x; others are zeros.
 template <Code code, int P, int columns>
 LF_INLINE void prepare_block(const float* x, int64_t count, char* to) {
   constexpr int n = columns / kWidth;
-  constexpr int kBits = P == 3 ? 22 : 14;  // of q, below the highest
+  constexpr int kBits = P == 3 ? 22 : 14;  // number of the highest bit of q, counted from 0
   vf values[n];
   vi most = {};
   each<n>([&](auto i) LF_INLINED {
@@ -175,9 +180,10 @@ LF_INLINE void prepare_block(const float* x, int64_t count, char* to) {
     most = larger(most, magnitude_bits(values[i()]));
   });
   const int32_t bits = fold(most, [](vi a, vi b) LF_INLINED { return larger(a, b); });
-  // q + 1/2 of the largest must stay below 0x7f7f80 or 0x7f80, the sums of digits 127 and one.
+  // The largest q, rounded, must be at most 0x7f7f7f or 0x7f7f, all of whose digits are 127: else the exponent is one
+  // more.
   int exponent = (bits + (P == 3 ? 0x10101 : 0x10100)) >> 23;
-  constexpr int kLeast = kBits + 1 + kDoubled<code>;  // s is no subnormal
+  constexpr int kLeast = kBits + 1 + kDoubled<code>;  // then s is not subnormal
   if (exponent < kLeast) exponent = kLeast;
   const vf inverse = splat(as_one_float((uint32_t)(254 + kBits - exponent) << 23));
   vi low_sum = {}, high_sum = {};
@@ -188,7 +194,7 @@ LF_INLINE void prepare_block(const float* x, int64_t count, char* to) {
     low_sum += P == 3 ? low : q, high_sum += high;
     store_digits<code, P, columns>(q, low, high, i() * kWidth, to);
   });
-  const bool finite = bits < 0x7f800000;  // otherwise the sums of digits mean nothing, and NaN replaces them
+  const bool finite = bits < 0x7f800000;  // else the digits mean nothing, and NaN as unit makes the result NaN
   const int32_t low = finite ? total(low_sum) : 0, high = finite ? total(high_sum) : 0;
   const uint32_t unit = (uint32_t)(exponent - kBits - kDoubled<code>) << 23;
   Head head{-kOffset<code> * low,
@@ -203,23 +209,24 @@ LF_INLINE void prepare_block(const float* x, int64_t count, char* to) {
 
 // ----------------------------------------------------------------------------------------------------------- weights
 
-// Vector v of the weights of four columns at once, of each of kQuads quads of a block.
+// A quad is four columns. A vector of a quad has four bytes for each row: unsigned weights, or e2m1 codes.
 LF_INLINE vb low_nibbles(vb b) { return b & 15; }
 LF_INLINE vb high_nibbles(vb b) { return (vb)((vu)b >> 4) & 15; }
 
-// 2 w + 12 of e2m1 codes.
+// By e2m1 code: 2 w + 12. The table repeats in each 16 bytes.
 alignas(64) constexpr uint8_t kE2m1[64] = {
 #define LF_TABLE 12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0
     LF_TABLE, LF_TABLE, LF_TABLE, LF_TABLE
 #undef LF_TABLE
 };
 
+// The two quads of a line of 4-bit codes.
 template <Code code>
-LF_INLINE void quads_of(vb line, vb& first, vb& second) {  // of a line of 8 columns
+LF_INLINE void quads_of(vb line, vb& first, vb& second) {
   if constexpr (code == Code::int4) {
     first = low_nibbles(line), second = high_nibbles(line);
   } else {
-#if defined(__AVX512VBMI__)  // the index is 6 bits, of which the table ignores two
+#if defined(__AVX512VBMI__)  // the index has 6 bits; the table repeats, so the upper two do not matter
     const __m512i table = _mm512_load_si512(kE2m1);
     first = (vb)_mm512_permutexvar_epi8((__m512i)line, table);
     second = (vb)_mm512_permutexvar_epi8((__m512i)((vu)line >> 4), table);
@@ -232,12 +239,12 @@ LF_INLINE void quads_of(vb line, vb& first, vb& second) {  // of a line of 8 col
     first = (vb)_mm256_shuffle_epi8(table, (__m256i)low_nibbles(line));
     second = (vb)_mm256_shuffle_epi8(table, (__m256i)high_nibbles(line));
 #else
-    first = low_nibbles(line), second = high_nibbles(line);  // as floats later
+    first = low_nibbles(line), second = high_nibbles(line);  // Sums decodes them
 #endif
   }
 }
 
-// Calls f(quad, weights of four columns) for each quad of a block; line(number): a vector of the line with that number.
+// Calls f(q, weights of quad q) for each quad of a block. line(i): address of a vector of the block's line i.
 template <Code code, int columns, class Line, class F>
 LF_INLINE void each_quad(const Line& line, F f) {
   if constexpr (code == Code::int8) {
@@ -268,7 +275,8 @@ LF_INLINE vu splat_word(const char* from) {
   return splat_u(word);
 }
 
-// The sums of a block over its quads, added quad by quad.
+// The sums low and high of a block for a vector of rows. `begin`, then `add` for each quad, in order. digits: of the
+// block.
 template <Code code, int P, int columns, Way way = way_of<code>()>
 struct Sums;
 
@@ -296,7 +304,7 @@ struct Sums<code, P, columns, Way::bytes> {
 template <Code code, int P, int columns>
 struct Sums<code, P, columns, Way::bytes> {
   static constexpr int kLargest = code == Code::int4 ? 15 : 24;
-  static constexpr int kFit = 32767 / (2 * 128 * kLargest);  // quads that a word can add
+  static constexpr int kFit = 32767 / (2 * 128 * kLargest);  // quads whose sum fits in a word
   static constexpr int kQuads = columns / 4, kParts = kQuads > kFit ? 2 : 1;
   static_assert(kQuads / kParts <= kFit, "");
   vs of[P];
@@ -324,7 +332,7 @@ struct Sums<code, P, columns, Way::bytes> {
 
 template <Code code, int P, int columns>
 struct Sums<code, P, columns, Way::words> {
-  static constexpr int kSets = P == 3 ? 2 : 1;  // high and low digits, or q
+  static constexpr int kSets = P == 3 ? 2 : 1;  // high and low, or only q
   vi of[kSets];
   LF_INLINED void begin(const Head& head) {
     if constexpr (P == 3) {
@@ -350,8 +358,8 @@ struct Sums<code, P, columns, Way::words> {
 #endif
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// The sums of a block for both vectors of a tile's rows, which share the loads of digits. Both are kept in registers by
-// order: GCC would compute all products first and put them into memory.
+// The sums of a block for both vectors of a tile's rows, which share the loads of digits. `in_order` keeps the sums in
+// registers: without it GCC would compute all products first and put them into memory.
 template <Code code, int P, int columns>
 struct BothSums {
   struct Found {
@@ -361,7 +369,7 @@ struct BothSums {
   };
   vi low[kVectors], high[kVectors];
 
-  // line(number): of a block's codes.
+  // Adds a whole block. line(i): address of line i of its codes.
   template <class Line>
   LF_INLINED void add(const Head& head, const char* digits, const Line& line) {
     each<kVectors>([&](auto v) LF_INLINED {
@@ -370,7 +378,7 @@ struct BothSums {
     if constexpr (way_of<code>() == Way::words) {
       each<columns / 4>([&](auto q) LF_INLINED { add_words(line(q()), digits + q() * (P - 1) * 8); });
     } else {
-      constexpr int kLines = columns / 8 / Sums<code, P, columns>::kParts;  // whose sums fit words
+      constexpr int kLines = columns / 8 / Sums<code, P, columns>::kParts;  // lines whose sums fit in words
       each<columns / 8 / kLines>([&](auto part) LF_INLINED {
         vs of[P][kVectors] = {};
         each<kLines>([&](auto l) LF_INLINED {
@@ -429,7 +437,8 @@ struct BothSums {
 };
 #endif
 
-// Products of integers and their sums are exact in float32 here: below 2^24.
+// Without such instructions: products of these integers and their sums are below 2^24, so float32 computes them
+// exactly.
 template <Code code, int P, int columns>
 struct Sums<code, P, columns, Way::floats> {
   vf of[P];

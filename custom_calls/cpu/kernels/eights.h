@@ -1,5 +1,8 @@
-// Weights of fp8, E4M3: widened by way of float16, whose exponent they have but for its bias, and multiplied in
-// float32. Included by quantized.cc alone.
+// fp8 weights (E4M3): widened through float16, whose exponent field has the same form with another bias, and multiplied
+// in float32. Included by quantized.cc alone.
+//
+// Invariant: `fused` rounds once on every instruction set, and the sum of a block is a fixed tree. So all sets find the
+// same bits.
 #pragma once
 
 #include "digits.h"
@@ -7,7 +10,7 @@
 namespace LF_ISA {
 namespace {
 
-// sum + a b, rounded once, on every instruction set.
+// sum + a b, rounded once.
 LF_INLINE vf fused(vf a, vf b, vf sum) {
 #if defined(__AVX512F__)
   return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
@@ -16,21 +19,21 @@ LF_INLINE vf fused(vf a, vf b, vf sum) {
 #elif defined(__aarch64__)
   return (vf)vfmaq_f32((float32x4_t)sum, (float32x4_t)a, (float32x4_t)b);
 #else
-  // In float64 the product is exact; the sum is rounded to odd, so that rounding it again gives what one rounding
-  // gives.
+  // In float64 the product is exact. The sum is rounded to odd, so that rounding it again to float32 gives the same
+  // result as rounding once.
   typedef double vd __attribute__((vector_size(8 * kWidth)));
   typedef int64_t vl __attribute__((vector_size(8 * kWidth)));
   const vd product = __builtin_convertvector(a, vd) * __builtin_convertvector(b, vd);
   const vd other = __builtin_convertvector(sum, vd), total = product + other, back = total - product;
   const vd lost = (product - (total - back)) + (other - back);
   const vl even = ((vl)total & 1) == 0, inexact = (lost > 0) | (lost < 0);
-  const vl outward = ((vl)total ^ (vl)lost) >= 0;  // the same sign
+  const vl outward = ((vl)total ^ (vl)lost) >= 0;  // total and lost have the same sign
   const vl step = (outward & 1) | (~outward & -1);
   return __builtin_convertvector((vd)((vl)total + (step & even & inexact)), vf);
 #endif
 }
 
-// Of bytes in dwords: the value times 2^-8.
+// The values of E4M3 numbers, a byte in each dword, times 2^-8.
 LF_INLINE vf widen_e4m3(vu byte) {
   const vu bits = (byte & 0x80) << 8 | (byte & 0x7f) << 7;
 #if defined(__AVX512F__)
@@ -42,7 +45,8 @@ LF_INLINE vf widen_e4m3(vu byte) {
 #endif
 }
 
-// A sum of a block is four chains, of each fourth column, added as (0 + 1) + (2 + 3).
+// The format of e4m3 for quantized.cc, with the same members as Digits. The sum of a block is four chains, each over
+// every fourth column, added as (0 + 1) + (2 + 3).
 struct Eights {
   static constexpr Code code = Code::e4m3;
   static constexpr int columns = 32;
@@ -60,7 +64,7 @@ struct Eights {
     std::memset(to + here * sizeof(float), 0, (columns - here) * sizeof(float));
   }
 
-  // Column c of four of a line, vector v.
+  // Vector v of each of a line's four columns.
   LF_INLINE void columns_of(const char* line, int v, vf (&to)[4]) {
 #if defined(__AVX512F__)
     const __m512i words = _mm512_loadu_si512(line), sign = _mm512_set1_epi16((short)0xbf80);

@@ -1,5 +1,8 @@
-// The formats of weights: how a line of a tile, 16 rows of one column or of two, enters the sums of a product. Included
-// as simd.h is.
+// The formats of weights that are multiplied as they are: how a line of a tile, 16 rows of one column or of two, is
+// added to the sums of a product. product.h, bf12.h and amx.cc use the formats.
+//
+// Invariant: `add` adds a line's columns to each sum in their order, whatever T and N are. T is the number of tiles
+// side by side, N the number of positions. Only the order in which different sums are computed depends on them.
 #pragma once
 
 #include "kernels.h"
@@ -15,16 +18,16 @@ constexpr int kRegisters = 32;
 #else
 constexpr int kRegisters = 16;
 #endif
-constexpr int kVectors = kTile / kWidth;  // of one column of a tile
+constexpr int kVectors = kTile / kWidth;  // vectors of one column of a tile
 
 #if defined(__AVX512BF16__) || \
-    defined(LF_DOT)  // LF_DOT: with plain arithmetic, to test its order of operands on any machine
+    defined(LF_DOT)  // LF_DOT: the dot instruction as plain arithmetic, to test its order of operands on any machine
 constexpr bool kHasDot = true;
 #else
 constexpr bool kHasDot = false;
 #endif
 
-// x & 0xffff0000; the mask is read from memory where no register is left for it.
+// x & 0xffff0000. kTight: no register is left for the mask, so it is read from memory.
 #if defined(__x86_64__) && !defined(__AVX512F__)
 alignas(sizeof(vu)) constexpr uint32_t kUpperHalf[] = {~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu,
                                                        ~0xffffu, ~0xffffu, ~0xffffu, ~0xffffu};
@@ -44,8 +47,8 @@ LF_INLINE vu upper_half(vu x) {
   return x & 0xffff0000;
 }
 
-// sum += weights * x. Where registers are few, the compilers would choose forms that overwrite a factor or the product,
-// move the sums about, and so need more of them than there are.
+// sum += weights * x. kTight: registers are few. Compilers would then choose instructions that overwrite a factor or
+// the product, copy sums between registers and run out of them, so this names the instruction.
 template <bool kTight>
 LF_INLINE void multiply_add(vf& sum, vf weights, vf x) {
 #if defined(__x86_64__) && !defined(__AVX512F__)
@@ -59,15 +62,17 @@ LF_INLINE void multiply_add(vf& sum, vf weights, vf x) {
     return;
   }
 #if defined(__FMA__)
-  sum = (vf)_mm256_fmadd_ps((__m256)weights, (__m256)x, (__m256)sum);  // rounds as above at every level of optimisation
+  // Rounds once, as above, at every level of optimisation.
+  sum = (vf)_mm256_fmadd_ps((__m256)weights, (__m256)x, (__m256)sum);
   return;
 #endif
 #endif
   sum += weights * x;
 }
 
-// add(): one line of each of T tiles, which are `tile` bytes apart, times its value of each position, to the sums. The
-// values of all positions are beside each other: x[column][position].
+// add() multiplies one line of each of T tiles, which are `tile` bytes apart, by its columns' values x[column][N] for N
+// positions, and adds the products to the sums. A Format has the number of columns and bytes of a line, and `column`,
+// which loads vector v of column c as float32.
 template <class Format>
 struct Line {
   template <int T, int N>
@@ -75,7 +80,7 @@ struct Line {
     constexpr bool kTight = T * kVectors * N >= (N == 1 ? 4 : 8);
     each<Format::columns>([&](auto c) LF_INLINED {
       if constexpr (N <= T && T > 1 &&
-                    kRegisters < 32) {  // the values of a column fit the registers, not those of the tiles
+                    kRegisters < 32) {  // registers hold a column's values of all positions, but not all tiles' weights
         vf values[N];
         each<N>([&](auto p) LF_INLINED { values[p()] = splat(x[c() * N + p()]); });
         each<T>([&](auto t) LF_INLINED {
@@ -103,24 +108,24 @@ struct Line {
           each<N>([&](auto p) LF_INLINED { multiply_add<kTight>(sums[0][v()][p()], column, splat(x[c() * N + p()])); });
           __asm__ volatile(
               ""
-              : "+r"(w), "+r"(x)::"memory");  // one after the other: columns loaded ahead would not fit the registers
+              : "+r"(w), "+r"(x)::"memory");  // one by one: columns that are loaded ahead would not fit in registers
         });
       }
-      // The next column loads the line again: there is no register to keep it in.
+      // Makes the next column load the line again: no register is left to keep it in.
       if (kRegisters < 32 && T * kVectors * N > 8) __asm__("" : "+r"(w));
     });
   }
 };
 
 struct Bf16Line : Line<Bf16Line> {
-  static constexpr int columns = 2, bytes = 4 * kTile, step = 2;  // step: floats of x per position
+  static constexpr int columns = 2, bytes = 4 * kTile, step = 2;  // step: floats of x per position for a line
   template <bool kTight>
   LF_INLINE vf column(const char* w, int v, int c) {
     const vu pair = load<vu>(w + v * sizeof(vu));
     return as_float(c == 0 ? pair << 16 : upper_half<kTight>(pair));
   }
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  // Eight rows of a line.
+  // Adds both columns of eight rows of a line. even, odd: the values of the columns.
   LF_INLINE void add_vector(const char* w, vf even, vf odd, vf& sum) {
     vu first, second;
     __asm__(
@@ -136,7 +141,7 @@ struct Bf16Line : Line<Bf16Line> {
   LF_INLINE void add(const char* w, int64_t tile, const float* x, vf (&sums)[T][kVectors][N]) {
     if constexpr (N > 1 || T == 1) {
       Line<Bf16Line>::add(w, tile, x, sums);
-    } else {  // three tiles leave four registers, for both columns and their values
+    } else {  // the sums of three tiles leave four registers: for both columns and their values
       const vf even = splat(x[0]), odd = splat(x[1]);
       each<T>([&](auto t) LF_INLINED {
         each<kVectors>([&](auto v)
@@ -163,7 +168,7 @@ struct F32Line : Line<F32Line> {
   }
 };
 
-struct Bf16DotLine {  // both columns at once
+struct Bf16DotLine {  // the dot instruction multiplies both columns; x has pairs of bf16 numbers
   static constexpr int columns = 2, bytes = 4 * kTile, step = 1;
   template <int T, int N>
   LF_INLINE void add(const char* w, int64_t tile, const float* x, vf (&sums)[T][kVectors][N]) {

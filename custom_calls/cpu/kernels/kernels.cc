@@ -1,5 +1,10 @@
-// The arithmetic of the decode kernel, compiled once per instruction set (LF_ISA names it). No library templates in
-// here: the linker keeps one copy of each, which might be the one for another machine.
+// The table of kernels of one instruction set: norms, sums, activations, rounding and sampling; products and attention
+// come from the headers. custom_calls/build.py compiles this file once per set, with LF_ISA as its name; kernels.h has
+// the table's functions, which workers call.
+//
+// Invariant: the code of this file and of its headers is in namespace LF_ISA, so code for one machine never replaces
+// code for another. For the same reason it uses no library templates: the linker keeps one copy of each, which might
+// have been compiled for another set.
 #include "kernels.h"
 
 #include <cmath>
@@ -43,7 +48,7 @@ void add_scaled(float* total, const float* part, float weight, int64_t n) {
   for (; i < n; i++) total[i] += weight * part[i];
 }
 
-// `at_once` vectors of each part, from element i on.
+// Adds `at_once` vectors of each part, from element i on.
 template <int at_once>
 LF_INLINE void add_parts_at(const float* const* parts, const float* weights, int count, bool onto, int64_t i,
                             float* total) {
@@ -70,7 +75,7 @@ void add_parts(const float* const* parts, const float* weights, int count, bool 
   }
 }
 
-struct Vectors {  // for activation.h
+struct Vectors {  // the functions that activation.h needs
   LF_INLINE vf exp(vf x) { return LF_ISA::exp(x); }
   LF_INLINE vf at_least(vf x, float low) { return select(x < splat(low), splat(low), x); }
 };
@@ -96,7 +101,7 @@ void activate(Activation wanted, bool gated, const float* x, int64_t tiles, floa
 }
 
 void limit_gated(float limit, float offset, int64_t tiles, float* x) {
-  const vf most = splat(limit), least = splat(-limit);  // a NaN stays one
+  const vf most = splat(limit), least = splat(-limit);  // comparisons with NaN are false, so NaN stays
   for (int64_t t = 0; t < tiles; t++, x += 2 * kTile)
     for (int v = 0; v < kTile; v += kWidth) {
       const vf gate = loadf(x + v), up = loadf(x + kTile + v), below = select(up > most, most, up);
@@ -132,7 +137,7 @@ void narrow(Dtype dtype, const float* from, int64_t n, void* to) {
 }
 
 uint64_t read(const void* data, int64_t bytes) {
-  constexpr int kStreams = 4;  // several at once: what the memory controller likes best
+  constexpr int kStreams = 4;  // several at once keep more requests to memory in flight
   const int64_t lines = bytes / 64 / kStreams;
   vu total[kStreams] = {};
   for (int64_t i = 0; i < lines; i++)
@@ -145,8 +150,8 @@ uint64_t read(const void* data, int64_t bytes) {
   return sum;
 }
 
-// In as many chains as hide the latency of two multiply-adds at a time. A chain changes its factor, so that no product
-// can be computed once for all, and differs from the others.
+// As many chains as hide the latency of two multiply-adds per cycle. The chains differ, and each step multiplies the
+// chain's last result, so that no step can be optimised away.
 float multiply_adds(int64_t count) {
   constexpr int kChains = kRegisters == 32 ? 16 : 12;
   vf sums[kChains];
@@ -157,7 +162,7 @@ float multiply_adds(int64_t count) {
   return sum(sums[0]);
 }
 
-// NaN wins, so that a damaged model is noticed.
+// NaN counts as largest, so that a damaged model is noticed.
 float largest_of(const float* z, int64_t n) {
   vf best = splat(-INFINITY);
   int64_t i = 0;
@@ -213,7 +218,7 @@ void exp_from(const float* z, float largest, int64_t n, float* out) {
 
 LF_INLINE vu rotate_left(vu x, int by) { return x << by | x >> (32 - by); }
 
-// Gumbel noise of infer/noise.py: Threefry-2x32, 20 rounds, of (position, token).
+// The Gumbel noise that infer/noise.py defines: Threefry-2x32 with 20 rounds of (position, token).
 LF_INLINE vf gumbel(const uint32_t key[2], uint32_t position, vu token) {
   const uint32_t keys[3] = {key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDAu};
   constexpr int rotations[2][4] = {{13, 15, 26, 6}, {17, 29, 16, 24}};
@@ -248,7 +253,7 @@ Best draw(const float* z, float least, bool noise, const uint32_t key[2], uint32
     if (!any(kept & (ids < (int32_t)last))) continue;
     if (noise) v += gumbel(key, position, (vu)ids);
     v = select(kept, v, splat(-INFINITY));
-    const vi better = v > best;  // the lowest id among equals: later ones must be larger
+    const vi better = v > best;  // a later token must be larger: among equals the lowest id stays
     best = select(better, v, best);
     tokens = (tokens & ~better) | (ids & better);
   }

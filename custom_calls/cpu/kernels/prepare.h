@@ -1,5 +1,9 @@
-// Vectors of positions as the products read them: those of a part beside each other, column by column. Included by
-// kernels.cc alone, as simd.h is.
+// `prepare` of the table of kernels: writes the vectors of positions in the form that product.h and bf12.h read, column
+// by column, with the values of a part's positions side by side: [part][column][position of the part]. Workers call it
+// before each product. Included by kernels.cc alone.
+//
+// Invariant: a value is at most rounded, to the weights' dtype if activations are rounded. Columns and positions that
+// pad are zeros.
 #pragma once
 
 #include "product.h"
@@ -7,13 +11,13 @@
 namespace LF_ISA {
 namespace {
 
-// The first and the second half of a and b, element by element in turn.
+// The elements of a and b in turn: a[from], b[from], a[from + 1], b[from + 1], ...
 template <int from, int... I>
 LF_INLINE vf in_turn(vf a, vf b, Numbers<I...>) {
   return __builtin_shufflevector(a, b, (from + I / 2 + I % 2 * kWidth)...);
 }
 
-// Rows become columns: each of the rounds puts one bit of a row's number into the element's.
+// Turns rows into columns. Each round moves one bit of a number's row into its place within the row.
 LF_INLINE void transpose(vf (&rows)[kWidth]) {
   for (int round = 1; round < kWidth; round *= 2) {
     vf next[kWidth];
@@ -33,6 +37,7 @@ LF_INLINE vf rounded(Dtype dtype, vf x) {
   return widen_f16(h);
 }
 
+// Stores the first n elements.
 LF_INLINE void store_first(float* to, vf v, int n) {
 #if defined(__AVX512F__)
   _mm512_mask_storeu_ps(to, (__mmask16)((1u << n) - 1), (__m512)v);
@@ -74,7 +79,7 @@ void prepare(Dtype dtype, Activations activations, const float* x, int64_t ldx, 
         transpose(rows);
         for (int c = 0; c < count; c++) {
           float* const column = to + (k + c) * part + p;
-          if (part <= kWidth && k + c + kWidth < words) {  // the next columns overwrite what is too much
+          if (part <= kWidth && k + c + kWidth < words) {  // the next columns overwrite the surplus elements
             storef(column, rows[c]);
           } else {
             store_first(column, rows[c], some);

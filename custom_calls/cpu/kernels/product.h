@@ -1,9 +1,14 @@
-// Products of packed weight tiles with the vectors of one position or of several. Included by kernels.cc alone, as
-// simd.h is.
+// `product` of the table of kernels: packed weight tiles times the vectors of one position or several, as prepare.h
+// writes them. Included by kernels.cc alone.
 //
-// The bits of a result depend on its weights and its vector alone: not on other positions, on the tiles computed beside
-// it, or on the threads. A sum is kChains chains of multiply-adds, one for the lines of a tile whose number is even and
-// one for the others, which are added at the end.
+// Invariant: the bits of a result depend on its weights and its vector alone, not on other positions, on the tiles that
+// are computed beside it, or on the threads. A sum consists of kChains chains of multiply-adds, one over the lines of a
+// tile with even numbers and one over the others, which are added at the end (with one chain, over all lines). All
+// functions here keep that order.
+//
+// For few positions memory is the limit: `multiply_few` takes whole tiles side by side and prefetches them. Several
+// positions share a chunk of a tile while it is in the cache: `tiles_of_several` cuts the positions into parts whose
+// sums fit in registers, and `multiply` takes one chain of a chunk for one part.
 #pragma once
 
 #include "formats.h"
@@ -16,24 +21,24 @@ namespace {
 using laneformer::Activations;
 using laneformer::Dtype;
 
-// Positions whose sums fit the registers, beside a column's weights and one value of a vector.
+// Positions of a part at most: their sums fit in registers, beside a column's weights and one value of a vector.
 constexpr int kPartPositions = kWidth == 16 ? 24 : kWidth == 8 ? 6 : kRegisters == 32 ? 4 : 2;
-// Of a tile, which all positions use before the next: those of one part and of several.
+// Bytes of a tile that all positions use before the next ones: if the positions are one part, or several.
 constexpr int64_t kPartChunk = 8192, kChunk = kWidth == 16 ? 32768 : 16384;
-constexpr int kChains = kVectors < 4 ? 2 : 1;  // one would have each multiply-add of one position wait for the last
+constexpr int kChains = kVectors < 4 ? 2 : 1;  // with one chain, each multiply-add of one position waits for the last
 
-// How few positions read weights from memory: tiles side by side, which are as many streams, and how many bytes ahead
-// they are fetched into the first level and into the second. With AVX-512, AMD's prefetchers follow one stream best,
-// and lose it where lines that they would bring are asked for; with AVX2 (Zen 3) three streams are faster than one or
-// two.
+// How few positions read weights from memory: kStreams tiles side by side, each a stream, prefetched near_of() bytes
+// ahead into the first-level cache and kFar bytes ahead into the second. With AVX-512, AMD's prefetchers follow a
+// single stream best, and lose it when code prefetches lines that they would have fetched. With AVX2 (Zen 3), three
+// streams are faster than one or two.
 #if defined(__clang__)
-constexpr int kStreams = kVectors == 1 ? 4 : kVectors == 2 ? 3 : 1;  // with eight it keeps sums in memory
+constexpr int kStreams = kVectors == 1 ? 4 : kVectors == 2 ? 3 : 1;  // with eight, Clang keeps sums in memory
 #else
 constexpr int kStreams = kVectors == 1 ? 8 : kVectors == 2 ? 3 : 1;
 #endif
 enum class Reader { amd, other };
 constexpr int streams_of(Reader reader, int wanted) { return reader == Reader::amd && kVectors == 1 ? 1 : wanted; }
-constexpr int64_t kFar = 4096;  // not for AMD's
+constexpr int64_t kFar = 4096;  // not used on AMD's processors
 constexpr int64_t near_of(Reader reader) { return reader == Reader::other ? 1024 : kVectors == 2 ? 768 : 384; }
 LF_INLINE Reader reader() {
 #if defined(__x86_64__)
@@ -46,33 +51,35 @@ bool uses_dot(Dtype dtype, Activations activations) {
   return kHasDot && dtype == Dtype::bf16 && activations == Activations::rounded;
 }
 
-// Positions are multiplied in parts of equal size, one of the sizes for which there is code; the last may be padded.
+// Size of the parts into which positions are cut. All parts of a product have the same size, one for which there is
+// code, so the last part may be padded.
 int part_of(int positions) {
   const int parts = (positions + kPartPositions - 1) / kPartPositions;
   const int size = (positions + parts - 1) / parts;
   return kPartPositions < 8 || size < 3 ? size : (size + 3) / 4 * 4;
 }
 
-// Tiles that N positions read side by side.
+// How many tiles n positions read side by side.
 constexpr int side_of(int n) {
   if (kVectors == 2) return n == 1 ? kStreams : n == 2 ? 2 : 1;
   if (kStreams / n > 1) return kStreams / n;
-  return kVectors == 1 && n <= 12 ? 2 : 1;  // each value of a vector is then loaded once for both
+  return kVectors == 1 && n <= 12 ? 2 : 1;  // with two, each value of a vector is loaded once for both tiles
 }
 
-// Whether the sums of both chains fit the registers at once, and N positions are never one part of several.
+// Whether N positions are few: the sums of both chains of T tiles fit in registers at once, and N positions are never
+// one part of several.
 template <int N, int T>
 constexpr bool kFew =
     N < kPartPositions && kChains * T * kVectors * N <= (N == 1 ? kRegisters * 3 / 4 : kRegisters / 2);
 
-// What is fetched ahead of T tiles side by side, behind whose end the next T tiles begin.
+// Prefetching for T tiles side by side. After the end of these tiles, the next T tiles begin.
 template <int T, Reader reader>
 struct Fetching {
   const char *near, *far, *end;
   int64_t tile;
   Fetching(const char* w, int64_t bytes) : near(w + near_of(reader)), far(w + kFar), end(w + bytes), tile(bytes) {}
 
-  // The next `bytes` of all tiles.
+  // Prefetches the next `bytes` bytes of all tiles.
   template <int bytes>
   LF_INLINED void fetch() {
     skip<bytes>(near);
@@ -85,13 +92,14 @@ struct Fetching {
     });
     near += bytes, far += bytes;
   }
+  // At the end of the first tile, jumps over the other tiles to the next T tiles.
   template <int bytes>
   LF_INLINED void skip(const char*& at) const {
-    if (T > 1 && (uint64_t)(at - end) < bytes) at += (T - 1) * tile;  // once
+    if (T > 1 && (uint64_t)(at - end) < bytes) at += (T - 1) * tile;
   }
 };
 
-// Few positions: T whole tiles side by side, both chains at once.
+// Few positions: multiplies T whole tiles side by side, both chains at once. positions: how many of the N are written.
 template <class Line, int N, int T, Reader reader>
 __attribute__((noinline)) void multiply_few(const char* w, const float* x, int64_t lines, int positions, float* y,
                                             int64_t ldy) {
@@ -116,7 +124,7 @@ __attribute__((noinline)) void multiply_few(const char* w, const float* x, int64
   });
 }
 
-// As many tiles as fit, T at a time; then about half as many at a time.
+// Few positions: multiplies all tiles, T at a time while there are as many, then about half as many at a time.
 template <class Line, int N, int T, Reader reader>
 void tiles_of_few(const char* w, const float* x, int64_t lines, int64_t tiles, int positions, float* y, int64_t ldy) {
   for (; tiles >= T; tiles -= T, w += T * lines * Line::bytes, y += T * kTile)
@@ -126,22 +134,22 @@ void tiles_of_few(const char* w, const float* x, int64_t lines, int64_t tiles, i
   }
 }
 
-// Some lines of T tiles and the vectors of N positions, of which the first `positions` count.
+// A chunk of T tiles and the vectors of N positions.
 struct Block {
   const char* w;
-  int64_t bytes, tile;  // of the lines, and from tile to tile
+  int64_t bytes, tile;  // bytes of the chunk in one tile, and from one tile to the next
   const float* x;
   float* y;
   int64_t ldy;
-  float* odd;  // [T][N][kTile]: the second chain, while there are lines left
-  int positions;
-  bool earlier, ended;  // whether y and `odd` have the sums of earlier lines, and whether these are the last
-  const char* ahead;    // what to fetch while line 0 is used
-  int64_t ahead_step;   // from line to line
+  float* odd;           // [T][N][kTile]: sums of the second chain, until the last chunk
+  int positions;        // only the first of the N are written
+  bool earlier, ended;  // y and `odd` have the sums of earlier chunks; this chunk is the last
+  const char* ahead;    // what to prefetch with line 0
+  int64_t ahead_step;   // bytes further for each line
 };
 
-// The lines of one chain. A function by itself: inlined, it would share the registers with its callers' loops.
-// The loops over sums are written out: Clang keeps sums in memory that a function object refers to.
+// Multiplies the lines of one chain of a chunk. It is not inlined, because it would then share registers with its
+// callers' loops. The loops over sums are written out, because Clang keeps sums in memory that a lambda refers to.
 template <class Line, int N, int T, int kChain>
 __attribute__((noinline)) void multiply(const Block& block) {
   vf sums[T][kVectors][N] = {};
@@ -158,7 +166,7 @@ __attribute__((noinline)) void multiply(const Block& block) {
       });
     });
   const char *w = block.w + kChain * Line::bytes, *const end = block.w + block.bytes, *ahead = block.ahead;
-  if (kChain) ahead += (block.bytes / Line::bytes + 1) / 2 * ahead_step;  // behind what the other chain fetched
+  if (kChain) ahead += (block.bytes / Line::bytes + 1) / 2 * ahead_step;  // after what the first chain prefetched
   const float* x = block.x + kChain * Line::step * N;
   for (; w < end; w += kChains * Line::bytes, x += kChains * Line::step * N, ahead += ahead_step) {
     each<T>([&](auto t) LF_INLINED { __builtin_prefetch(ahead + t() * tile); });
@@ -177,12 +185,14 @@ __attribute__((noinline)) void multiply(const Block& block) {
   });
 }
 
+// Multiplies a chunk, one chain after the other.
 template <class Line, int N, int T>
-LF_INLINE void multiply_chains(const Block& block) {  // one after the other
+LF_INLINE void multiply_chains(const Block& block) {
   each<kChains>([&](auto chain) LF_INLINED { multiply<Line, N, T, chain()>(block); });
 }
 
-// T tiles at a time; all parts of the positions use a chunk of them before the next chunk, which is fetched meanwhile.
+// Several positions: multiplies T tiles at a time. All parts of the positions use a chunk of the tiles, while the next
+// chunk is prefetched.
 template <class Line, int N, int T>
 void tiles_of_several(const char* w, const float* x, int64_t lines, int64_t tiles, int positions, float* y,
                       int64_t ldy) {
@@ -207,7 +217,7 @@ void tiles_of_several(const char* w, const float* x, int64_t lines, int64_t tile
   }
 }
 
-// f(Count<N>{}): N is the size of the parts in which so many positions are multiplied.
+// Calls f(Count<N>{}) with the size N of the parts into which this many positions are cut.
 template <int N = 1, class F>
 void with_part(int positions, F f) {
   if constexpr (N <= kPartPositions) {
@@ -216,7 +226,7 @@ void with_part(int positions, F f) {
   }
 }
 
-// f(Count<T>{}, Count<reader>{}): the tiles that are read side by side here, `side` or 1.
+// Calls f(Count<T>{}, Count<reader>{}) for this processor. T: how many tiles it reads side by side, `side` or 1.
 template <int side, class F>
 void with_reader(F f) {
   const auto with = [&](auto by) { f(Count<streams_of((Reader)by(), side)>{}, by); };

@@ -1,5 +1,13 @@
-// Products with weights of 8 and 4 bits, compiled once per instruction set (LF_ISA names it), without contracting a
-// product and a sum: all sets round alike. No library templates in here, as in kernels.cc.
+// The table of products with weights of 8 and 4 bits for one instruction set: reads scales and codes from memory, has
+// digits.h or eights.h multiply blocks of columns, and adds the blocks times their scales. custom_calls/build.py
+// compiles this file once per set, with LF_ISA as its name; quantized.h has the table's functions and the layout of
+// tiles.
+//
+// Invariant: a row's sum adds its blocks in the order of the columns, each times its scale, whatever is multiplied
+// beside it. The compiler must not contract a product and a sum (-ffp-contract=off), so all sets round alike and give
+// the same bits.
+//
+// No library templates in here, as in kernels.cc.
 #include "quantized.h"
 
 #include "digits.h"
@@ -20,13 +28,14 @@ constexpr int kTogether = 2;  // tiles of a pair that share the loads of digits
 constexpr int kTogether = 1;
 #endif
 
-// How weights are read from memory: how many streams few positions multiply at a time, and how many bytes ahead they
-// are fetched to the second and to the first level of the cache. With AVX-512, AMD's prefetchers follow one stream
-// best, and lose it where lines that they would bring are asked for; with AVX2 (Zen 3) three streams are faster.
-constexpr int kStreams = 4, kFewPositions = 16;  // of which the streams' sums stay in the first-level cache
+// How weights are read from memory. With AVX-512, AMD's prefetchers follow a single stream best, and lose it when code
+// prefetches lines that they would have fetched. With AVX2 (Zen 3), three streams are faster.
+// kStreams: streams that are multiplied together at most. kFewPositions: positions that do so at most; the sums of all
+// streams then stay in the first-level cache.
+constexpr int kStreams = 4, kFewPositions = 16;
 struct Reading {
-  int streams;
-  int64_t far, near;
+  int streams;        // streams that few positions multiply together
+  int64_t far, near;  // bytes that lines are prefetched ahead, into the second- and the first-level cache
 };
 LF_INLINE Reading reading() {
 #if defined(__x86_64__)
@@ -35,7 +44,8 @@ LF_INLINE Reading reading() {
   return {kStreams, 4096, 1536};
 }
 
-// Where they are in the code: compilers would put all of a block together, which then wait for each other.
+// Prefetches two lines. Assembly keeps this where it is in the code: compilers would move all prefetches of a block
+// together, and these would wait for each other.
 LF_INLINE void fetch(const char* far, const char* near) {
 #if defined(__x86_64__)
   __asm__ volatile("prefetcht1 %0\n\tprefetcht0 %1" : : "m"(*far), "m"(*near));
@@ -59,7 +69,7 @@ LF_INLINE vu widen_bytes(const char* from) {
 #endif
 }
 
-// 16 scales as float32, vector v.
+// Vector v of 16 scales, as float32.
 LF_INLINE vf scale_vector(ScaleType type, const char* from, int v) {
   switch (type) {
     case ScaleType::e8m0: return as_float(widen_bytes(from + v * kWidth) << 23);
@@ -70,7 +80,7 @@ LF_INLINE vf scale_vector(ScaleType type, const char* from, int v) {
   }
 }
 
-// Of one scale for the whole tile, or of any type.
+// The same for every type, and for one scale that all rows share.
 __attribute__((noinline)) vf any_scale(ScaleType type, bool shared, const char* from, int v) {
   if (!shared) return scale_vector(type, from, v);
   alignas(64) char padded[64] = {};
@@ -78,7 +88,7 @@ __attribute__((noinline)) vf any_scale(ScaleType type, bool shared, const char* 
   return splat(scale_vector(type, padded, 0)[0]);
 }
 
-// A function call only for what is rare; the portable code would be several times as long without it.
+// The same. Only rare types take the function call; without it the portable code would be several times as long.
 template <Code code>
 LF_INLINE vf scale_of(ScaleType type, bool shared, const char* from, int v) {
   if (code == Code::e4m3 && shared && type == ScaleType::f32) return splat(load<float>(from));
@@ -95,18 +105,18 @@ LF_INLINE vf scale_of(ScaleType type, bool shared, const char* from, int v) {
   return any_scale(type, shared, from, v);
 }
 
-// Of one stream: a block of columns of some tiles, of `tiles` whose lines alternate.
+// A block of columns in one stream. kFetch: lines are prefetched with each line of codes.
 template <class Format, bool kFetch>
 struct Block {
   const char* codes;
-  int tiles;
+  int tiles;  // tiles of the stream, whose lines alternate
   ScaleType type;
   bool shared;
-  const char *scales, *zeros;  // as they are stored, `apart` bytes from tile to tile
+  const char *scales, *zeros;  // as stored, `apart` bytes from tile to tile
   int64_t apart;
-  int64_t far, near;  // what to fetch with a line of codes
+  int64_t far, near;  // bytes from a line of codes to the lines to prefetch with it
 
-  // Tile t's line of codes with that number, of which vector v is wanted.
+  // Address of line `number` of tile t's codes, of which the caller reads vector v.
   template <int v>
   LF_INLINED const char* line(int number, int t) const {
     const char* const at = codes + (number * tiles + t) * 64;
@@ -119,7 +129,7 @@ struct Block {
     const vf found = scale_of<Format::code>(type, shared, from, v);
     return Format::factor == 1 ? found : found * splat(Format::factor);
   }
-  // Less the offset of codes.
+  // Zero points less the offset of the codes, which Head has corrected already.
   LF_INLINED vf zero(int t, int v) const {
     const vf wide = __builtin_convertvector((vi)widen_bytes(zeros + t * apart + v * kWidth), vf);
     return wide - splat((float)kOffset<Format::code>);
@@ -128,26 +138,29 @@ struct Block {
 
 // ---------------------------------------------------------------------------------------------------------- products
 
-// Weights of 4 bits and int8 with P digits of each value.
+// The format of weights of 4 bits and int8; P: digits of each value of a vector. Formats have these members: `prepare`
+// writes a vector's block; `add` multiplies a block of tiles by one position; `decode` and `times` do the same in two
+// steps, for several positions.
 template <Code code_, int P, int columns_, bool zeros_>
 struct Digits {
   static constexpr Code code = code_;
   static constexpr int columns = columns_;
   static constexpr bool zeros = zeros_;
-  static constexpr int bytes = columns * kTile / (code == Code::int8 ? 1 : 2);  // of a block's codes
+  static constexpr int bytes = columns * kTile / (code == Code::int8 ? 1 : 2);  // bytes of a block's codes in a tile
   static constexpr int digits = digit_bytes<code, P, columns>();
-  static constexpr int step = digits + (int)sizeof(Head);  // of a prepared block
-  static constexpr float factor = 1;
-  static constexpr int together = kTogether;
-  struct Weights {  // of a vector of rows
+  static constexpr int step = digits + (int)sizeof(Head);  // bytes of a prepared block
+  static constexpr float factor = 1;                       // on all scales
+  static constexpr int together = kTogether;               // tiles that are multiplied together
+  struct Weights {                                         // a block's quads for a vector of rows
     vb of[columns / 4];
   };
 
   LF_INLINE void prepare(const float* x, int64_t count, char* to) { prepare_block<code, P, columns>(x, count, to); }
 
+  // The block's sum of weights times values of x, for a vector of rows.
   template <class SumsOf>
   LF_INLINE vf total(const SumsOf& sums, const Head& head, vf zero) {
-    if constexpr (P == 3 && kFits<code, columns> && !zeros) {  // rounds as the sum of both does
+    if constexpr (P == 3 && kFits<code, columns> && !zeros) {  // one integer: rounds once, as the sum below does
       return __builtin_convertvector(sums.low() + (vi)((vu)sums.high() << 8), vf) * splat(head.unit);
     }
     const vf low = without_zeros(sums.low(), head.low_digits, zero);
@@ -158,7 +171,7 @@ struct Digits {
     }
   }
 
-  // A sum less the zero points times the sum of the digits: exact, in float32 for int4, as integers for int8.
+  // A sum less the zero points times the sum of the digits, exactly: in float32 for int4, in integers for int8.
   LF_INLINE vf without_zeros(vi sum, float digit_sum, [[maybe_unused]] vf zero) {
     if constexpr (zeros && code == Code::int8)
       sum -= __builtin_convertvector(zero, vi) * (vi)splat_u((uint32_t)(int32_t)digit_sum);
@@ -167,7 +180,7 @@ struct Digits {
     return found;
   }
 
-  // One position, T tiles from number t0 on: their rows of y += their block times its scales.
+  // One position: adds the block times its scales to y, for vector v of the rows of T tiles from number t0 on.
   template <int T, int v, class Block>
   LF_INLINE void add(const Block& block, int t0, const char* x, float* y) {
     const Head& head = *(const Head*)(x + digits);
@@ -195,7 +208,7 @@ struct Digits {
   }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-  // One position, tile number t: all its rows of y.
+  // The same for all rows of tile t.
   template <class Block>
   LF_INLINE void add_tile(const Block& block, int t, const char* x, float* y) {
     const Head& head = *(const Head*)(x + digits);
@@ -214,7 +227,7 @@ struct Digits {
     each_quad<code, columns>([&](int number) LF_INLINED { return block.template line<v>(number, t) + v * sizeof(vb); },
                              [&](auto q, vb weights) LF_INLINED { to.of[q()] = weights; });
   }
-  // f(t, sum of tile t's block), of T tiles.
+  // Calls f(t, sum of the block of tile t) for T tiles and one position.
   template <int T, class F>
   LF_INLINE void times(const Weights (&weights)[T], const char* x, const vf (&zero)[T], const F& f) {
     const Head& head = *(const Head*)(x + digits);
@@ -227,7 +240,7 @@ struct Digits {
   }
 };
 
-// `count` streams, `apart` bytes from one to the next, each of `tiles` tiles, of which some from number `member` on are
+// `count` streams, `apart` bytes from one to the next. Each has `tiles` tiles, and those from number `member` on are
 // multiplied.
 struct Streams {
   const char* first;
@@ -235,12 +248,12 @@ struct Streams {
   int count, tiles, member;
 };
 
-// Calls f(stream, block, x) for each block of columns and each stream, with the block's part of x, of which `step`
-// bytes are for one. Behind the last stream as many others are expected.
+// Calls f(stream, block, x) for each block of columns and each stream. x: the prepared vectors, `step` bytes per block.
+// Prefetches as if as many streams followed the last one.
 template <class Format, int T, bool kFetch, class F>
 LF_INLINE void each_block(const Quantized& format, const Streams& streams, int64_t columns, const Reading& way,
                           const char* x, int64_t step, const F& f) {
-  const int tiles = T == 2 ? 2 : streams.tiles, member = T == 2 ? 0 : streams.member;  // which the compiler knows
+  const int tiles = T == 2 ? 2 : streams.tiles, member = T == 2 ? 0 : streams.member;  // constants for T == 2
   const auto fetch_line = [&](const char* from) LF_INLINED {
     for (int s = 0; s < streams.count; s++) __builtin_prefetch(from + s * streams.apart, 0, 2);
   };
@@ -253,11 +266,11 @@ LF_INLINE void each_block(const Quantized& format, const Streams& streams, int64
     const int64_t here = columns - first < kChunkColumns ? columns - first : kChunkColumns;
     const int64_t bytes = laneformer::scale_bytes(format, here), groups = laneformer::groups_of(format, here);
     const char *scales = at + member * bytes, *zeros = scales + groups * row;
-    if (!kFetch)  // in the order of memory
+    if (!kFetch)  // prefetches the scales alone, in the order of memory
       for (const char* line = scales; line < scales + T * bytes; line += 64) fetch_line(line);
     at += tiles * bytes;
     int64_t blocks = laneformer::padded_columns(here) / Format::columns;
-    const int64_t more = tiles * bytes / blocks;                             // of scales, per block
+    const int64_t more = tiles * bytes / blocks;                             // bytes of scales to prefetch per block
     if (format.group && groups * repeat < blocks) blocks = groups * repeat;  // the padding has no scales
     const char* const end = at + blocks * tiles * Format::bytes;
     int64_t due = 0;
@@ -279,7 +292,7 @@ LF_INLINE void each_block(const Quantized& format, const Streams& streams, int64
   }
 }
 
-// One position.
+// One position: multiplies T tiles of each stream and writes y [streams][T][kTile].
 template <class Format, int T, bool kFetch>
 __attribute__((noinline)) void multiply_one(const Quantized& format, const Streams& streams, const char* x,
                                             int64_t columns, const Reading& way, float* y) {
@@ -298,7 +311,7 @@ __attribute__((noinline)) void multiply_one(const Quantized& format, const Strea
 #endif
                                   each<T / kSide>([&](auto side) LF_INLINED {
                                     each<kVectors>([&](auto v) LF_INLINED {
-                                      // Vectors of rows and streams load the digits, which the registers cannot keep.
+                                      // Makes each vector load the digits again: registers cannot keep them.
                                       __asm__("" : "+r"(digits));
                                       constexpr int t = side() * kSide;
                                       Format::template add<kSide, v()>(block, t, digits, sums[s] + t * kTile);
@@ -315,8 +328,8 @@ __attribute__((noinline)) void multiply_one(const Quantized& format, const Strea
   }
 }
 
-// Several positions: a block is decoded once for all of them. The blocks of all positions are beside each other in x.
-// Sums are in y.
+// Several positions: decodes a block once for all of them, and keeps the sums in y. x has the blocks of all positions
+// side by side.
 template <class Format, int T>
 __attribute__((noinline)) void multiply_several(const Quantized& format, const Streams& streams, const char* x,
                                                 int64_t columns, const Reading& way, int positions, float* y,
@@ -355,11 +368,13 @@ __attribute__((noinline)) void multiply_several(const Quantized& format, const S
   }
 }
 
+// Multiplies the tiles stream by stream, or several streams together if positions are few. lane: the matrix's first
+// tile; all: how many it has. A tile whose partner belongs to another worker is multiplied by itself.
 template <class Format>
 void product_of(const Quantized& format, const char* lane, int64_t all, int64_t first, int64_t count, const char* x,
                 int64_t columns, int positions, float* y, int64_t ldy) {
   constexpr bool kPairs = laneformer::in_pairs(Format::code);
-  constexpr int kBoth = kPairs && kWidth > 4 ? 2 : 1;  // SSE and NEON lack the registers
+  constexpr int kBoth = kPairs && kWidth > 4 ? 2 : 1;  // SSE and NEON do not have enough registers for both
   const int64_t bytes = laneformer::tile_bytes(format, columns), end = first + count;
   const Reading way = reading();
   for (int64_t t = first; t < end;) {
@@ -367,7 +382,7 @@ void product_of(const Quantized& format, const char* lane, int64_t all, int64_t 
     const bool both = kBoth == 2 && member == 0 && tiles == 2 && t + 1 < end;
     const int at_once = both ? 2 : 1;
     Streams streams{lane + (t - member) * bytes, tiles * bytes, 1, tiles, member};
-    if (positions <= kFewPositions && at_once == tiles) {  // of whole streams several
+    if (positions <= kFewPositions && at_once == tiles) {  // several whole streams
       const int64_t more = (end - t) / tiles;
       streams.count = (int)(more < way.streams ? more : way.streams);
     }
@@ -386,13 +401,14 @@ void product_of(const Quantized& format, const char* lane, int64_t all, int64_t 
   }
 }
 
+// Writes the blocks of the vectors: [block][position].
 template <class Format>
 void prepare_of(const float* x, int64_t ldx, int64_t columns, int positions, char* out) {
   for (int64_t k = 0; k < laneformer::padded_columns(columns); k += Format::columns)
     for (int p = 0; p < positions; p++, out += Format::step) Format::prepare(x + p * ldx + k, columns - k, out);
 }
 
-// f(Digits<...>{}) or f(Eights{}).
+// Calls f(Digits<...>{}) or f(Eights{}), with the class for these weights.
 template <class F>
 void with_format(const Quantized& format, Activations activations, F f) {
   const auto with = [&](auto p) {

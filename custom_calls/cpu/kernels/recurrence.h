@@ -1,4 +1,8 @@
-// The state of gated DeltaNet after several positions. Included by kernels.cc alone, as simd.h is.
+// `advance` of the table of kernels: the state of gated DeltaNet after kTile positions (ops/delta_net.cc). Included by
+// kernels.cc alone.
+//
+// Invariant: each element is decayed, then the products of the positions are added in their order, however many columns
+// are computed together.
 #pragma once
 
 #include "formats.h"
@@ -8,12 +12,12 @@
 namespace LF_ISA {
 namespace {
 
-// Columns whose sums fit the registers, beside a delta's vectors and a key; two multiply-adds at a time do not wait for
-// the last of their column.
+// Columns that are computed together: as many as have sums in registers, beside the vectors of a delta and a key. They
+// are enough that a multiply-add need not wait for the one before it in the same column.
 constexpr int kStateColumns = kVectors == 1 ? 8 : kVectors == 2 ? 4 : 2;
-constexpr int64_t kStateAhead = 2048;  // bytes
+constexpr int64_t kStateAhead = 2048;  // bytes that `from` is prefetched ahead
 
-// C columns of one tile. stride: from one position's deltas to the next.
+// Advances C columns of one tile. stride: floats from one position's deltas to the next one's.
 template <int C>
 LF_INLINE void advance_columns(const float* from, float decay, const float* keys, const float* deltas, int64_t stride,
                                float* to) {
@@ -38,6 +42,7 @@ LF_INLINE void advance_columns(const float* from, float decay, const float* keys
   });
 }
 
+// See kernels.h.
 void advance(const float* from, float decay, const float* keys, const float* deltas, int64_t columns, int64_t tiles,
              float* to) {
   for (int64_t t = 0; t < tiles; t++) {

@@ -1,8 +1,8 @@
-// Vectors of float32 for every instruction set, written once with the compiler's vector types (GCC and Clang): AVX-512,
-// AVX2, NEON, SSE.
+// Vectors of float32 for every instruction set (AVX-512, AVX2, NEON, SSE), written once with the vector types of GCC
+// and Clang. All files of the kernels use them; kernels.cc, quantized.cc and amx.cc are compiled per instruction set.
 //
-// Included by kernels.cc and amx.cc, which are compiled per instruction set; LF_ISA names the namespace, so that the
-// linker never mixes inline functions compiled for different machines.
+// Invariant: LF_ISA is the name of the instruction set and of the namespace, so the linker never mixes inline functions
+// that were compiled for different machines.
 #pragma once
 
 #include <cstdint>
@@ -31,8 +31,9 @@ typedef uint16_t vh __attribute__((vector_size(2 * kWidth)));
 
 #define LF_INLINE static inline __attribute__((always_inline))
 
+// CountUp<N> is Numbers<0, ..., N - 1>.
 template <int... I>
-struct Numbers {};  // CountUp<N>: 0 .. N - 1
+struct Numbers {};
 template <int N, int... I>
 struct CountUp : CountUp<N - 1, N - 1, I...> {};
 template <int... I>
@@ -43,8 +44,8 @@ struct Count {
   constexpr int operator()() const { return N; }
 };
 
-// f(0), ..., f(N - 1), with numbers that the compiler knows: an array that is indexed by them alone stays in registers,
-// which GCC 12 does not achieve for loops, unrolled or not. Write f as [&](auto i) LF_INLINED { ... i() ... }.
+// Calls f(i) for i = 0 .. N - 1, where i() is a constant. An array that only such numbers index stays in registers,
+// which GCC 12 does not achieve with loops, unrolled or not. Write f as [&](auto i) LF_INLINED { ... i() ... }.
 #define LF_INLINED __attribute__((always_inline))
 template <class F, int... I>
 LF_INLINE void each_of(F f, Numbers<I...>) {
@@ -70,7 +71,7 @@ LF_INLINE vu as_bits(vf v) { return (vu)v; }
 LF_INLINE vf select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
 LF_INLINE vf max(vf a, vf b) { return select(a > b, a, b); }
 
-// The first n < kWidth elements, zeros behind them; nothing beyond p[n - 1] is read.
+// Loads the first n < kWidth elements, with zeros after them. Reads nothing beyond p[n - 1].
 template <class V, class T>
 LF_INLINE V load_first(const T* p, int n) {
   V v = {};
@@ -88,14 +89,15 @@ LF_INLINE float sum(vf v) {
 #endif
 }
 
-// Halves the blocks of S partial sums in u and v: the sums of u's blocks, then those of v's.
+// u and v consist of blocks of S partial sums. Adds the two halves of each block: first the blocks of u, then those of
+// v.
 template <int S, int... I>
 LF_INLINE vf halve(vf u, vf v, Numbers<I...>) {
   return __builtin_shufflevector(u, v, (I / (S / 2) * S + I % (S / 2))...) +
          __builtin_shufflevector(u, v, (I / (S / 2) * S + S / 2 + I % (S / 2))...);
 }
 
-// The sums of kWidth vectors as one vector.
+// Element i of the result is the sum of the elements of v[i]; S is kWidth at first.
 template <int S>
 LF_INLINE vf sums(vf (&v)[S]) {
   if constexpr (S == 1) {
@@ -158,18 +160,21 @@ LF_INLINE uint16_t narrow_bf16(float x) {  // to nearest, ties to even
   return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-// bf16 bits in the lower halves.
+// Rounds to bf16, as `narrow_bf16` does; the bits are in the lower halves.
 LF_INLINE vu narrowed_bf16(vf x) {
   const vu bits = as_bits(x), nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   return (vu)select((vi)((bits & 0x7fffffff) > 0x7f800000), as_float(bits >> 16 | 0x40), as_float(nearest));
 }
 
+// Joins the lower halves of 2 kWidth consecutive columns, low then high, into words of two columns each, the even
+// column in the lower half.
 template <int... I>
-LF_INLINE vf pairs(vu low, vu high, Numbers<I...>) {  // a word has two columns, the even one in the lower half
+LF_INLINE vf pairs(vu low, vu high, Numbers<I...>) {
   return as_float(__builtin_shufflevector(low, high, (2 * I)...) | __builtin_shufflevector(low, high, (2 * I + 1)...)
                                                                        << 16);
 }
 
+// Columns `first` to first + kWidth - 1 of x [columns], with zeros beyond its end.
 LF_INLINE vf columns_of(const float* x, int64_t first, int64_t columns) {
   if (first + kWidth <= columns) return loadf(x + first);
   return first < columns ? load_first<vf>(x + first, (int)(columns - first)) : vf{};
@@ -196,7 +201,7 @@ LF_INLINE uint16_t narrow_f16(float x) {
 #endif
 }
 
-// sum over pairs: acc[i] + w[2i] x[2i] + w[2i + 1] x[2i + 1], bf16 operands, float32 sums.
+// acc[i] + w[2i] x[2i] + w[2i + 1] x[2i + 1], for words of two bf16 numbers; products and sums in float32.
 LF_INLINE vf dot_bf16(vf acc, vu w, vu x) {
 #if defined(__AVX512BF16__)
   return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)(__m512i)w, (__m512bh)(__m512i)x);
@@ -206,7 +211,7 @@ LF_INLINE vf dot_bf16(vf acc, vu w, vu x) {
 #endif
 }
 
-// exp(x) within 2 units in the last place for x <= 88; 0 below -87.3.
+// exp(x) within 2 units in the last place for -87.3 <= x <= 88; 0 below.
 LF_INLINE vf exp(vf x) {
   const vi lost = x < splat(-87.3f);
   x = max(x, splat(-87.3f));

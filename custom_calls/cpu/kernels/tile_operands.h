@@ -1,5 +1,8 @@
-// float32 numbers as the operands of tile registers, which multiply bf16 numbers: their parts, their places and the
-// registers' shapes. Included by amx.cc and tile_latents.h.
+// Float32 numbers as operands of tile registers, which multiply bf16 numbers: splitting into parts, aligned memory and
+// the registers' shapes. Used by amx.cc and attention/tile_latents.h.
+//
+// Invariant: three parts of 8 bits each have all 24 bits of a float32, so the sum of the parts is the number, except
+// that a subnormal part counts as zero.
 #pragma once
 
 #include "simd.h"
@@ -8,35 +11,36 @@
 namespace LF_ISA {
 namespace {
 
-constexpr int kColumns = 2 * kTileRows;  // of 16 bits, in a register
-constexpr int kAtOnce = 2;               // registers of each factor
+constexpr int kColumns = 2 * kTileRows;  // columns of 16 bits in a register
+constexpr int kAtOnce = 2;               // registers of each factor that are multiplied together
 
-// The P parts of a vector's numbers.
+// Splits numbers into P parts, the largest first; P = 1: rounds them to bf16.
 template <int P>
 LF_INLINE void split(vf x, vf (&parts)[P]) {
   if constexpr (P == 1) {
     parts[0] = as_float(narrowed_bf16(x) << 16);
   } else {
-    each<P>([&](auto p) LF_INLINED {  // the upper 8 bits of what is left, so that 24 are three parts
+    each<P>([&](auto p) LF_INLINED {  // the upper 8 bits of what is left
       parts[p()] = as_float(as_bits(x) & 0xffff0000);
       x -= parts[p()];
     });
   }
 }
 
-// Where `prepare` puts vectors for tile registers: rows are not to cross lines of the cache.
+// The first address from p on where rows of registers do not cross cache lines.
 template <class T>
 T* aligned(T* p) {
   return (T*)(((uintptr_t)p + kTileBytes - 1) / kTileBytes * kTileBytes);
 }
 
-// The shapes of registers: 0 to 3 sums, 4 and 5 one factor (positions), 6 and 7 the other (weights).
+// Sets the shapes of the registers: 0 to 3 are sums, 4 and 5 the first factor (positions), 6 and 7 the second
+// (weights). Releases the registers at its end.
 class Configured {
  public:
   ~Configured() {
     if (first_) tile_release();
   }
-  void use(int first, int second) {  // rows of two registers of positions; 0: no second one
+  void use(int first, int second) {  // rows of the two registers of positions; 0: no second register
     if (first == first_ && second == second_) return;
     first_ = first, second_ = second;
     TileShapes shapes;

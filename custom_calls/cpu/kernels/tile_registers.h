@@ -1,8 +1,11 @@
-// The eight tile registers of AMX, each of up to 16 rows of 64 bytes, and the instructions on them. With
-// LF_EMULATE_TILES they are plain code with the documented results, for machines without them (Intel's Software
-// Developer's Manual, volumes 1, chapter 18, and 2, TDPBF16PS).
+// The eight tile registers of AMX, each of up to 16 rows of 64 bytes, and the instructions on them. amx.cc and
+// attention/tile_latents.h use them.
 //
-// The instructions are written as text: compilers offer them by names that need their numbers as text too.
+// With LF_EMULATE_TILES the instructions are plain code, for tests on machines without them. Invariant: the emulation
+// has the documented results, bit for bit (Intel's Software Developer's Manual, volume 1, chapter 18; volume 2,
+// TDPBF16PS), and traps where the processor would refuse.
+//
+// The instructions are assembly, because the compilers' intrinsics take register numbers only as literals.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +14,18 @@
 namespace LF_ISA {
 namespace {
 
-constexpr int kTileRows = 16, kTileBytes = 64;  // of a register
+constexpr int kTileRows = 16, kTileBytes = 64;  // rows of a register, bytes of a row
 
-struct alignas(64) TileShapes {  // as LDTILECFG reads them
+struct alignas(64) TileShapes {  // the registers' shapes as LDTILECFG reads them
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes[16] = {};  // of a row
+  uint16_t bytes[16] = {};  // by register: bytes of a row
   uint8_t rows[16] = {};
 };
 static_assert(sizeof(TileShapes) == 64, "a line");
 
 #if defined(LF_EMULATE_TILES)
 
-// Subnormals count as zero.
+// x with a subnormal number replaced by zero.
 inline float flushed(float x) { return x > -0x1p-126f && x < 0x1p-126f ? __builtin_copysignf(0.0f, x) : x; }
 inline float number(uint32_t bits) {
   float x;
@@ -30,6 +33,7 @@ inline float number(uint32_t bits) {
   return flushed(x);
 }
 
+// The registers of a thread.
 class TileFile {
  public:
   void configure(const TileShapes& shapes) {
@@ -58,8 +62,8 @@ class TileFile {
       std::memcpy((char*)to + row * stride, words_[tile][row], shapes_.bytes[tile]);
   }
 
-  // sums[m][n] += a[m][k] b[k][n], pairs of bf16: the products of even columns and those of odd ones in a chain of
-  // multiply-adds each, from zero; then both together to the sum.
+  // sums[m][n] += the sum over k of a[m][k] b[k][n], for pairs of bf16. The products of even columns and those of odd
+  // columns are a chain of multiply-adds each, from zero; then the sum of both chains is added to sums[m][n].
   void multiply(int sums, int a, int b) {
     require(sums != a && sums != b && a != b && shapes_.rows[sums] > 0 && shapes_.rows[sums] == shapes_.rows[a] &&
             shapes_.bytes[sums] == shapes_.bytes[b] && shapes_.bytes[a] / 4 == shapes_.rows[b]);
@@ -77,7 +81,7 @@ class TileFile {
   }
 
  private:
-  void require(bool holds) const {  // what the processor would refuse
+  void require(bool holds) const {  // traps unless the processor would accept the instruction
     if (shapes_.palette != 1 || !holds) __builtin_trap();
   }
   void clear(int tile) { std::memset(words_[tile], 0, sizeof words_[tile]); }

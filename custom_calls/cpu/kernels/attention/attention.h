@@ -1,9 +1,15 @@
-// Attention over a lane's keys and values, for one position or a block of a prompt. Included by kernels.cc alone, as
-// simd.h is.
+// `attend` of the table of kernels: attention over one chunk of a lane's keys and values, for one position or several.
+// ops/attend.cc calls it, and merges chunks. Included by kernels.cc alone.
 //
-// The bits of a query's result do not depend on the queries beside it, whichever code computes it. Keys are attended to
-// in blocks of kKeys that begin at its multiples. A score is kWidth chains of multiply-adds over the channels i, by i
-// modulo kWidth, and a sum of exponentials that many over the keys; chains are added in pairs, the farthest first.
+// The softmax is computed block by block: `largest` is the largest score so far, and what was summed before a larger
+// one is found is multiplied by a factor `shrink`. Two codes share this order. `attend_in` is for one position or few:
+// vectors run over the channels of keys and values, and query heads with the same key share its loads. `attend_panels`
+// is for prompts: vectors run over queries.
+//
+// Invariant: the bits of a query's result do not depend on the queries beside it, nor on which code computes it. Keys
+// are taken in blocks of kKeys that begin at multiples of kKeys. A score is kWidth chains of multiply-adds, over the
+// channels i with the same i modulo kWidth. A sum of exponentials is kWidth such chains over the keys. Chains are added
+// in pairs, those farthest apart first.
 #pragma once
 
 #include <cmath>
@@ -15,18 +21,18 @@ namespace {
 
 using laneformer::Attend;
 
-constexpr int kKeys =
-    32;  // positions whose scores are computed together: their keys and values stay in the first-level cache
-constexpr int kQueries = kWidth < 8 ? kWidth : 8;  // of one key/value head, which share its loads
-constexpr int kMixed = kWidth == 16 ? 16 : 8;      // accumulators of a mixture that stay in registers
+constexpr int kKeys = 32;  // positions of a block, whose keys and values stay in the first-level cache
+constexpr int kQueries = kWidth < 8 ? kWidth : 8;  // queries of one key/value head that share its loads, at most
+constexpr int kMixed = kWidth == 16 ? 16 : 8;      // vectors of results that stay in registers
 
-// Lines of keys and values that are needed next, prefetched in even steps while others are in use, so that memory is
-// neither idle nor flooded by a burst.
+// Prefetches the keys and values that are read next, in even steps while others are in use, so that memory is neither
+// idle nor flooded by a burst.
 struct Ahead {
   const char *keys, *values;
-  int64_t lines;  // of each
+  int64_t lines;  // of keys, and as many of values
   int64_t due = 0;
 
+  // One of `steps` steps that share the lines.
   __attribute__((always_inline)) void step(int steps) {
     for (due += lines; due >= steps; due -= steps, keys += 64, values += 64) {
       __builtin_prefetch(keys);
@@ -35,12 +41,13 @@ struct Ahead {
   }
 };
 
+// Exchanges elements whose indices differ by S, a power of two.
 template <int S, int... I>
 LF_INLINE vf exchange(vf v, Numbers<I...>) {
   return __builtin_shufflevector(v, v, (I ^ S)...);
 }
 
-// Element i becomes the largest, or the sum, of all elements whose index is i modulo G.
+// Element i of the result is the largest, or the sum, of all elements whose index is i modulo G.
 template <int G, int S = kWidth / 2>
 LF_INLINE vf largest_by_rest(vf v) {
   if constexpr (S < G) {
@@ -58,10 +65,10 @@ LF_INLINE vf sum_by_rest(vf v) {
   }
 }
 
-// scores[j G + g] = q[g] . key[j] for G queries of e channels; then -inf up to the end of a vector.
+// scores[j * G + g] = q[g] . key[j] for G queries of e channels and `count` keys; then -inf up to the end of a vector.
 template <Dtype dtype, int G>
 void score(const float* q, Rows keys, int count, int e, float* scores, Ahead ahead) {
-  constexpr int kAtOnce = kWidth / G;  // keys, whose sums make a vector
+  constexpr int kAtOnce = kWidth / G;  // keys whose scores fill a vector
   const int whole = e / kWidth * kWidth, rest = e - whole,
             steps = (count + kAtOnce - 1) / kAtOnce * ((e + kWidth - 1) / kWidth);
   for (int j = 0; j < count; j += kAtOnce) {
@@ -88,8 +95,8 @@ void score(const float* q, Rows keys, int count, int e, float* scores, Ahead ahe
   for (int i = count * G; i % kWidth; i++) scores[i] = -INFINITY;
 }
 
-// out[g][i] = out[g][i] shrink[g] + sum_j weights[j G + g] value[j][i] over N vectors of channels; the last one has
-// `rest` channels unless that is 0.
+// out[g][i] = out[g][i] * shrink[g] + sum over j of weights[j * G + g] * value[j][i], for N vectors of channels i. The
+// last vector has only `rest` channels unless rest is 0.
 template <Dtype dtype, int G, int N>
 void mix_channels(const float* weights, Rows values, int count, int rest, const float* shrink, float* out, int64_t ldo,
                   Ahead& ahead, int steps) {
@@ -122,10 +129,10 @@ void mix_channels(const float* weights, Rows values, int count, int rest, const 
   }
 }
 
+// The same for all e channels: as many at a time as have sums in registers, then the rest.
 template <Dtype dtype, int G, int N = kMixed / G>
 void mix(const float* weights, Rows values, int count, int e, const float* shrink, float* out, int64_t ldo,
          Ahead& ahead, int steps) {
-  // As many channels at a time as registers hold, then the rest.
   for (; e >= N * kWidth; e -= N * kWidth, values.offset += N * kWidth, out += N * kWidth)
     mix_channels<dtype, G, N>(weights, values, count, 0, shrink, out, ldo, ahead, steps);
   if (e > (N - 1) * kWidth)
@@ -135,7 +142,8 @@ void mix(const float* weights, Rows values, int count, int e, const float* shrin
   }
 }
 
-// The sum of chains that lie kWidth / G to a vector, those of each query G apart: the farthest pairs first.
+// The sums of each query's chains. A vector has kWidth / G chains of each of G queries; a query's chains are G elements
+// apart. Adds pairs, those farthest apart first.
 template <int G>
 LF_INLINE vf sum_of_chains(vf (&chains)[G]) {
   for (int half = G / 2; half > 0; half /= 2)
@@ -143,7 +151,7 @@ LF_INLINE vf sum_of_chains(vf (&chains)[G]) {
   return sum_by_rest<G>(chains[0]);
 }
 
-// G queries of one key/value head and position over `count` keys of a block, from its key number `slot` on.
+// Attends with G queries of one key/value head and position to `count` keys of a block, from key number `slot` on.
 template <Dtype dtype, int G>
 void attend_block(const float* q, Rows keys, Rows values, int slot, int count, int e, float* out, Ahead first_half,
                   Ahead second_half) {
@@ -173,6 +181,7 @@ void attend_block(const float* q, Rows keys, Rows values, int slot, int count, i
   for (int g = 0; g < G; g++) out[g * ldo + e + 1] = out[g * ldo + e + 1] * shrink[g] + most[g];
 }
 
+// Attends with vectors over channels.
 template <Dtype dtype>
 void attend_in(const Attend& a) {
   const int heads = a.kv_heads * a.group;
@@ -185,11 +194,11 @@ void attend_in(const Attend& a) {
       out[a.e] = -INFINITY;
       out[a.e + 1] = 0;
     }
-  // Blocks of keys outermost, then heads and queries: keys and values come from memory once.
+  // Blocks of keys are outermost, then heads and queries, so that keys and values are read from memory once.
   for (int64_t t0 = a.first / kKeys * kKeys; t0 < a.last; t0 += kKeys) {
     const bool more = a.last - t0 > kKeys;
     const int64_t end = more ? t0 + kKeys : a.last;
-    // The next rows in the order of memory: a share is fetched with each head's scores, and with its mixture.
+    // The next rows to prefetch: an equal share with each head's scores and with each head's mixing.
     const int64_t rows = more ? a.last - end : a.next;
     const Ahead next = {(const char*)(more ? a.keys : a.next_keys) + (more ? end * row : 0),
                         (const char*)(more ? a.values : a.next_values) + (more ? end * row : 0),
@@ -203,7 +212,7 @@ void attend_in(const Attend& a) {
         if (count <= 0) continue;
         const int64_t offset = low * stride + (int64_t)n * a.e;
         for (int g = 0; g < a.group;) {
-          const auto share = [&](int part) {  // for the first queries that read this block
+          const auto share = [&](int part) {  // only the first queries that read this block prefetch
             const int64_t begin = next.lines * part / (2 * a.kv_heads),
                           stop = next.lines * (part + 1) / (2 * a.kv_heads);
             return Ahead{next.keys + 64 * begin, next.values + 64 * begin, p == 0 && g == 0 ? stop - begin : 0};
@@ -230,11 +239,10 @@ void attend_in(const Attend& a) {
   }
 }
 
-// A prompt has enough queries for vectors that run over queries: a panel of two vectors shares every key and value, and
-// nothing is summed across a vector.
+// A panel is two vectors of queries that share the loads of each key and value. Nothing is added across a vector.
 constexpr int kPanel = 2 * kWidth;
-constexpr int kTogether = kWidth == 16 ? 8 : 4;  // keys, or channels, whose sums stay in registers
-constexpr int kLongestHead = 256;
+constexpr int kTogether = kWidth == 16 ? 8 : 4;  // keys, or channels, whose sums are in registers together
+constexpr int kLongestHead = 256;                // channels at most
 
 struct Panel {
   float q[kLongestHead][kPanel], mixed[kLongestHead][kPanel], scores[kKeys][kPanel], rows[kKeys * kLongestHead];
@@ -242,13 +250,15 @@ struct Panel {
   vi seen[kKeys][2];  // whether a query attends to a key of the block
 };
 
-constexpr int reversed_bits(int number) {  // of those that count kWidth
+// The number whose bits, as many as number the elements of a vector, are those of `number` in reversed order.
+constexpr int reversed_bits(int number) {
   int reversed = 0;
   for (int bit = 1; bit < kWidth; bit *= 2) reversed = 2 * reversed + (number & bit ? 1 : 0);
   return reversed;
 }
 
-// The scores of `count` keys of a block, from its key number `slot` on; -inf where a query does not attend to one.
+// Computes the scores of `count` keys of a block, from key number `slot` on; -inf if a query does not attend to a key.
+// all: every query attends to every key.
 template <Dtype dtype>
 void score_panel(Panel& panel, Rows keys, int slot, int count, int e, bool all) {
   int64_t stride;
@@ -256,7 +266,7 @@ void score_panel(Panel& panel, Rows keys, int slot, int count, int e, bool all) 
   for (int j = 0; j < count; j += kTogether) {
     const float* key[kTogether];
     for (int c = 0; c < kTogether; c++) key[c] = rows + (j + c < count ? j + c : count - 1) * stride;
-    // Chains in the order in which they are added: pending[n] has the sum of 2^n of them.
+    // Computes chains in the order in which they are added: pending[n] has the sum of 2^n chains.
     vf pending[5][kTogether][2], acc[kTogether][2];
     for (int chain = 0; chain < kWidth; chain++) {
       each<kTogether>([&](auto c) LF_INLINED { acc[c()][0] = acc[c()][1] = vf{}; });
@@ -291,12 +301,12 @@ void score_panel(Panel& panel, Rows keys, int slot, int count, int e, bool all) 
   }
 }
 
-// Exponentials of the scores, and their sum.
+// Turns the scores into exponentials and updates their sum. shrink: the factor on what was summed before.
 LF_INLINE void weigh_panel(Panel& panel, int slot, int count, vf (&shrink)[2]) {
   for (int v = 0; v < 2; v++) {
     vf most = panel.largest[v], totals[kWidth] = {};
     for (int j = slot; j < slot + count; j++) most = max(most, loadf(panel.scores[j] + v * kWidth));
-    const vf from = max(most, splat(-3e38f));  // finite even before the first visible key
+    const vf from = max(most, splat(-3e38f));  // finite also while a query has seen no key
     shrink[v] = exp(panel.largest[v] - from);
     for (int j = slot; j < slot + count; j++) {
       const vf weight = exp(loadf(panel.scores[j] + v * kWidth) - from);
@@ -310,8 +320,8 @@ LF_INLINE void weigh_panel(Panel& panel, int slot, int count, vf (&shrink)[2]) {
   }
 }
 
-// mixed = mixed * shrink + sum_j scores[j] value[j]. A value that a query does not attend to cannot change its
-// sum, not even as NaN.
+// mixed = mixed * shrink + sum over j of scores[j] * value[j]. A value that a query does not attend to does not change
+// its sum, even if it is NaN.
 template <Dtype dtype, bool all>
 void mix_panel(Panel& panel, Rows values, int slot, int count, int e, const vf (&shrink)[2]) {
   int64_t stride;
@@ -339,6 +349,7 @@ void mix_panel(Panel& panel, Rows values, int slot, int count, int e, const vf (
   }
 }
 
+// Attends with vectors over queries.
 template <Dtype dtype>
 void attend_panels(const Attend& a) {
   const int heads = a.kv_heads * a.group, queries = a.positions * a.group;
@@ -358,7 +369,7 @@ void attend_panels(const Attend& a) {
       std::memset(panel.mixed, 0, a.e * sizeof panel.mixed[0]);
       for (int v = 0; v < 2; v++) panel.largest[v] = splat(-INFINITY), panel.total[v] = vf{};
       const int64_t oldest = a.start + position[0],
-                    newest = a.start + position[kPanel - 1];  // of the panel's positions
+                    newest = a.start + position[kPanel - 1];  // the panel's first and last position
       for (int64_t t0 = a.first / kKeys * kKeys; t0 < a.last; t0 += kKeys) {
         int64_t low = t0 > a.first ? t0 : a.first, high = t0 + kKeys < a.last ? t0 + kKeys : a.last;
         if (low < oldest - a.window + 1) low = oldest - a.window + 1;

@@ -1,4 +1,6 @@
-// Cached keys, values and latents as float32. Included by the files that attend to them.
+// Reads cached keys, values and latents as float32. The files of attention/ and kernels.cc use it.
+//
+// Invariant: widening a 16-bit number to float32 is exact.
 #pragma once
 
 #include "../kernels.h"
@@ -9,6 +11,7 @@ namespace {
 
 using laneformer::Dtype;
 
+// Elements i to i + kWidth - 1 of an array.
 LF_INLINE vf element(Dtype dtype, const void* p, int64_t i) {
   switch (dtype) {
     case Dtype::bf16: return widen_bf16(load<vh>((const uint16_t*)p + i));
@@ -17,6 +20,7 @@ LF_INLINE vf element(Dtype dtype, const void* p, int64_t i) {
   }
 }
 
+// Elements i to i + n - 1, n < kWidth, then zeros.
 LF_INLINE vf first_elements(Dtype dtype, const void* p, int64_t i, int n) {
   switch (dtype) {
     case Dtype::bf16: return widen_bf16(load_first<vh>((const uint16_t*)p + i, n));
@@ -25,13 +29,14 @@ LF_INLINE vf first_elements(Dtype dtype, const void* p, int64_t i, int n) {
   }
 }
 
-// Some rows of a lane's keys or values.
+// Rows of a lane's keys, values or latents.
 struct Rows {
   const void* data;
-  int64_t offset, stride;  // elements to the first row, and from row to row
+  int64_t offset, stride;  // elements from `data` to the first row, and from row to row
 };
 
-// Rows as float32: in place, or widened into `space`.
+// The first `count` rows of e channels as float32: the cache itself, or widened into `space` [count][e]. stride: floats
+// from row to row.
 template <Dtype dtype>
 const float* widened(Rows rows, int count, int e, float* space, int64_t* stride) {
   if (dtype == Dtype::f32) {

@@ -1,5 +1,8 @@
-// Entries of compressed attention: how positions become one, and the scores by which an index chooses among them.
-// Included by kernels.cc alone, as simd.h is.
+// `compress` and `index_scores` of the table of kernels: makes an entry of compressed attention from the vectors of
+// several positions, and scores entries for an index (ops/compressed.cc). Included by kernels.cc alone.
+//
+// Invariant: an entry is a sum over its positions in their order, and the score of an entry depends on that entry and
+// on the query alone.
 #pragma once
 
 #include "latents.h"
@@ -9,7 +12,7 @@ namespace {
 
 using laneformer::IndexScores;
 
-// out[c] = the sum over i of vectors[i][c] times the softmax over i of gates[i][c] + biases[i][c], in the order of i.
+// See kernels.h. Sums are in the order of i.
 void compress(const float* const* vectors, const float* const* gates, const float* const* biases, int count,
               int64_t channels, float* out) {
   for (int64_t c = 0; c < channels; c += kWidth) {
@@ -27,10 +30,11 @@ void compress(const float* const* vectors, const float* const* gates, const floa
   }
 }
 
-// Vectors run over heads: a key's score is the sum of a chain for each place in a vector, whatever keys are beside it.
+// Vectors run over heads. Each element of a vector is a chain over the heads at its place, and a key's score is the sum
+// of these chains, whichever keys are computed beside it.
 template <Dtype dtype>
 void index_scores_as(const IndexScores& a) {
-  const int heads = (a.heads + kAcross - 1) / kAcross * kAcross;   // those that pad have a weight of 0
+  const int heads = (a.heads + kAcross - 1) / kAcross * kAcross;   // padding heads have weight 0
   float* const q = (float*)(((uintptr_t)a.space + 63) / 64 * 64);  // [e][heads]
   float* const weights = q + (int64_t)a.e * heads;
   float* const widened_rows = weights + heads;
@@ -57,7 +61,7 @@ void index_scores_as(const IndexScores& a) {
         });
       }
       each<kSums>([&](auto c) LF_INLINED {
-        total[c()] += max(vf{}, acc[c()][0]) * loadf(weights + h);  // in this order a NaN stays one
+        total[c()] += max(vf{}, acc[c()][0]) * loadf(weights + h);  // max in this order keeps NaN
         total[c()] += max(vf{}, acc[c()][1]) * loadf(weights + h + kWidth);
       });
     }

@@ -1,5 +1,8 @@
-// Some queries of attention to latents: where they are, which entries they see, and their softmax so far. Included by
-// latents.h, on vectors, and by tile_latents.h, on tile registers.
+// A group of queries of attention to latents: where they are, which entries they see, and their softmax so far. Used by
+// latents.h, which computes on vectors, and by tile_latents.h, which computes on tile registers.
+//
+// Invariant: a query is one element of each vector and nothing is added across a vector, so its softmax does not depend
+// on the queries beside it.
 #pragma once
 
 #include <cmath>
@@ -11,16 +14,17 @@ namespace {
 
 using laneformer::AttendLatents;
 
-// V vectors of queries. A query's position is that of the newest entry that it sees.
+// V vectors of queries.
 template <int V>
 struct LatentQueries {
   static constexpr int kAcross = V * kWidth;
 
-  vf largest[V], total[V];
-  int64_t row[kAcross];  // of q and out; unused ones repeat the last one
-  int64_t position[kAcross];
+  vf largest[V], total[V];    // largest score and sum of exponentials so far
+  int64_t row[kAcross];       // rows of q and out; unused queries repeat the last one
+  int64_t position[kAcross];  // number of the newest entry that each query sees; ascending
   int used;
 
+  // Starts with queries from number `first` on, of `queries` in all, counted by position and head.
   LF_INLINED void begin(const AttendLatents& a, int64_t first, int64_t queries) {
     used = queries - first < kAcross ? (int)(queries - first) : kAcross;
     for (int c = 0; c < kAcross; c++) {
@@ -31,16 +35,17 @@ struct LatentQueries {
     for (int v = 0; v < V; v++) largest[v] = splat(-INFINITY), total[v] = vf{};
   }
 
-  // How many entries from `low` on, before `end`, a query sees at most; and whether all queries see all of these.
+  // How many of the entries low <= t < end the last query sees, if the window does not matter; not positive for none.
   int count(int64_t low, int64_t end) const {
     const int64_t newest = position[kAcross - 1];
     return (int)((end < newest + 1 ? end : newest + 1) - low);
   }
+  // Whether all queries see all of the `count` entries from `low` on.
   bool see_all(int64_t low, int count, int64_t window) const {
     return low + count <= position[0] + 1 && low >= position[kAcross - 1] - window + 1;
   }
 
-  // Which of the `count` entries from `low` on each query attends to.
+  // Writes masks[j]: which queries see entry low + j, for j < count.
   LF_INLINED void seen(int64_t low, int count, int64_t window, vi (*masks)[V]) const {
     for (int v = 0; v < V; v++) {
       vi first, last;
@@ -53,8 +58,8 @@ struct LatentQueries {
     }
   }
 
-  // Scores [entry][query] become exponentials, zeros where `masks` is given and has none; adds their sum. shrink: the
-  // factors on what was summed before.
+  // Turns scores [entry][query] into exponentials and adds them to `total`. Entries that a query does not see get 0;
+  // masks: null if all queries see all entries. shrink: receives the factors on what was summed before.
   LF_INLINED void weigh(float (*scores)[kAcross], const vi (*masks)[V], int count, vf (&shrink)[V]) {
     for (int v = 0; v < V; v++) {
       vf most = largest[v], sum = {};
@@ -63,7 +68,7 @@ struct LatentQueries {
         if (masks) storef(at, select(masks[j][v], loadf(at), splat(-INFINITY)));
         most = max(most, loadf(at));
       }
-      const vf from = max(most, splat(-3e38f));  // finite even before the first entry that is seen
+      const vf from = max(most, splat(-3e38f));  // finite also while a query has seen no entry
       shrink[v] = exp(largest[v] - from);
       for (int j = 0; j < count; j++) {
         float* const at = scores[j] + v * kWidth;
@@ -76,18 +81,19 @@ struct LatentQueries {
     }
   }
 
-  // Behind a query's values.
+  // Writes what follows the values of query c in the result: its largest score and its sum of exponentials.
   void end(int c, float* out) const {
     out[0] = largest[c / kWidth][c % kWidth], out[1] = total[c / kWidth][c % kWidth];
   }
 };
 
-// Lines that are needed next, fetched in even steps into the second-level cache.
+// Prefetches the entries that are read next into the second-level cache, in even steps.
 struct LatentAhead {
   const char* data;
   int64_t lines, due = 0;
 
-  // Behind the entries before `end`: at most `most` of the next ones, or of what will be wanted after these.
+  // What follows the entries before `end`: at most `most` entries of `bytes` bytes, of this chunk or of the next one. A
+  // list is not followed.
   static LatentAhead behind(const AttendLatents& a, int64_t end, int64_t bytes, int64_t most) {
     const int64_t left = a.list ? 0 : end < a.last ? (a.last - end) * bytes : a.next_bytes;
     return {end < a.last ? (const char*)a.entries + end * bytes : a.next,
@@ -99,7 +105,7 @@ struct LatentAhead {
   }
 };
 
-// The entries of a block as float32 rows: in place, or in `space`.
+// The entries low <= t < end as float32 rows: the cache itself, or a copy in `space`. stride: floats from row to row.
 template <Dtype dtype>
 const float* latent_rows(const AttendLatents& a, int64_t low, int64_t end, float* space, int64_t* stride) {
   if (!a.list) return widened<dtype>({a.entries, low * a.e, a.e}, (int)(end - low), a.e, space, stride);

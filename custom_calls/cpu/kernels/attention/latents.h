@@ -1,9 +1,12 @@
-// Attention over cached latents, which are the keys and values of all heads of a lane: one position's heads are a
-// matrix of queries, so that an entry is read once for all of them. Included by kernels.cc alone, as simd.h is.
+// `attend_latents` of the table of kernels: attention over one chunk of cached vectors that are keys and values of all
+// heads of a lane. ops/attend.cc calls it with latents, ops/compressed.cc with positions and entries. Included by
+// kernels.cc alone; tile_latents.h has the same for AMX.
 //
-// Vectors run over queries, and nothing is added across a vector: a query's result has the same bits in any company.
-// Its scores are a chain of multiply-adds over the channels, its values over the entries, in blocks of kEntries that
-// begin at multiples of that.
+// The heads of all positions are queries alike, so an entry is read once for many queries. Vectors run over queries.
+//
+// Invariant: nothing is added across a vector, so a query's result has the same bits whichever queries are beside it. A
+// score is one chain of multiply-adds over the channels. A value is one over the entries, in blocks of kEntries that
+// begin at multiples of kEntries, with the softmax so far as in attention.h.
 #pragma once
 
 #include "latent_queries.h"
@@ -14,11 +17,11 @@ namespace {
 using laneformer::kLatentEntries;
 using laneformer::kLatentQueries;
 
-constexpr int kEntries = 48;                                   // of a block, whose scores are computed together
+constexpr int kEntries = 48;                                   // entries of a block
 constexpr int kAcross = LatentQueries<2>::kAcross;             // queries of a panel
-constexpr int kPanels = kLatentQueries / kAcross;              // that use a block before the next is read
-constexpr int kSums = kWidth == 16 ? 8 : kWidth == 8 ? 6 : 4;  // entries, or channels, whose sums stay in registers
-constexpr int kStretch = 96;                                   // channels that all entries of a block multiply in turn
+constexpr int kPanels = kLatentQueries / kAcross;              // panels that use a block before the next is read
+constexpr int kSums = kWidth == 16 ? 8 : kWidth == 8 ? 6 : 4;  // entries, or channels, with sums in registers together
+constexpr int kStretch = 96;  // channels of the queries that all entries of a block use before the next ones
 static_assert(kLatentQueries % kAcross == 0 && kEntries % kSums == 0, "whole panels and tiles");
 static_assert(kLatentEntries % kEntries == 0, "blocks begin at multiples of their size");
 
@@ -26,7 +29,7 @@ struct LatentPanel : LatentQueries<2> {
   float *q, *mixed;  // [e][kAcross], [values][kAcross]
 };
 
-// scores[j][query] of `count` entries.
+// Computes scores[j][query] of `count` entries.
 LF_INLINE void score_latents(const LatentPanel& panel, const float* rows, int64_t stride, int count, int e,
                              float (*scores)[kAcross], LatentAhead& ahead, int steps) {
   for (int first = 0; first < e; first += kStretch) {
@@ -54,8 +57,8 @@ LF_INLINE void score_latents(const LatentPanel& panel, const float* rows, int64_
   }
 }
 
-// mixed = mixed * shrink + sum_j scores[j] entry[j]. An entry that a query does not attend to cannot change its sum,
-// not even as NaN.
+// mixed = mixed * shrink + sum over j of scores[j] * entry[j]. An entry that a query does not see does not change its
+// sum, even if it is NaN.
 template <bool all>
 LF_INLINE void mix_latents(const LatentPanel& panel, const float* rows, int64_t stride, int count, int values,
                            const float (*scores)[kAcross], const vi (*seen)[2], const vf (&shrink)[2]) {
@@ -88,6 +91,7 @@ LF_INLINE void mix_latents(const LatentPanel& panel, const float* rows, int64_t 
   }
 }
 
+// Starts a panel with queries from number `begin` on: transposes them and clears their results, both in `space`.
 LF_INLINE void begin_panel(const AttendLatents& a, int64_t begin, int64_t queries, float* space, LatentPanel& panel) {
   panel.q = space, panel.mixed = space + (int64_t)a.e * kAcross;
   panel.begin(a, begin, queries);
@@ -98,6 +102,7 @@ LF_INLINE void begin_panel(const AttendLatents& a, int64_t begin, int64_t querie
   std::memset(panel.mixed, 0, (int64_t)a.values * kAcross * sizeof(float));
 }
 
+// Writes the panel's results to `out`.
 LF_INLINE void end_panel(const AttendLatents& a, const LatentPanel& panel) {
   for (int c = 0; c < panel.used; c++) {
     float* const out = a.out + panel.row[c] * (a.values + 2);
@@ -106,7 +111,7 @@ LF_INLINE void end_panel(const AttendLatents& a, const LatentPanel& panel) {
   }
 }
 
-// A panel and the entries from `low` to `end` of a block.
+// Attends with a panel to the entries low <= t < end of a block.
 void attend_panel(const AttendLatents& a, LatentPanel& panel, const float* rows, int64_t stride, int64_t low,
                   int64_t end, LatentAhead& ahead, int steps) {
   const int count = panel.count(low, end);

@@ -1,13 +1,16 @@
-// Attention over cached latents on AMX's tile registers (latents.h has the same on vectors). Included by amx.cc alone.
+// `attend_latents` of AMX's table of kernels: attention over one chunk of cached vectors on tile registers; latents.h
+// has the same on vectors. Included by amx.cc alone.
 //
-// Both products of attention are of tiles of bf16 numbers, three for each float32, whose sum it is, and one for each
-// bf16 latent. Of the products of two such numbers those whose places sum to two or less are added: what is left out is
-// below a float32's last digit. A query's scores and values are its own column or row of a register, so that it has the
-// same bits in any company; blocks begin at multiples of kLatentEntries. An infinity gives NaN, and so does an entry
-// that has one, for the queries that see it alone: its numbers are zeros here.
+// Both products of attention multiply tiles of bf16 numbers. A float32 is the sum of three of them, its parts, and a
+// bf16 latent is one. Products of parts i and j are added if i + j <= 2; the others are below a float32's last digit.
 //
-// The entries of a block are split and packed once for kLatentTileQueries queries: the keys by rows, pairs of entries
-// for the values.
+// Invariant: a query's scores are a column of a register and its values a row, so it has the same bits whichever
+// queries are beside it. Blocks begin at multiples of kLatentEntries. A query with an infinity gives NaN. An entry with
+// a number that is not finite gives NaN for the queries that see it, and for no others: it is packed as zeros, and the
+// weights of these queries become NaN.
+//
+// The entries of a block are split and packed once for kLatentTileQueries queries: by rows as keys, and by pairs of
+// entries as values.
 #pragma once
 
 #include "../tile_operands.h"
@@ -16,16 +19,16 @@
 namespace LF_ISA {
 namespace {
 
-constexpr int kTileWords = kTileRows * kTileBytes / 4;  // of a register
-constexpr int kParts = 3;                               // of a float32
-constexpr int kPanelVectors = 2 * kTileRows / kWidth;   // two registers of queries
+constexpr int kTileWords = kTileRows * kTileBytes / 4;  // words of 4 bytes in a register
+constexpr int kParts = 3;                               // parts of a float32
+constexpr int kPanelVectors = 2 * kTileRows / kWidth;   // a panel is two registers of queries
 using TilePanel = LatentQueries<kPanelVectors>;
 constexpr int kBlockEntries = laneformer::kLatentEntries;
 constexpr int kBlockTiles = kBlockEntries / kTileRows, kBlockSteps = kBlockEntries / (2 * kTileRows);
 constexpr int kTilePanels = laneformer::kLatentTileQueries / TilePanel::kAcross;
 static_assert(kBlockEntries % (2 * kTileRows) == 0 && TilePanel::kAcross == 2 * kTileRows, "whole pairs of registers");
 
-// words[r][c] = words[c][r], of a register.
+// Transposes the words of a register: to[r][c] = words[c][r].
 #if defined(__AVX512F__)
 template <int S, int... I>
 LF_INLINE void exchange_halves(vu (&rows)[kTileRows], Numbers<I...>) {
@@ -52,12 +55,12 @@ LF_INLINE void transpose(const uint32_t* words, uint32_t* to) {
 }
 #endif
 
-// Pairs of bf16 numbers as words, the first ones in the lower halves.
+// Writes pairs of bf16 numbers as words, the first number in the lower half.
 LF_INLINE void store_pairs(vf first, vf second, uint32_t* to) {
   const vu words = as_bits(first) >> 16 | (as_bits(second) & 0xffff0000);
   std::memcpy(to, &words, sizeof words);
 }
-// Part p of float32 numbers at to + p * stride.
+// Splits pairs of float32 numbers and writes part p of them as words to to + p * stride.
 template <int P>
 LF_INLINE void pack_pairs(vf first, vf second, uint32_t* to, int64_t stride) {
   vf low[P], high[P];
@@ -66,11 +69,11 @@ LF_INLINE void pack_pairs(vf first, vf second, uint32_t* to, int64_t stride) {
   each<P>([&](auto p) LF_INLINED { store_pairs(low[p()], high[p()], to + p() * stride); });
 }
 
-// Memory of a worker, in words of 4 bytes; see latent_floats() in kernels.h.
+// The buffers in AttendLatents::space, whose size latent_floats() in kernels.h has.
 struct TileSpace {
-  int64_t steps, channels;  // of 32: of a query and an entry; pairs of registers of values
+  int64_t steps, channels;  // steps of 32 channels of a query or an entry, and of its values
   uint32_t *queries, *keys, *values;
-  float *mixed, *zeros, *rows;
+  float *mixed, *zeros, *rows;  // results by query; an entry of zeros; entries widened to float32
 
   TileSpace(const AttendLatents& a, float* space)
       : steps((a.e + kColumns - 1) / kColumns), channels((a.values + kColumns - 1) / kColumns) {
@@ -88,19 +91,18 @@ struct TileSpace {
     for (int i = 0; i < a.e; i++) zeros[i] = 0;
     rows = (float*)at;
   }
-  int64_t ldm() const {
-    return kColumns * channels + kTileRows;
-  }  // not a power of two: rows share few sets of the cache
+  // Floats from one row of `mixed` to the next: not a power of two, so that rows are in different sets of the cache.
+  int64_t ldm() const { return kColumns * channels + kTileRows; }
 };
 
-// 32 channels of a query or an entry are 16 pairs, of channels c and c + 16.
+// Packs 32 channels of a query or an entry, from channel `first` on, as 16 pairs: channels c and c + 16.
 template <int P>
 LF_INLINE void pack_channels(const float* x, int64_t first, int64_t channels, uint32_t* to, int64_t stride) {
   for (int c = 0; c < kTileRows; c += kWidth)
     pack_pairs<P>(columns_of(x, first + c, channels), columns_of(x, first + kTileRows + c, channels), to + c, stride);
 }
 
-// Queries as the second factor of scores: [register of queries][step][part][pair of channels][query].
+// Packs a panel's queries as the second factor of scores: [register of queries][step][part][pair of channels][query].
 void pack_queries(const AttendLatents& a, const TilePanel& panel, const TileSpace& space, uint32_t* to) {
   alignas(64) uint32_t part[kParts][kTileWords];
   for (int first = 0; first < TilePanel::kAcross; first += kTileRows)
@@ -112,9 +114,9 @@ void pack_queries(const AttendLatents& a, const TilePanel& panel, const TileSpac
     }
 }
 
-// Two entries, from number j of a block on, as the first factor of scores, [register of entries][step][part][entry]
-// [pair of channels], and as the second one of values, [32 entries][register of channels][part][pair of entries]
-// [channel]. Returns whether either has a number that is not finite.
+// Packs two entries, from number j of a block on, as the first factor of scores, [register of entries][step][part]
+// [entry][pair of channels], and as the second factor of values, [32 entries][register of channels][part]
+// [pair of entries][channel]. Returns whether one of them has a number that is not finite.
 template <int P>
 LF_INLINE bool pack_two(const float* const (&rows)[2], int64_t channels, int j, const TileSpace& space) {
   uint32_t* key = space.keys + j / kTileRows * space.steps * P * kTileWords + j % kTileRows * kTileRows;
@@ -122,7 +124,7 @@ LF_INLINE bool pack_two(const float* const (&rows)[2], int64_t channels, int j, 
   vi broken = {};
   for (int64_t step = 0; step < space.steps; step++, key += P * kTileWords, value += 2 * P * kTileWords)
     for (int c = 0; c < kTileRows; c += kWidth) {
-      vf parts[2][2][P];  // of each entry, the first and the second half of these channels
+      vf parts[2][2][P];  // by entry and half of these channels
       each<2>([&](auto n) LF_INLINED {
         each<2>([&](auto half) LF_INLINED {
           const vf x = columns_of(rows[n()], step * kColumns + half() * kTileRows + c, channels);
@@ -141,8 +143,8 @@ LF_INLINE bool pack_two(const float* const (&rows)[2], int64_t channels, int j, 
   return any(broken);
 }
 
-// The entries of a block, behind them zeros up to whole steps. broken[j]: whether entry j has a number that is not
-// finite; it is zeros then. Returns whether one has.
+// Packs the entries of a block, and zeros after them up to whole steps of 32. broken[j]: receives whether entry j has a
+// number that is not finite; it is packed as zeros then. Returns whether any entry has one.
 template <int P>
 bool pack_entries(const AttendLatents& a, const float* rows, int64_t stride, int count, const TileSpace& space,
                   bool* broken) {
@@ -162,8 +164,8 @@ bool pack_entries(const AttendLatents& a, const float* rows, int64_t stride, int
   return any_broken;
 }
 
-// Scores [entry][query] of whole steps of entries. Some channels of all entries at a time, so that those of the queries
-// stay in the first-level cache.
+// Computes scores [entry][query] of whole steps of entries. Takes kStretch steps of channels of all entries at a time,
+// so that the queries' channels stay in the first-level cache.
 template <int P>
 void score_tiles(const TileSpace& space, const uint32_t* queries, int entries, float (*scores)[TilePanel::kAcross],
                  LatentAhead& ahead, int steps) {
@@ -199,7 +201,7 @@ void score_tiles(const TileSpace& space, const uint32_t* queries, int entries, f
   }
 }
 
-// Weights as the first factor of values: [32 entries][register of queries][part][query][entry].
+// Packs weights as the first factor of values: [32 entries][register of queries][part][query][pair of entries].
 LF_INLINE void pack_weights(const float (*weights)[TilePanel::kAcross], int entries, uint32_t* to) {
   alignas(64) uint32_t part[kParts][kTileWords];
   for (int j = 0; j < entries; j += kColumns)
@@ -212,7 +214,7 @@ LF_INLINE void pack_weights(const float (*weights)[TilePanel::kAcross], int entr
     }
 }
 
-// mixed[query] += the sum over whole steps of entries of weight times value.
+// mixed[query] += the sum of weight * value over whole steps of entries.
 template <int P>
 void mix_tiles(const TileSpace& space, const uint32_t* weights, int entries, float* mixed, LatentAhead& ahead,
                int steps) {
@@ -241,7 +243,8 @@ void mix_tiles(const TileSpace& space, const uint32_t* weights, int entries, flo
   }
 }
 
-// mixed *= shrink, of each query. No -0 is left: the zeros of entries that others see would make it 0.
+// Multiplies the results of each query by its `shrink`. Turns -0 into 0, as the zero weights of entries that only other
+// queries see would.
 LF_INLINE void shrink_mixed(const TileSpace& space, const vf (&shrink)[kPanelVectors], float* mixed) {
   for (int c = 0; c < TilePanel::kAcross; c++, mixed += space.ldm()) {
     const vf factor = splat(shrink[c / kWidth][c % kWidth]);
@@ -249,6 +252,7 @@ LF_INLINE void shrink_mixed(const TileSpace& space, const vf (&shrink)[kPanelVec
   }
 }
 
+// Attends with panel `number` to the entries low <= t < end of a block. broken: null if all entries are finite.
 template <int P>
 void attend_tiles_panel(const AttendLatents& a, const TileSpace& space, TilePanel& panel, int number, int64_t low,
                         int64_t end, const bool* broken, LatentAhead& ahead, int steps) {
