@@ -90,8 +90,8 @@ void Decoder::check_states(const Call& call) const {
   }
 }
 
-// Generates answers in caches of its own. Their tokens are forced, so all drafts are accepted and each pass has the
-// wanted number of rows. They start inside a text, so that rows pay for their attention.
+// Generates answers in separate caches. Their tokens are forced, so all drafts are accepted and each pass has the
+// wanted number of rows. They start inside a text, so that the times include attention to earlier positions.
 std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passes) {
   constexpr int kRounds = 2;  // each over all numbers of rows, as other processes may delay one
   constexpr int64_t kUsual = 1024;
@@ -121,7 +121,7 @@ std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passe
     }
   };
   Speculation& speculation = call.speculation;
-  for (int64_t i = 0; i < longest; i++)  // tokens far apart: they use different experts and embedding rows
+  for (int64_t i = 0; i < longest; i++)  // tokens far apart, which use different experts and embedding rows
     speculation.forced.push_back((int32_t)(i * 7919 % model.vocab_size));
   speculation.given = speculation.forced;
   std::vector<double> fastest(rows.size(), INFINITY);

@@ -31,8 +31,8 @@ class Decoder {
   // another size.
   void map(int product, const char* tiles, int64_t bytes, const uint8_t* table, const uint32_t* exceptions,
            int64_t count);
-  // The same for a product with quantized matrices (kernels/quantized.h), never the embedding. The pieces have all its
-  // tiles between them.
+  // The same for a product with quantized matrices (kernels/quantized.h), never the embedding. Together, the pieces
+  // have all its tiles.
   void map(int product, std::vector<Piece> pieces);
   static constexpr int kEmbedding = -1;
   // Seconds in which all workers read their weights once without computing: the least time of a pass.

@@ -3,7 +3,7 @@
 // or send each other messages as GPUs do (exchange.h).
 //
 // Invariant: a sum adds the lanes' shares in the order of the lanes, whichever worker computes it and however the
-// shares arrive. So shared memory and messages give the same bits.
+// shares arrive. So the bits are the same with shared memory and with messages.
 #include <algorithm>
 #include <cstring>
 

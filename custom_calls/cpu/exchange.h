@@ -7,7 +7,7 @@
 // taken for data.
 //
 // Invariant: a slot is written again only after every lane has read it. The schedule guarantees this for a ring of
-// `ring_slots` slots, because a lane that has received exchange q knows that its sender has issued q.
+// `ring_slots` slots, because receiving exchange q proves that its sender has issued q.
 #pragma once
 
 #include <atomic>

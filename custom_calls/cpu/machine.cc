@@ -107,8 +107,7 @@ int default_threads() {
 
 namespace {
 
-// Seconds from the first start to the last end of this many threads, thread i of which runs job(i). They start
-// together.
+// Starts this many threads together; thread i runs job(i). Returns the seconds from the first start to the last end.
 template <class Job>
 double seconds_of(int threads, const Job& job) {
   std::atomic<int> ready{0};

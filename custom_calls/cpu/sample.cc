@@ -36,7 +36,7 @@ float float_of(uint32_t order) {
 }
 
 // The largest z among `values` [n] for which the sum of amount(i) over all values[i] >= z is at least `wanted`; -inf if
-// no z has so much. Needs no sorting: three histograms, of the upper, middle and lower bits, find z. Amounts are
+// the sum of all is less. Needs no sorting: three histograms, of the upper, middle and lower bits, find z. Amounts are
 // integers, so that their sum is the same in any order.
 template <class Amount>
 float largest_reaching(const float* values, int64_t n, double wanted, Amount amount) {
@@ -132,7 +132,7 @@ void Worker::await_masks() {
     const uint32_t target = (uint32_t)slot.drawn + 1;
     const auto given = [&] {
       const int64_t left = until - now_ns();
-      // Does not spin: the host needs a core to make the mask.
+      // Does not spin, as the host needs a core to compute the mask.
       return slot.masks.wait(target, slot.cancel, std::clamp<int64_t>(left, 0, kBesideNs), 0);
     };
     do slot.deferred = !given();
@@ -200,9 +200,8 @@ void Worker::adjust(const Adjustment& by, float temperature, float* z) const {
   for (int64_t i = 0; i < count && temperature > 0; i++) z[i] /= temperature;
 }
 
-// Worker 0 records the tokens that the rows of a run have drawn, up to the first one that differs from the draft in the
-// next row, or a stop token. largest: [rows], the largest logit of each row. cost: of the pass, in passes without
-// drafts.
+// Worker 0 records the tokens that the rows of a run have drawn, up to the first one that differs from the next row's
+// draft, or a stop token. largest: [rows], each row's largest logit. cost: of the pass, in passes without drafts.
 void Worker::accept(const Run& run, const float* largest, float cost) {
   Slot& slot = *run.slot;
   const Call& call = *slot.call;

@@ -261,9 +261,9 @@ float Schedule::cost_of(const Pass& pass) {
   return (given ? prices_.of(pass.rows) : prices_.took(pass.rows, time)) / prices_.of(pass.runs);
 }
 
-// The cost of a pass that had positions of a prompt beside calls that draw: from its time if that can be told, else as
-// expected. The time also corrects the price of that many rows. The cost counts as at most twice what was expected, so
-// that another process that delayed this pass does not hold up the prompt for long.
+// The cost of a pass that had positions of a prompt beside calls that draw: from its time if `time` is set and prices
+// are known, else as expected. The time also corrects the price of this many positions. The cost is at least half and
+// at most twice what was expected, so that a process that delayed this pass does not hold up the prompt for long.
 double Schedule::spent(const Pass& pass, double time) {
   const double expected = price(pass.positions), cost = time > 0 ? prices_.cost(time) : 0;
   if (cost <= 0) return expected;

@@ -7,7 +7,7 @@
 // slice ends.
 //
 // Invariant: no wake-up is lost. `raise` writes the value before it reads the number of sleepers; a sleeper adds itself
-// before it reads the value. In the single order of these accesses one of the two sees the other.
+// before it reads the value. These accesses have one order, so one of the two reads what the other has written.
 #pragma once
 
 #include <atomic>

@@ -163,7 +163,8 @@ class Worker {
   float* streams(int lane, int p) {
     return streams_.data() + ((int64_t)(lane - first_lane_) * kBlock + p) * m_.streams() * m_.hidden_size;
   }
-  float* joins(int lane, int p) {  // factors on the output [streams], then between the streams [streams][streams]
+  // Factors with which the output joins the streams: on the output [streams], between the streams [streams][streams].
+  float* joins(int lane, int p) {
     return joins_.data() + ((int64_t)(lane - first_lane_) * kBlock + p) * m_.streams() * (m_.streams() + 1);
   }
   void gather(const plan::GatherStreams& op, int lane, int p, const float* parts);

@@ -1,6 +1,6 @@
 // The table of kernels for AMX: products of bf16 weights on tile registers for several positions, and the same sums on
 // vectors for one position; latent attention is in attention/tile_latents.h. All other functions are those of another
-// table. machine.cc makes the table and runs its trial product. Compiled once, with LF_ISA = amx.
+// table. machine.cc makes the table and runs its trial product. Compiled for one instruction set, which LF_ISA names.
 //
 // A tile of weights has 16 rows and a line of it two columns, so 16 lines are a register as TDPBF16PS reads it.
 //
@@ -8,7 +8,7 @@
 // and with others. In 32 columns, the even and the odd ones are a chain of multiply-adds each, from zero. Both chains
 // are added, then their sum is added to the total. For exact activations each float32 is the sum of three bf16 numbers,
 // and 32 columns take three such steps, the largest parts first; products with bf16 weights are exact in float32's
-// multiply-adds. A vector with an infinity gives NaN.
+// multiply-adds. The result of a vector with an infinity is NaN.
 //
 // No library templates in here, as in kernels.cc.
 #include "attention/tile_latents.h"

@@ -1,5 +1,4 @@
-// `product_bf12` of the table of kernels: products with weights in 12 bits (bf12_decode.h). Included by kernels.cc
-// alone.
+// `product_bf12` of the table of kernels: products with weights in 12 bits (bf12_decode.h). Used by kernels.cc alone.
 //
 // Invariant: weights are decoded to their bf16 bits and added in the order of product.h, line by line in the same two
 // chains. So a product has the same bits in 12 and in 16 bits.
@@ -33,8 +32,7 @@ LF_INLINE void add_pairs(Bf16DotLine, vu pairs, const float* x, vf (&sums)[N]) {
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
 // One position and eight rows of half a unit without exceptions: columns 0-3 (half 0) or 4-7. Adds the first of the
-// half's two lines to `first` and the other to `second`. Assembly, as the sums of three tiles leave only four
-// registers.
+// half's two lines to `first`, the other to `second`. Assembly, as the sums of three tiles leave only four registers.
 template <int half>
 LF_INLINE void add_half(const char* unit, const vb& table, const float* x, vf& first, vf& second) {
   typedef const char Vector[sizeof(vb)];

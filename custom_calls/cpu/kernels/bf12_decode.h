@@ -2,15 +2,14 @@
 // use it; packing/bf12.cc encodes.
 //
 // A unit has 16 rows and 8 columns in three lines of 64 bytes: codes, those of columns 0-3 in the low nibbles and those
-// of columns 4-7 in the high ones, then the low bytes of columns 0-3 and of 4-7. Byte 16 (r / 4) + 8 (c / 2) + 2 (r %
-// 4)
-// + c % 2 of a line is row r and column c < 4. So interleaving high and low bytes gives the lines of bf16 tiles.
+// of columns 4-7 in the high ones, then the low bytes of columns 0-3 and of 4-7. Row r and column c < 4 are byte
+//   16 (r / 4) + 8 (c / 2) + 2 (r % 4) + c % 2
+// of a line. So interleaving high and low bytes makes the lines of bf16 tiles.
 //
 // Exceptions are words unit << 15 | slot << 8 | high byte, in ascending order within a tile and ended by ~0. A slot is
 // the place of a weight's byte in the two lines of low bytes.
 //
-// Invariant: a high byte is table[code] unless an exception names its slot. So decoding gives the bits that were
-// encoded.
+// Invariant: a high byte is table[code] unless an exception names its slot. So decoding restores all encoded bits.
 #pragma once
 
 #include "formats.h"
@@ -78,8 +77,7 @@ alignas(64) constexpr uint8_t kSlots[128] = {
 #undef LF_EIGHT
 };
 
-// Puts the high byte of an exception into `high`, vector v of the high bytes of columns 0-3 (half 0) or 4-7, if its
-// slot is there.
+// Puts the high byte of an exception into `high` if its slot is there: in vector v of columns 0-3 (half 0) or 4-7.
 template <int half>
 LF_INLINE void put(uint32_t exception, [[maybe_unused]] int v, vb& high) {
   const uint32_t slot = exception >> 8 & 127;

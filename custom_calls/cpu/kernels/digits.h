@@ -1,5 +1,4 @@
-// Vectors as integers, and exact sums of their products with weights of 4 bits and int8. Included by quantized.cc
-// alone.
+// Vectors as integers, and exact sums of their products with weights of 4 bits and int8. Used by quantized.cc alone.
 //
 // A block of 32 columns (16 if scales are that fine) of a vector has a power of two s. q = round(x / s) has 23 bits, or
 // 16 bits for rounded activations, and is stored as signed digits: q = d0 + 256 d1 + 65536 d2, each -128 .. 127. The
@@ -180,8 +179,7 @@ LF_INLINE void prepare_block(const float* x, int64_t count, char* to) {
     most = larger(most, magnitude_bits(values[i()]));
   });
   const int32_t bits = fold(most, [](vi a, vi b) LF_INLINED { return larger(a, b); });
-  // The largest q, rounded, must be at most 0x7f7f7f or 0x7f7f, all of whose digits are 127: else the exponent is one
-  // more.
+  // The largest q, rounded, must be at most 0x7f7f7f or 0x7f7f (all digits 127): else the exponent is one more.
   int exponent = (bits + (P == 3 ? 0x10101 : 0x10100)) >> 23;
   constexpr int kLeast = kBits + 1 + kDoubled<code>;  // then s is not subnormal
   if (exponent < kLeast) exponent = kLeast;
@@ -275,8 +273,7 @@ LF_INLINE vu splat_word(const char* from) {
   return splat_u(word);
 }
 
-// The sums low and high of a block for a vector of rows. `begin`, then `add` for each quad, in order. digits: of the
-// block.
+// The sums low and high of a block for a vector of rows: `begin`, then `add` for each quad of the block, in order.
 template <Code code, int P, int columns, Way way = way_of<code>()>
 struct Sums;
 
@@ -437,8 +434,7 @@ struct BothSums {
 };
 #endif
 
-// Without such instructions: products of these integers and their sums are below 2^24, so float32 computes them
-// exactly.
+// Without such instructions: these products and their sums are below 2^24, so float32 computes them exactly.
 template <Code code, int P, int columns>
 struct Sums<code, P, columns, Way::floats> {
   vf of[P];

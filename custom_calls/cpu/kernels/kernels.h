@@ -3,7 +3,7 @@
 // AMX; quantized.h has products with weights of 8 and 4 bits.
 //
 // Invariant: with one table, the result of a position has the same bits whichever positions are computed together with
-// it. Tables differ in the order of their sums, so other instructions may give other bits.
+// it. Tables differ in the order of their sums, so other instructions may compute other bits.
 //
 // A product's weights are stored in tiles of kTile rows; a line of a tile has these rows of one column, or of two in
 // bf16. Arrays are contiguous, the last index fastest.
@@ -60,7 +60,7 @@ struct Attend {
   int kv_heads, group, e;  // group: query heads per key/value head; e: channels of a head
   int64_t first, last;     // keys of this chunk: first <= t < last
   int64_t start;           // position of the first query
-  int64_t window;          // how many of the newest keys a position sees, its own included
+  int64_t window;          // how many of the newest keys a position attends to, its own included
   int positions;
   const void *next_keys, *next_values;  // rows that are read after this chunk, to prefetch
   int64_t next;                         // how many of each; 0 if unknown
@@ -83,8 +83,8 @@ struct AttendLatents {
   const char* next;                // entries that are read after this chunk, to prefetch
   int64_t next_bytes;              // their bytes; 0 if unknown
   float* space;                    // [latent_floats()]
-  int64_t window = INT64_MAX / 2;  // how many of the newest entries a position sees, its own included
-  int64_t every = 1;               // positions per entry; a position sees an entry from the last of these on
+  int64_t window = INT64_MAX / 2;  // newest entries that a position attends to, its own included
+  int64_t every = 1;               // positions per entry; the last of them is the first to attend to it
   const int32_t* list = nullptr;   // numbers of entries: entry t is entry list[t] of the cache; null: entry t itself
 };
 

@@ -89,15 +89,14 @@ LF_INLINE float sum(vf v) {
 #endif
 }
 
-// u and v consist of blocks of S partial sums. Adds the two halves of each block: first the blocks of u, then those of
-// v.
+// Adds the two halves of each block of S partial sums: first the blocks of u, then those of v.
 template <int S, int... I>
 LF_INLINE vf halve(vf u, vf v, Numbers<I...>) {
   return __builtin_shufflevector(u, v, (I / (S / 2) * S + I % (S / 2))...) +
          __builtin_shufflevector(u, v, (I / (S / 2) * S + S / 2 + I % (S / 2))...);
 }
 
-// Element i of the result is the sum of the elements of v[i]; S is kWidth at first.
+// With S = kWidth, element i of the result is the sum of the elements of v[i].
 template <int S>
 LF_INLINE vf sums(vf (&v)[S]) {
   if constexpr (S == 1) {

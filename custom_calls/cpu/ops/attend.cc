@@ -82,8 +82,7 @@ void Worker::turn_pairs(float* x, const plan::RotaryIndex& rotary, int p) const 
   }
 }
 
-// Applies the norm, over each head or over all of them, and the rotation to `count` heads at block position p, in
-// place.
+// Norms `count` heads at block position p, each or all together, and rotates them, in place.
 void Worker::rotate(float* heads, int count, const plan::Attend& op, const std::optional<plan::Norm>& norm, int lane,
                     int p) {
   const int e = op.head_dim;
@@ -152,7 +151,7 @@ void Worker::merge_chunks(int r, int lane, int p, int64_t head, int64_t heads, i
   std::memset(a, 0, channels * sizeof(float));
   if (sink > -INFINITY) sum = std::exp(sink - largest);
   for (int c = 0; c < chunks_[r]; c++) {
-    if (part[c * stride + channels] == -INFINITY) continue;  // this position sees no key of the chunk
+    if (part[c * stride + channels] == -INFINITY) continue;  // this position attends to no key of the chunk
     const float weight = std::exp(part[c * stride + channels] - largest);
     k_.add_scaled(a, part + c * stride, weight, channels);
     sum += weight * part[c * stride + channels + 1];

@@ -1,13 +1,13 @@
 // Compressed attention (DeepSeek-V4): ops CompressedKeep and CompressedAttend, which Worker::module runs. A position
-// has one vector, which is key and value of all heads. An entry is a vector made of several positions. An index may
-// choose which entries a position sees. laneformer/blocks/compressed_attention.py has the equations.
+// has one vector, which is key and value of all heads. An entry is a vector made from several positions. An index may
+// choose the entries that a position attends to. laneformer/blocks/compressed_attention.py has the equations.
 //
 // Invariant 1: wrong drafts change nothing. Positions of an unfinished window are kept in a ring that also has room for
 // the rows of a pass. The next pass overwrites the places of wrong rows, and an entry that they completed, before
 // anything reads them.
 // Invariant 2: a position's sums depend only on its place in the text. Blocks of vectors and of entries begin at
-// multiples of their size, or at such places in the list of the chosen entries, and what a position does not see adds
-// nothing.
+// multiples of their size, or at such places in the list of the chosen entries, and what a position does not attend to
+// adds nothing.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -127,15 +127,14 @@ int64_t closed(const plan::CompressedAttend& op, int64_t position) { return op.r
 
 }  // namespace
 
-// How many of a run's first positions see all complete entries, since these are not more than the index chooses.
+// How many of a run's first positions attend to all complete entries, as these are not more than the index chooses.
 int Worker::plain_positions(const plan::CompressedAttend& op, const Run& run) {
   int count = run.count;
   while (op.index && count > 0 && closed(op, run.start + count - 1) > op.index->most) count--;
   return count;
 }
 
-// Scores the complete entries for each position of a run whose index chooses. Workers share out each position's
-// entries.
+// Scores the complete entries for each position whose index chooses. Workers share out each position's entries.
 void Worker::score_entries(const plan::CompressedAttend& op, int layer, const Run& run, int lane) {
   const plan::Index& index = *op.index;
   const int64_t n = (int64_t)index.heads * index.channels;
@@ -224,7 +223,7 @@ void Worker::attend(const plan::CompressedAttend& op, int layer, const Unit& uni
   const Run& run = *unit.run;
   const int64_t n = op.head_dim, lane = unit.keys.lane;
   // The kernel's arguments for the run's positions i to i + count - 1, and vectors or entries first <= t < last. start:
-  // position of the first query, which decides what it sees.
+  // position of the first query, which decides what it attends to.
   const auto attend = [&](plan::Kept kind, int i, int count, int64_t start, int64_t first, int64_t last) {
     const int64_t row = (int64_t)(run.first + i) * op.heads + unit.first_head;
     AttendLatents found{};

@@ -36,8 +36,7 @@ namespace {
 
 bool larger(float a, float b) { return a > b || (a != a && b == b); }  // NaN is largest, so that the result shows it
 
-// Writes the numbers of the `used` largest of these logits [experts], the largest first, of equal ones the lowest
-// number.
+// Writes the numbers of the `used` largest logits of [experts], the largest first, and the lowest number among equals.
 void largest_of(const float* logits, int experts, int used, int32_t* numbers) {
   int count = 0;
   for (int e = 0; e < experts; e++) {
@@ -96,8 +95,7 @@ void Worker::weigh_sigmoids(const float* logits, int experts, int used, int lane
   share_by(op, score, used, numbers, shares);
 }
 
-// The same with roots of the softplus as scores, or with the experts that a table has for the position's token
-// (DeepSeek-V4).
+// The same with roots of the softplus as scores, or with a table of the token's experts (DeepSeek-V4).
 void Worker::weigh_roots(const float* logits, int experts, int used, int lane, int p, int32_t* numbers, float* shares) {
   const plan::RootRoute& op = *router_->roots;
   const auto score = [&](int e) {

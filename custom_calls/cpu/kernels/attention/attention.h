@@ -250,7 +250,7 @@ struct Panel {
   vi seen[kKeys][2];  // whether a query attends to a key of the block
 };
 
-// The number whose bits, as many as number the elements of a vector, are those of `number` in reversed order.
+// Reverses the bits of the number of an element in a vector.
 constexpr int reversed_bits(int number) {
   int reversed = 0;
   for (int bit = 1; bit < kWidth; bit *= 2) reversed = 2 * reversed + (number & bit ? 1 : 0);
@@ -306,7 +306,7 @@ LF_INLINE void weigh_panel(Panel& panel, int slot, int count, vf (&shrink)[2]) {
   for (int v = 0; v < 2; v++) {
     vf most = panel.largest[v], totals[kWidth] = {};
     for (int j = slot; j < slot + count; j++) most = max(most, loadf(panel.scores[j] + v * kWidth));
-    const vf from = max(most, splat(-3e38f));  // finite also while a query has seen no key
+    const vf from = max(most, splat(-3e38f));  // finite even before the first key that a query attends to
     shrink[v] = exp(panel.largest[v] - from);
     for (int j = slot; j < slot + count; j++) {
       const vf weight = exp(loadf(panel.scores[j] + v * kWidth) - from);

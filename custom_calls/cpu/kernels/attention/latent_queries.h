@@ -1,5 +1,5 @@
-// A group of queries of attention to latents: where they are, which entries they see, and their softmax so far. Used by
-// latents.h, which computes on vectors, and by tile_latents.h, which computes on tile registers.
+// A group of queries of attention to latents: where they are, which entries they attend to, their softmax so far. Used
+// by latents.h, which computes on vectors, and by tile_latents.h, which computes on tile registers.
 //
 // Invariant: a query is one element of each vector and nothing is added across a vector, so its softmax does not depend
 // on the queries beside it.
@@ -21,7 +21,7 @@ struct LatentQueries {
 
   vf largest[V], total[V];    // largest score and sum of exponentials so far
   int64_t row[kAcross];       // rows of q and out; unused queries repeat the last one
-  int64_t position[kAcross];  // number of the newest entry that each query sees; ascending
+  int64_t position[kAcross];  // newest entry that each query attends to; ascending
   int used;
 
   // Starts with queries from number `first` on, of `queries` in all, counted by position and head.
@@ -35,17 +35,17 @@ struct LatentQueries {
     for (int v = 0; v < V; v++) largest[v] = splat(-INFINITY), total[v] = vf{};
   }
 
-  // How many of the entries low <= t < end the last query sees, if the window does not matter; not positive for none.
+  // How many of the entries low <= t < end the last query attends to, without regard to the window; <= 0: none.
   int count(int64_t low, int64_t end) const {
     const int64_t newest = position[kAcross - 1];
     return (int)((end < newest + 1 ? end : newest + 1) - low);
   }
-  // Whether all queries see all of the `count` entries from `low` on.
+  // Whether all queries attend to all of the `count` entries from `low` on.
   bool see_all(int64_t low, int count, int64_t window) const {
     return low + count <= position[0] + 1 && low >= position[kAcross - 1] - window + 1;
   }
 
-  // Writes masks[j]: which queries see entry low + j, for j < count.
+  // Writes masks[j]: which queries attend to entry low + j, for j < count.
   LF_INLINED void seen(int64_t low, int count, int64_t window, vi (*masks)[V]) const {
     for (int v = 0; v < V; v++) {
       vi first, last;
@@ -58,8 +58,8 @@ struct LatentQueries {
     }
   }
 
-  // Turns scores [entry][query] into exponentials and adds them to `total`. Entries that a query does not see get 0;
-  // masks: null if all queries see all entries. shrink: receives the factors on what was summed before.
+  // Turns scores [entry][query] into exponentials and adds them to `total`. Entries to which a query does not attend
+  // get 0; masks: null if all queries attend to all entries. shrink: receives the factors on what was summed before.
   LF_INLINED void weigh(float (*scores)[kAcross], const vi (*masks)[V], int count, vf (&shrink)[V]) {
     for (int v = 0; v < V; v++) {
       vf most = largest[v], sum = {};
@@ -68,7 +68,7 @@ struct LatentQueries {
         if (masks) storef(at, select(masks[j][v], loadf(at), splat(-INFINITY)));
         most = max(most, loadf(at));
       }
-      const vf from = max(most, splat(-3e38f));  // finite also while a query has seen no entry
+      const vf from = max(most, splat(-3e38f));  // finite even before the first entry that a query attends to
       shrink[v] = exp(largest[v] - from);
       for (int j = 0; j < count; j++) {
         float* const at = scores[j] + v * kWidth;

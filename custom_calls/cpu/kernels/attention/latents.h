@@ -57,8 +57,8 @@ LF_INLINE void score_latents(const LatentPanel& panel, const float* rows, int64_
   }
 }
 
-// mixed = mixed * shrink + sum over j of scores[j] * entry[j]. An entry that a query does not see does not change its
-// sum, even if it is NaN.
+// mixed = mixed * shrink + sum over j of scores[j] * entry[j]. An entry to which a query does not attend does not
+// change its sum, even if it is NaN.
 template <bool all>
 LF_INLINE void mix_latents(const LatentPanel& panel, const float* rows, int64_t stride, int count, int values,
                            const float (*scores)[kAcross], const vi (*seen)[2], const vf (&shrink)[2]) {

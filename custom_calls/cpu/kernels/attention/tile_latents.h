@@ -5,9 +5,9 @@
 // bf16 latent is one. Products of parts i and j are added if i + j <= 2; the others are below a float32's last digit.
 //
 // Invariant: a query's scores are a column of a register and its values a row, so it has the same bits whichever
-// queries are beside it. Blocks begin at multiples of kLatentEntries. A query with an infinity gives NaN. An entry with
-// a number that is not finite gives NaN for the queries that see it, and for no others: it is packed as zeros, and the
-// weights of these queries become NaN.
+// queries are beside it. Blocks begin at multiples of kLatentEntries. The result of a query with an infinity is NaN. So
+// are those of the queries that attend to an entry with a number that is not finite, and no others: the entry is packed
+// as zeros, and the weights of these queries become NaN.
 //
 // The entries of a block are split and packed once for kLatentTileQueries queries: by rows as keys, and by pairs of
 // entries as values.
@@ -243,8 +243,8 @@ void mix_tiles(const TileSpace& space, const uint32_t* weights, int entries, flo
   }
 }
 
-// Multiplies the results of each query by its `shrink`. Turns -0 into 0, as the zero weights of entries that only other
-// queries see would.
+// Multiplies the results of each query by its `shrink`. Turns -0 into 0, as adding the zero weights of entries that
+// only other queries attend to would do.
 LF_INLINE void shrink_mixed(const TileSpace& space, const vf (&shrink)[kPanelVectors], float* mixed) {
   for (int c = 0; c < TilePanel::kAcross; c++, mixed += space.ldm()) {
     const vf factor = splat(shrink[c / kWidth][c % kWidth]);
