@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from infer.text.grammar import Grammar as Grammar
     from infer.text.tokenizer import Tokenizer as Tokenizer
 
-# Name -> module, imported when the name is first used: the server's web process and many commands need no JAX.
+# Name -> module, imported when the name is first used: the server's web process and many commands do not need JAX.
 _HOMES = {
     "BACKENDS": "engine.engine",
     "Engine": "engine.engine",

@@ -10,13 +10,14 @@ import tyro
 from laneformer.errors import run_command
 from laneformer.interrupts import end, importing
 
-# Name -> module with an `Options` dataclass and `run(options) -> exit code`, imported when asked for; and what it does.
+# Name -> (module, summary). The module has a dataclass `Options` and `run(options) -> exit code`; only the module of
+# the command that runs is imported.
 COMMANDS = {
     "generate": ("infer.commands.generate", "stream a completion of a prompt"),
-    "bench": ("infer.commands.bench", "measure the latency of decoding, with all conditions"),
+    "bench": ("infer.commands.bench", "measure decode latency, and record the conditions with it"),
     "roofline": ("infer.commands.roofline", "project the speed of a model on hardware you do not have"),
-    "serve": ("infer.commands.serve", "answer over HTTP, as OpenAI's completions and chat completions do"),
-    "humaneval": ("infer.commands.humaneval", "solve programming problems (HumanEval, MBPP), and score the solutions"),
+    "serve": ("infer.commands.serve", "serve a model over HTTP, with OpenAI's APIs"),
+    "humaneval": ("infer.commands.humaneval", "solve programming problems (HumanEval, MBPP) and score the solutions"),
     "agent": ("infer.commands.agent", "work on a task until its tests pass, and report where the time went"),
 }
 
@@ -30,7 +31,7 @@ def usage() -> str:
             "",
             *lines,
             "",
-            "python -m infer COMMAND --help: its options",
+            "python -m infer COMMAND --help lists the options of a command",
         ]
     )
 
@@ -42,12 +43,12 @@ def main(args: Sequence[str] | None = None) -> int:
     name, *rest = args
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS)
-        remedy = f"did you mean {' or '.join(near)}?" if near else "python -m infer --help lists all"
+        remedy = f"did you mean {' or '.join(near)}?" if near else "python -m infer --help lists all commands"
         print(f"error: unknown command {name!r}; {remedy}", file=sys.stderr)
         return 2
 
     def command() -> int:
-        with importing():  # for seconds
+        with importing():  # takes seconds
             module = importlib.import_module(COMMANDS[name][0])
         markers = (tyro.conf.FlagCreatePairsOff,)
         return run_command(module.run, module.Options, f"python -m infer {name}", rest, markers=markers)

@@ -1,4 +1,5 @@
-"""The sampling noise: a pure function of seed, position and token id, the same in every backend and for every chunking.
+"""The sampling noise: a pure function of seed, position and token id, the same in every backend and however the tokens
+of an answer are divided into calls.
 
 Threefry-2x32, 20 rounds (Salmon, Moraes, Dror & Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011; the
 function `threefry2x32` of the Random123 library):
@@ -16,8 +17,8 @@ function `threefry2x32` of the Random123 library):
     g = -log(-log(u))                standard Gumbel, float32, from -2.8115 to 16.6355
 
 `position` is the index in the whole sequence, prompt included, of the token to draw: the first token after a prompt of
-n tokens (a begin-of-text token counts) has position n. The natural logarithms may differ between machines in the last
-bits of float32; the word w may not.
+n tokens (a begin-of-text token counts) has position n. Machines may differ in the last bits of the float32 logarithms,
+but not in the word w.
 """
 
 import jax
@@ -30,7 +31,7 @@ PARITY = 0x1BD11BDA
 def threefry_2x32(
     key: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """The two output words, uint32, for key and counter words of any shapes that broadcast."""
+    """The two output words, uint32. The key and counter words may have any shapes that broadcast."""
     k0, k1 = (jnp.asarray(word, jnp.uint32) for word in key)
     x0, x1 = (jnp.asarray(word, jnp.uint32) for word in counter)
     keys = (k0, k1, k0 ^ k1 ^ jnp.uint32(PARITY))
@@ -44,7 +45,10 @@ def threefry_2x32(
 
 
 def gumbel(key: jax.Array, position: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Gumbel noise of each token id, float32. key: the seed, uint32 [2], low word first. position: scalar."""
+    """Gumbel noise for each token id, float32, in the shape of `tokens`.
+
+    key: the seed, uint32 [2], low word first. position: integer scalar. tokens: integer token ids.
+    """
     word, _ = threefry_2x32((key[0], key[1]), (position, tokens))
     uniform = ((word >> 9).astype(jnp.float32) + 0.5) * jnp.float32(2**-23)
     return -jnp.log(-jnp.log(uniform))

@@ -5,23 +5,23 @@ For raw logits z [v] in float32, with every step in float32:
 1. Repetition penalty r (Keskar et al., CTRL, arXiv 1909.05858): for each token of the prompt or of the answer so far,
    z = z / r where z > 0, otherwise z * r.
 2. Presence penalty a, frequency penalty f and logit bias b (OpenAI's API): z = z + (b - (c * f + a)) for a token that
-   was drawn c > 0 times in the answer so far, z = z + b for others. Tokens of the prompt do not count. Then a mask, if
-   the answer follows a grammar: z = -inf for tokens that it leaves out, at least one of which stays.
-3. Temperature T: 0 is greedy, the token with the largest z, the lowest id among equals; steps 4 and 5 do not apply.
-   Otherwise z = z / T.
+   was drawn c > 0 times in the answer so far, z = z + b for other tokens. Tokens of the prompt do not count. If the
+   answer follows a grammar, a mask follows: z = -inf for tokens that the grammar forbids. It allows at least one token.
+3. Temperature T: 0 is greedy. It chooses the token with the largest z, the lowest id among equals, and skips steps 4
+   and 5. Otherwise z = z / T.
 4. Filters, each a threshold on z, so that equal logits are kept or dropped together, whatever the order of the tokens:
    - top-k, if k > 0: the k-th largest z (every token if k >= v);
    - top-p, if p < 1 (Holtzman et al., arXiv 1904.09751): with probabilities softmax(z) over the tokens that top-k
      keeps, the largest t for which the tokens with z >= t have probability >= p together;
    - min-p, if m > 0 (Nguyen et al., arXiv 2407.01082): max z + log(m).
-   Tokens with z >= the largest of these thresholds are kept; the best token always is.
-5. The token is the one with the largest z + g among the kept, the lowest id among equals; g is the Gumbel noise of
+   Tokens with z >= the largest of these thresholds are kept. The best token is always kept.
+5. Among the kept tokens, the one with the largest z + g is chosen, the lowest id among equals. g is the Gumbel noise of
    infer/noise.py for the seed, the position and the token's id. (The Gumbel-max trick: this draws from softmax(z) over
    the kept tokens.)
 
-The log-probability reported with a token is log softmax of the raw logits at it: the model's own, whatever the
-settings. Sums of probabilities depend on the order of summation in the last bits, so a set within rounding of p may
-fall on either side.
+The log-probability reported with a token is that of the model, whatever the settings: log softmax of the raw logits.
+The last bits of a sum of probabilities depend on the order of summation, so top-p may keep or drop a set of tokens
+whose probability is within rounding of p.
 """
 
 import dataclasses
@@ -39,7 +39,8 @@ from laneformer.errors import ConfigError
 
 SMALLEST, LARGEST = 1e-6, 1e6  # bounds of temperature and penalty: a logit divided by them stays in float32
 LATER = ("presence_penalty", "frequency_penalty", "logit_bias")  # fields that older records do not have
-LARGEST_PENALTY, LARGEST_BIAS, MOST_BIASES = 2.0, 100.0, 1024  # of presence, frequency and logit_bias
+# Absolute value of presence and frequency penalty, absolute value of a logit bias, number of logit biases.
+LARGEST_PENALTY, LARGEST_BIAS, MOST_BIASES = 2.0, 100.0, 1024
 
 
 class Parameters(NamedTuple):
@@ -51,45 +52,49 @@ class Parameters(NamedTuple):
     min_p: np.float32
     repetition_penalty: np.float32
     key: np.ndarray
-    """Low and high word of the seed, uint32 [2]."""
+    """Low and high 32-bit word of the seed, uint32 [2]."""
 
 
 class Adjustments(NamedTuple):
     """Step 2 of the definition as arrays."""
 
     bias: np.ndarray
-    """Of each token, float32 [v]."""
+    """Logit bias of each token, float32 [v]."""
     presence_penalty: np.float32
     frequency_penalty: np.float32
 
     def of(self, drawn_v: jax.Array) -> jax.Array:
-        """What is added to each logit, float32 [v]. drawn_v: how often the answer has each token so far, int32 [v]."""
+        """The sum of bias and penalties to add to each logit, float32 [v]. drawn_v: how often each token has been drawn
+        in the answer so far, int32 [v].
+        """
         penalty = drawn_v.astype(jnp.float32) * self.frequency_penalty + self.presence_penalty
         return self.bias - jnp.where(drawn_v > 0, penalty, 0.0)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. Raises ConfigError for a value outside its range."""
+    """Settings for choosing the next token. Raises ConfigError for a value outside its range."""
 
     temperature: float = 0.0
-    """0 always takes the most likely token; 1 draws from the model's distribution; less is more conservative."""
+    """0 always takes the most likely token; 1 draws from the model's distribution; values between are more
+    conservative.
+    """
     top_k: int = 0
     """Draw among this many of the most likely tokens; 0 for all."""
     top_p: float = 1.0
-    """Draw among the fewest most likely tokens whose probabilities add up to this; 1 for all."""
+    """Draw among the most likely tokens, as few as have this total probability; 1 for all."""
     min_p: float = 0.0
-    """Draw among tokens whose probability is at least this share of the most likely one's; 0 for all."""
+    """Draw among tokens whose probability is at least this share of the largest probability; 0 for all."""
     repetition_penalty: float = 1.0
-    """Make tokens of the prompt and of the answer so far less likely, if above 1; 1 for no change."""
+    """Above 1, make tokens of the prompt and of the answer so far less likely; 1 for no change."""
     seed: int = 0
     """Seed of the noise, 0 to 2^64 - 1; the same seed gives the same tokens."""
     presence_penalty: float = 0.0
-    """Subtracted from the logits of tokens that the answer has, -2 to 2."""
+    """Subtract this from the logit of each token that the answer already contains, -2 to 2."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time that the answer has it, -2 to 2."""
+    """Subtract this from a token's logit for each occurrence in the answer so far, -2 to 2."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their logits, -100 to 100; given as pairs or as a mapping."""
+    """Token ids with a number to add to their logits, -100 to 100; as pairs or as a mapping."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -122,7 +127,9 @@ class Sampling:
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
 
     def record(self) -> dict[str, Any]:
-        """The settings for records, without those of LATER that change nothing: older records stay comparable."""
+        """The settings for records. Fields of LATER are left out if they change nothing, so that older records stay
+        comparable.
+        """
         fields = dataclasses.asdict(self)
         return {name: value for name, value in fields.items() if name not in LATER or value}
 
@@ -132,8 +139,8 @@ class Sampling:
         return bool(self.presence_penalty or self.frequency_penalty or self.logit_bias)
 
     def adjustments(self, vocab_size: int) -> Adjustments | None:
-        """Step 2 as arrays, for `sample`; None if it changes nothing. Raises ConfigError for a biased token outside the
-        vocabulary.
+        """Step 2 of the definition as arrays, for `Adjustments.of`; None if it changes nothing. Raises ConfigError for
+        a biased token outside the vocabulary.
         """
         self.check(vocab_size)
         if not self.adjusts:
@@ -162,7 +169,7 @@ class Sampling:
 
 
 def _biases(given) -> tuple[tuple[int, float], ...]:
-    """The pairs of a logit_bias, each token once."""
+    """The checked pairs of token id and bias. Raises ConfigError for a wrong value or a repeated token."""
     try:
         pairs = [(token, bias) for token, bias in (given.items() if isinstance(given, Mapping) else given)]
     except (TypeError, ValueError):
@@ -177,7 +184,7 @@ def _biases(given) -> tuple[tuple[int, float], ...]:
             raise ConfigError(f"logit_bias[{token}] = {bias!r}: give a number from -100 to 100")
     made = {int(token): float(bias) for token, bias in pairs}
     if len(made) < len(pairs):
-        raise ConfigError("logit_bias has a token id twice: give each once")
+        raise ConfigError("logit_bias repeats a token id: give each id once")
     return tuple(made.items())
 
 
@@ -189,11 +196,11 @@ def sample(
     added_v: jax.Array | None = None,
     allowed_v: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The chosen token, int32, and its log-probability, float32.
+    """The chosen token, int32 scalar, and its log-probability, float32 scalar.
 
-    logits_v: raw logits [v]. seen_v: tokens of the prompt and the answer so far, bool [v]. position: index in the
-    sequence of the token to draw. added_v: `Adjustments.of` the tokens drawn so far, float32 [v], if there are any.
-    allowed_v: the mask, bool [v], if there is one. All arguments may be traced.
+    logits_v: raw logits [v]. seen_v: whether the prompt or the answer so far contains each token, bool [v]. position:
+    index in the sequence of the token to draw. added_v: the result of `Adjustments.of`, float32 [v]; None if step 2
+    changes nothing. allowed_v: the grammar's mask, bool [v]; None for all tokens. All arguments may be traced.
     """
     raw = logits_v.astype(jnp.float32)
     penalty = params.repetition_penalty
@@ -209,7 +216,8 @@ def sample(
 
 
 def top_logprobs(logits_v: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """The `count` most likely tokens, int32 [count], and their log-probabilities, float32; equals by ascending id.
+    """The `count` most likely tokens, int32 [count], and their log-probabilities, float32 [count]. The most likely
+    token is first; equals are in the order of their ids.
 
     logits_v: raw logits [v], v >= count.
     """
@@ -239,16 +247,16 @@ def _draw(z: jax.Array, position: jax.Array, params: Parameters) -> jax.Array:
 
 
 def _order(z: jax.Array) -> jax.Array:
-    """Numbers, uint32, in the order of the float32 z."""
+    """uint32 numbers that sort like the float32 z, in the same shape."""
     bits = jax.lax.bitcast_convert_type(jnp.where(z == 0, 0.0, z), jnp.uint32)  # -0 and 0 are equal
     return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
 
 
 def _largest(enough, order: jax.Array) -> jax.Array:
-    """The largest threshold t, uint32, for which enough(order >= t); 0 if there is none.
+    """The largest threshold t, uint32, for which enough(order >= t) is true; 0 if it is true for none.
 
-    Built bit by bit in 32 passes over the vocabulary: on a CPU tens of times faster than sorting it, and equals need no
-    order.
+    t is found bit by bit in 32 passes over the vocabulary. On a CPU this is tens of times faster than sorting, and
+    equal logits need no order.
     """
 
     def bit(n, t):

@@ -1,4 +1,4 @@
-"""The engine: a model, a backend that runs it, and a tokenizer; checks requests and starts generations."""
+"""The engine: a model, a backend that runs it, and a tokenizer. It checks requests and starts generations."""
 
 import contextlib
 import inspect
@@ -40,10 +40,9 @@ BACKENDS: dict[str, type[Backend]] = {
     backend.name: backend
     for backend in (CudaBackend, HipBackend, CpuBackend, XlaBackend, CudaGraphBackend, CudaOverlapBackend)
 }
-# The last two are for comparison; auto never takes them.
-NAMES = (*ORDER, CudaGraphBackend.name, CudaOverlapBackend.name)
+NAMES = (*ORDER, CudaGraphBackend.name, CudaOverlapBackend.name)  # "auto" never chooses the CUDA graphs
 MOST_TOP_LOGPROBS = 20
-# The values of an option that say what backends without it do, or leave it to them.
+# Values that a backend without the option accepts: they describe what it does anyway, or leave the choice to it.
 WITHOUT = {
     "weights": ("bfloat16",),
     "prefix_cache": (0,),
@@ -54,7 +53,7 @@ WITHOUT = {
 
 
 class Engine:
-    """Generates text with a model: one generation at a time, or as many as `parallel` says, from any threads.
+    """Generates text with a model. Up to `parallel` generations run at a time, started from any threads.
 
     engine = infer.Engine.load("checkpoints/mine")
     for token in engine.generate("def fibonacci(n):", max_new_tokens=100):
@@ -70,12 +69,12 @@ class Engine:
         name: str = "model",
         **options: Any,
     ):
-        """backend: one of NAMES, or "auto" for the first of ORDER that can run this model here; `engine.backend` has
-        its name. name: of the model, for reports. options: of the backend, such as threads, prefix_cache,
-        speculation and parallel for cpu (see infer/engine/cpu.py, and gpu.py).
+        """backend: one of NAMES, or "auto" for the first of ORDER that can run this model here; `engine.backend` is its
+        name. name: the model's name in reports. options: options of the backend, for cpu for example threads,
+        prefix_cache, speculation and parallel (see infer/engine/cpu.py and gpu.py).
 
-        Raises ConfigError for a backend that is unknown, not built or not able to run the model, and for an option
-        that the backend does not have.
+        Raises ConfigError for a backend that is unknown, not built or unable to run the model, and for an option that
+        the backend does not have.
         """
         source = ModelSource(model) if isinstance(model, Laneformer) else model
         chosen = _choose(backend, source)
@@ -103,10 +102,11 @@ class Engine:
         precision: Precision | None = None,
         **options: Any,
     ) -> "Engine":
-        """An engine for a checkpoint and the tokenizer.json beside it, if there is one.
+        """An engine for a checkpoint, with the tokenizer.json beside it if the file exists.
 
-        path, dtype, num_lanes, precision: as for laneformer.load; precision.param follows dtype. devices: how many to
-        spread the lanes over. backend, options: as above. Raises CheckpointError or ConfigError.
+        path, dtype, num_lanes, precision: as for laneformer.load; precision.param follows dtype. devices: number of
+        devices to spread the lanes over. backend, options: as for the constructor. Raises CheckpointError or
+        ConfigError.
         """
         mesh = make_mesh(read_config(path, num_lanes).num_lanes, lane=devices) if devices != 1 else None
         plain = "bfloat16" if options.get("weights") == "bfloat16" else None
@@ -121,7 +121,7 @@ class Engine:
 
     @property
     def parallel(self) -> int:
-        """Generations that can run together."""
+        """Number of generations that can run together."""
         return getattr(self._backend, "parallel", 1)
 
     @property
@@ -137,7 +137,9 @@ class Engine:
 
     @property
     def session(self) -> DecodeSession | None:
-        """The session of a native backend, for measurements such as the time of each token. None on backend xla."""
+        """The decode session of a native backend, for measurements such as the time of each token; None on backend
+        xla.
+        """
         return getattr(self._backend, "session", None)
 
     @property
@@ -147,12 +149,12 @@ class Engine:
 
     @property
     def precision(self) -> Precision:
-        """The precision that was asked for."""
+        """The requested precision."""
         return self._backend.source.precision
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What a measured speed depends on, apart from the request. Report it with every figure."""
+        """The facts that a measured speed depends on, apart from the request. Report them with every figure."""
         return {
             "model": self.name,
             "parameters": parameter_count(self.config),
@@ -166,7 +168,7 @@ class Engine:
         }
 
     def encode(self, prompt: str | Sequence[int] | np.ndarray) -> np.ndarray:
-        """Token ids of a prompt, int32 [n]. Raises InputError for a prompt that `generate` would refuse."""
+        """Token ids of a prompt, int32 [n]. Raises InputError for a prompt that `generate` does not accept."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InputError(
@@ -188,7 +190,7 @@ class Engine:
         return ids.astype(np.int32)
 
     def encode_prediction(self, text: str | Sequence[int]) -> np.ndarray:
-        """Token ids of a text to draft from, int32 [n], as many as an answer may have. Raises InputError."""
+        """Token ids of a text to draft from, int32 [n], cut to the length of the context. Raises InputError."""
         if isinstance(text, str):
             if self.tokenizer is None:
                 raise InputError("a prediction in text needs a tokenizer, and the model has none: give token ids")
@@ -201,20 +203,26 @@ class Engine:
         return ids.astype(np.int32)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Raises ConfigError for settings that the model's vocabulary or the backend does not have."""
+        """Raises ConfigError for a biased token outside the vocabulary, and for penalties or biases if the backend does
+        not have them.
+        """
         sampling.check(self.config.vocab_size)
         if sampling.adjusts and not self._backend.adjusts:
             raise ConfigError(
-                f"backend {self.backend} has no presence_penalty, frequency_penalty and logit_bias: leave them out, or"
-                " use backend cpu or xla"
+                f"backend {self.backend} does not support presence_penalty, frequency_penalty and logit_bias: leave"
+                " them out, or use backend cpu or xla"
             )
 
     def check_constraint(self, constraint: Grammar) -> None:
-        """Compiles a grammar, which then starts at once. Raises InputError for one that cannot be used."""
+        """Compiles a grammar in advance, so that a generation with it starts at once. Raises InputError for a grammar
+        that cannot be used.
+        """
         self._grammars_for(constraint).compile(constraint)
 
     def why_no_constraint(self, name: str) -> LaneformerError | None:
-        """The error of any constraint of that name, where the engine can have none."""
+        """The error that any constraint called `name` would cause, if this engine supports no constraints; otherwise
+        None.
+        """
         try:
             self._grammars_for(Grammar.choice(["a"], name))
         except LaneformerError as error:
@@ -255,24 +263,32 @@ class Engine:
     ) -> Generation:
         """Starts a generation and returns the iterator over its tokens.
 
-        prompt: a text (needs a tokenizer, which adds the begin-of-text token) or token ids, used as they are.
-        max_new_tokens: by default as many as the context has room for. stop_tokens: by default the config's
-        eos_token_id, () for none; they are not yielded. stop_strings: the text ends before the first of them; they are
-        searched for in the answer's text, which has no special tokens. tokens_per_dispatch: tokens that reach the host
-        together, by default as many as take about 75 ms. top_logprobs: how many of the most likely tokens, up to 20, to
-        report with each token, with their log-probabilities by the raw logits. channels: for an answer with reasoning
-        apart from its content, as `ChatTemplate.channels` makes them; stop strings then end the content alone.
-        spelled: special tokens that appear in the answer's text, as those that begin calls of tools.
-        cache_prompt: whether the prompt may take the keys and values of an earlier request that began as it does, and
-        leave its own to later ones; the answer is the same. cache_salt: they are shared among equal salts only.
-        cache_key: name of a conversation, whose own keys and values are taken where others begin as it does.
-        prediction: a text or token ids that the answer may repeat, to draft from beside the prompt, where the engine
-        drafts; the answer is the same. draft_max: most drafts of a pass, 0 for none, if they are to be fewer than the
-        engine's. forced: first tokens of the answer, whatever is drawn, to measure a known text (backend cpu).
-        constraint: what the answer's text must be (needs a tokenizer); with channels its content. The answer then ends
-        with its grammar, if no stop string or limit ends it before, and makes no drafts.
+        prompt: text, to which the tokenizer adds the begin-of-text token, or token ids, which are used unchanged.
+        max_new_tokens: by default as many as fit the context.
+        stop_tokens: by default the config's eos_token_id; () for none. They are not yielded.
+        stop_strings: the text ends before the first of them. They are searched for in the answer's text, which does not
+            contain special tokens.
+        tokens_per_dispatch: number of tokens that reach the host together; by default as many as take about 75 ms.
+        top_logprobs: number of most likely tokens, up to 20, to report with each token, with their log-probabilities by
+            the raw logits.
+        channels: from `ChatTemplate.channels`, for an answer that has reasoning besides its content. Stop strings are
+            then searched for in the content alone.
+        spelled: special tokens that appear in the answer's text, for example those that begin tool calls.
+        cache_prompt: whether the prompt may reuse the keys and values of another request that begins with the same
+            tokens, and later requests may reuse this request's. The answer is the same.
+        cache_salt: keys and values are shared only among requests with equal salts.
+        cache_key: name of a conversation. Among sequences that share equally many tokens with the prompt, that of the
+            same conversation is reused.
+        prediction: text or token ids that the answer may repeat. An engine that drafts copies drafts from it and from
+            the prompt. The answer is the same.
+        draft_max: limit on the drafts of a pass, if lower than the engine's; 0 for none.
+        forced: first tokens of the answer, which replace the drawn ones, to measure a known text (backend cpu, or cuda
+            with drafts).
+        constraint: grammar of the answer's text, or of its content if it has channels (needs a tokenizer). The answer
+            ends where its grammar ends, unless a stop string or a limit ends it earlier. It makes no drafts.
 
-        Raises InputError for a prompt or a limit that the engine refuses, and while as many generations run as can.
+        Raises InputError for a prompt or an option that the engine does not accept, and while `parallel` generations
+        are running. Raises ConfigError for sampling settings that it does not support.
         """
         accepted = time.perf_counter()
         prompt_n = self.encode(prompt)
@@ -323,8 +339,8 @@ class Engine:
         return generation
 
     def warmup(self, prompt_tokens: int, max_new_tokens: int | None = None, top_logprobs: int = 0) -> float:
-        """Compiles the programs for a request of that size, which then runs without compiling; returns the seconds that
-        it took.
+        """Compiles the programs for a request of this size, so that a later one runs without compiling. Returns the
+        seconds that this took.
 
         Prompts and caches are padded to powers of two. Sampling settings, stop tokens and seeds need no compilation.
         """
@@ -338,8 +354,8 @@ class Engine:
 
     @contextlib.contextmanager
     def leading(self) -> Iterator[None]:
-        """For the first process of a job: in this block the other processes, which have called `follow`, generate
-        whatever this one does.
+        """For the first process of a job: inside this block, the other processes, which have called `follow`, run the
+        same generations.
 
             if jax.process_index() == 0:
                 with engine.leading():
@@ -347,8 +363,8 @@ class Engine:
             else:
                 engine.follow()
 
-        A generation that still runs at its end is cancelled. In the block `generate` also raises
-        laneformer.processes.GroupError if a process is lost. In a job of one process it has no effect.
+        Leaving the block cancels generations that are still running. Inside it, `generate` also raises
+        laneformer.processes.GroupError if a process is lost. In a job of one process the block has no effect.
         """
         self._leader = Leader(self._backend)
         try:
@@ -362,13 +378,13 @@ class Engine:
                 leader.end()
 
     def follow(self) -> None:
-        """Generates what the first process of the job does, until that leaves `leading`. Raises GroupError if it is
-        lost.
+        """Runs the generations of the first process of the job, until that process leaves `leading`. Raises GroupError
+        if it is lost.
         """
         follow(self._backend)
 
     def _generations(self) -> list[Generation]:
-        """Those that have not ended."""
+        """The generations that have not ended; forgets the others."""
         found = [(reference, reference()) for reference in self._running]
         found = [(reference, running) for reference, running in found if running is not None and not running.finished]
         self._running = [reference for reference, _ in found]
@@ -398,11 +414,11 @@ class Engine:
 
 
 def _choose(name: str, source: Source) -> type[Backend]:
-    """The backend of that name, or for "auto" the first that can run the model."""
+    """The backend of this name, or for "auto" the first one that can run the model. Raises ConfigError."""
     if name not in ("auto", *NAMES):
         raise ConfigError(f"unknown backend = {name!r}: choose auto, {', '.join(NAMES)}")
 
-    def unavailable(known: str) -> str | None:  # may compile, so that only those in question are asked
+    def unavailable(known: str) -> str | None:  # may compile, so call it only where its result is needed
         return BACKENDS[known].unavailable(source) if known in BACKENDS else "not built here"
 
     if name == "auto":

@@ -21,21 +21,21 @@ class Token(int):
     """A token id with its text, log-probability and time."""
 
     text: str
-    """Text that became printable with this token: "" without tokenizer, and while a character or a possible stop string
-    is incomplete.
+    """Text that became printable with this token; "" without a tokenizer, and while a character or a possible stop
+    string is incomplete.
     """
     logprob: float
-    """Natural logarithm of its probability by the raw logits, whatever the sampling settings."""
+    """Natural logarithm of the token's probability by the raw logits, whatever the sampling settings."""
     time: float
     """Seconds from the acceptance of the request to the token's arrival on the host."""
     top_logprobs: tuple[tuple[int, float], ...]
     """The most likely tokens at this position and their log-probabilities, the most likely first."""
     part: Part
-    """What it belongs to, and its text too: content, but in an answer with channels."""
+    """Part of the answer that the token and its text belong to; always the content in an answer without channels."""
     drafted: bool
-    """Whether it was a draft that was right: its pass gave the next token too."""
+    """Whether the token was a correct draft, so that the same pass also drew the next token."""
     others: int
-    """Other requests with rows in the pass that drew it."""
+    """Number of other requests with rows in the pass that drew this token."""
 
     def __new__(
         cls,
@@ -56,54 +56,58 @@ class Token(int):
 
 @dataclass(frozen=True)
 class Result:
-    """A finished generation. Times in seconds, on the host, from the acceptance of the request."""
+    """A finished generation. Times are in seconds since the acceptance of the request, measured on the host."""
 
     tokens: tuple[int, ...]
-    """Ids that were yielded: without the stop token, with the tokens of a stop string."""
+    """Ids that were yielded: without a stop token, with the tokens of a stop string."""
     text: str
-    """Text of the content up to the stop string; "" without tokenizer."""
+    """Text of the content up to the stop string; "" without a tokenizer."""
     reasoning: str
-    """Text of the reasoning, in an answer with channels."""
+    """Text of the reasoning; "" in an answer without channels."""
     finish_reason: Literal["stop", "length", "cancelled"]
     stop_reason: int | str | None
     """The stop token or stop string that ended the generation."""
     prompt_tokens: int
     cached_tokens: int
-    """Tokens of the prompt that were not computed, because an earlier request had left their keys and values."""
+    """Number of prompt tokens that were not computed, because their keys and values were those of another request."""
     logprobs: tuple[float, ...]
     """Log-probability of each token."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
-    """The most likely tokens at each position and their log-probabilities; () if none were asked for."""
+    """The most likely tokens at each position and their log-probabilities; () if none were requested."""
     time_to_first_token: float | None
     """Time until the first token, possibly a stop token, was on the host: tokenizing, prefill and the first draw."""
     prefill_time: float | None
-    """The backend's part of time_to_first_token, without tokenizing and checks."""
+    """The backend's part of time_to_first_token: without tokenizing and checks."""
     token_times: tuple[float, ...]
     """Arrival time of each token; tokens of one dispatch arrive together."""
     time_per_token: float | None
     """Sustained time per token, from the first token to the last dispatch. None with fewer than two tokens."""
     total_time: float
-    """Time until the last dispatch, including the caller's own time between tokens."""
+    """Time until the last dispatch, including the time that the caller spent between tokens."""
     tokens_per_dispatch: tuple[int, ...]
-    """Tokens drawn in each dispatch, including a stop token and tokens after a stop string."""
+    """Number of tokens drawn in each dispatch, including a stop token and tokens after a stop string."""
     drafting: Drafting | None = None
-    """Passes after the prompt's and the drafts that they checked; None on backends without drafts."""
+    """Counts of the passes after the prompt and of the drafts that they checked; None on backends without drafts."""
     shared_passes: int = 0
-    """Passes that also had rows of other requests: the times are then not those of a request that is alone."""
+    """Number of passes that also had rows of other requests. If it is above 0, the times are not those of a request
+    that ran alone.
+    """
 
     @property
     def tokens_per_pass(self) -> float:
-        """Tokens after the first one that a reading of the weights gave; 1 without drafts."""
+        """Mean number of tokens per pass over the weights, after the first token; 1 without drafts."""
         return 1.0 if self.drafting is None else self.drafting.tokens_per_pass
 
 
 class Generation(Iterator[Token]):
-    """Yields `Token`s as they arrive; made by `Engine.generate`.
+    """Yields `Token`s as they arrive. `Engine.generate` makes it.
 
-    `list(generation)` is the list of ids. `.result` has text, reason and timings; it runs the generation to its end if
-    need be. `.cancel()` ends the generation from any thread; so do leaving a `with` block and dropping the last
-    reference. The result's text is the joined texts of the tokens, plus what was held back when the end was found after
-    the last token had been yielded; `texts()` includes that.
+    `list(generation)` is the list of ids. `.result` has the text, the finish reason and the timings; reading it first
+    runs the generation to its end. `.cancel()` ends the generation from any thread. Leaving a `with` block or dropping
+    the last reference also ends it.
+
+    Text may be held back until it cannot become a stop string. If the generation ends after its last token was yielded,
+    the result's text and `texts()` include the text held back until then; the texts of the tokens do not.
 
     A KeyboardInterrupt while waiting for a token cancels the generation and is raised again.
     """
@@ -118,9 +122,9 @@ class Generation(Iterator[Token]):
         channels: Parts | None = None,
         spelled: Iterable[str] = (),
     ):
-        """accepted: time.perf_counter() when the request was accepted."""
+        """accepted: time.perf_counter() when the request was accepted. channels, spelled: see `Engine.generate`."""
         self._request, self._accepted = request, accepted
-        self._channels, self._part = channels, Part.CONTENT  # of the text that may be held back
+        self._channels, self._part = channels, Part.CONTENT  # the part that held-back text belongs to
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt, spelled)
         self._stops = StopStrings(stop_strings)
         self._ready: deque[Token] = deque()
@@ -137,14 +141,14 @@ class Generation(Iterator[Token]):
 
     @property
     def result(self) -> Result:
-        """The result; runs the generation to its end if need be."""
+        """The result. Runs the generation to its end if it has not ended."""
         for _ in self:
             pass
         return self._result
 
     @property
     def finished(self) -> bool:
-        """Whether the generation has ended, so that the engine is free."""
+        """Whether the generation has ended and no longer uses the engine."""
         return self._result is not None or self._error is not None
 
     @property
@@ -163,7 +167,7 @@ class Generation(Iterator[Token]):
                 self._lock.release()
 
     def texts(self) -> Iterator[str]:
-        """The content as it becomes printable; the joined pieces are `result.text`."""
+        """Yields the content in pieces, as it becomes printable. The joined pieces equal `result.text`."""
         for token in self:
             if token.text and token.part is Part.CONTENT:
                 yield token.text
@@ -208,7 +212,9 @@ class Generation(Iterator[Token]):
             raise StopIteration(self._result)
 
     def _take(self, chunk) -> None:
-        """Turns a chunk into ready tokens, up to the end of the generation if the chunk contains it."""
+        """Turns a chunk into ready tokens, up to the end of the generation if the chunk contains it. Raises
+        CheckpointError for a log-probability that is NaN.
+        """
         now = time.perf_counter() - self._accepted
         drawn = sum(count for count, _ in self._dispatches)
         self._dispatches.append((len(chunk.tokens), now))
@@ -236,7 +242,9 @@ class Generation(Iterator[Token]):
             self._flush()
 
     def _read(self, token: int) -> tuple[str, Part]:
-        """The text that became printable with a token, and its part. A mark ends the text before it."""
+        """The text that became printable with a token, and the part it belongs to. A mark ends the text of the part
+        before it, so nothing more is held back.
+        """
         if self._detokenizer is None:
             return "", Part.CONTENT
         part = Part.CONTENT if self._channels is None else self._channels.add(token)
@@ -248,12 +256,14 @@ class Generation(Iterator[Token]):
         return (self._stops.add(text) if part is Part.CONTENT else text), part
 
     def _held(self) -> str:
-        """The text that was held back."""
+        """Removes and returns the text that was held back."""
         text = self._detokenizer.flush()
         return self._stops.add(text) + self._stops.flush() if self._part is Part.CONTENT else text
 
     def _flush(self) -> None:
-        """Appends the text that was held back to the last token, or keeps it as tail if that token was yielded."""
+        """Appends the text that was held back to the last ready token. Keeps it in `_tail` if no ready token belongs to
+        the same part.
+        """
         if self._detokenizer is not None:
             self._tail = self._held()
         if self._ready and self._ready[-1].part is self._part:
@@ -264,7 +274,9 @@ class Generation(Iterator[Token]):
         return "".join(token.text for token in self._given if token.part is part)
 
     def _finish(self) -> None:
-        """Makes the result from the tokens that were yielded; a cancelled generation drops the others."""
+        """Makes the result from the tokens that were yielded. Tokens that were not yielded are dropped, which makes the
+        finish reason "cancelled".
+        """
         self._chunks.close()
         reason, stop_reason = self._end or ("cancelled", None)
         if self._ready:

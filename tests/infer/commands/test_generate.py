@@ -200,7 +200,7 @@ def test_missing_checkpoint_and_unknown_command_are_errors(capsys, tmp_path):
     assert main(["generate", "--checkpoint", str(tmp_path / "no"), "--prompt", "a"]) == 2
     assert "is not a folder" in capsys.readouterr().err
     assert main(["translate"]) == 2
-    assert capsys.readouterr().err == "error: unknown command 'translate'; python -m infer --help lists all\n"
+    assert capsys.readouterr().err == "error: unknown command 'translate'; python -m infer --help lists all commands\n"
     assert main(["benhc"]) == 2 and capsys.readouterr().err.endswith("'benhc'; did you mean bench?\n")
     assert main([]) == 2 and main(["--help"]) == 0
     listed = capsys.readouterr().out

@@ -426,7 +426,7 @@ def test_more_devices_than_lanes_are_refused():
 def test_a_backend_without_adjustments_refuses_them(monkeypatch):
     engine = Engine(model(), "xla")
     monkeypatch.setattr(XlaBackend, "adjusts", False)  # as the GPU backends have it
-    with pytest.raises(ConfigError, match="backend xla has no presence_penalty"):
+    with pytest.raises(ConfigError, match="backend xla does not support presence_penalty"):
         engine.generate(PROMPT, sampling=Sampling(presence_penalty=1))
     assert not CudaBackend.adjusts and not HipBackend.adjusts
 
