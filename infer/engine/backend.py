@@ -1,4 +1,4 @@
-"""What every backend takes and returns: the source of a model and requests in, chunks of tokens out."""
+"""The interface of all backends: they take the source of a model and requests, and return chunks of tokens."""
 
 import dataclasses
 import threading
@@ -29,7 +29,7 @@ class Source(Protocol):
 
     config: ModelConfig
     precision: Precision
-    """Precision to compute in; its `param` is the dtype of the weights."""
+    """Precision of the computation; its `param` is the dtype of the weights."""
     mesh: Mesh | None
     """Devices that the lanes are spread over; None for one device."""
     stored_dtype: str
@@ -39,8 +39,8 @@ class Source(Protocol):
     """Paths of the weights that are records of laneformer/quantized."""
 
     def weights(self) -> Iterator[tuple[str, np.ndarray | Quantized]]:
-        """Path and lane-first array of each weight, or its record, in any order, best in `packing_order`; an array is
-        valid until the next one is read.
+        """Yields the path of each weight with its lane-first array or its record. Any order is allowed, `packing_order`
+        is best. An array is valid until the next one is read.
         """
 
     def model(self) -> Laneformer:
@@ -48,14 +48,14 @@ class Source(Protocol):
 
 
 def model_of(source: Source) -> Laneformer:
-    """Its weights as JAX arrays on its mesh, put there one at a time."""
+    """The model of a source, made by putting its weights on its mesh one at a time."""
     table = parameter_table(source.config)
     weights = {path: put_weight(weight, table[path].spec, source.mesh) for path, weight in source.weights()}
     return Laneformer(source.config, weights, source.precision, source.mesh)
 
 
 class ModelSource:
-    """A model that the caller holds."""
+    """A model that the caller already has as JAX arrays. A `Source`."""
 
     def __init__(self, model: Laneformer):
         self._model = model
@@ -77,7 +77,7 @@ class ModelSource:
 
 
 def _host_array(weight: jax.Array) -> np.ndarray:
-    """The whole weight. After np.asarray the JAX array would keep its copy on the host as well."""
+    """The whole weight as a NumPy array. (Plain np.asarray would leave a second copy cached in the JAX array.)"""
     if not (weight.is_fully_addressable or weight.is_fully_replicated):
         return multihost_utils.process_allgather(weight, tiled=True)
     host = jax.local_devices(backend="cpu")[0]
@@ -93,7 +93,7 @@ def _host_array(weight: jax.Array) -> np.ndarray:
 
 
 class CheckpointSource:
-    """A checkpoint on disk; arguments and errors are those of laneformer.load."""
+    """A checkpoint on disk. Arguments and errors are those of laneformer.load. A `Source`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class CheckpointSource:
         return self._checkpoint.weights(without)
 
     def packed(self) -> Iterator[Bf12Product]:
-        """Matrices that a session can use as they are in the files."""
+        """Matrices in the format that a session uses directly from the files."""
         return self._checkpoint.packed()
 
     def model(self) -> Laneformer:
@@ -122,7 +122,7 @@ class CheckpointSource:
 
 
 class Cancellation(threading.Event):
-    """Set once no more tokens are wanted; calls a function at that moment."""
+    """An event that is set when no more tokens are needed. It calls a registered function at that moment."""
 
     def __init__(self):
         super().__init__()
@@ -135,7 +135,9 @@ class Cancellation(threading.Event):
                 self._then()
 
     def call(self, then: Callable[[], None] | None) -> None:
-        """Calls `then` when the event is set, or now if it already is; None removes it."""
+        """Registers a function to call when the event is set; calls it now if the event is set already. None removes
+        the function.
+        """
         with self._calling:
             self._then = then
             if then is not None and self.is_set():
@@ -144,76 +146,78 @@ class Cancellation(threading.Event):
 
 @dataclass(frozen=True)
 class Request:
-    """One checked generation."""
+    """The checked arguments of one generation."""
 
     prompt: np.ndarray
     """Token ids, int32 [n], n >= 1."""
     limit: int
-    """Maximum number of tokens to draw, at least 1; prompt and answer together fit the model's context."""
+    """Maximum number of tokens to draw, at least 1. Prompt and answer together fit the model's context."""
     sampling: Sampling
     stop_tokens: tuple[int, ...]
     """Ids after which nothing is drawn."""
     tokens_per_dispatch: int | None = None
-    """Tokens per dispatch, after which they reach the host; None lets the backend choose."""
+    """Number of tokens that reach the host together; None lets the backend choose."""
     top_logprobs: int = 0
     """Number of most likely tokens to report at each position; at most the size of the vocabulary."""
     cache_prompt: bool = True
-    """Whether the prompt may take keys and values that an earlier request left, and leave its own to later ones."""
+    """Whether the prompt may reuse keys and values of other requests, and later requests may reuse this request's."""
     cache_salt: str = ""
     """Requests share keys and values only if their salts are equal."""
     cache_key: str = ""
-    """Name of a conversation: of kept sequences that begin alike, its own is taken."""
+    """Name of a conversation. Its own sequence is preferred among kept sequences that match equally many tokens."""
     prediction: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Token ids of a text that the answer may repeat, int32 [n]: to draft from, where the backend drafts."""
+    """Token ids of a text that the answer may repeat, int32 [n]. A backend that drafts copies drafts from it."""
     draft_max: int | None = None
-    """Most drafts of a pass, if they are to be fewer than the backend's."""
+    """Limit on the drafts of a pass, if lower than the backend's."""
     forced: tuple[int, ...] = ()
-    """First tokens of the answer, whatever is drawn: for measurements, on backend cpu."""
+    """First tokens of the answer, which replace the drawn ones: for measurements, on a backend that `forces`."""
     constraint: Constraint | Elsewhere | None = None
-    """What the answer's text must be, where the backend adjusts."""
+    """Constraint on the answer's text; only on a backend that `adjusts`."""
     cancelled: Cancellation = field(default_factory=Cancellation)
-    """A backend whose calls last longer than a dispatch must poll this, or register a function with it."""
+    """Event that ends the request. A backend whose calls last longer than a dispatch must poll it, or register a
+    function with it.
+    """
 
 
 class Chunk(NamedTuple):
-    """Tokens that reached the host together. A stop token can only be the last one."""
+    """Tokens that reached the host together. Only the last one can be a stop token."""
 
     tokens: list[int]
     logprobs: list[float]
     """Log softmax of the raw logits at each token."""
     top: list[list[tuple[int, float]]]
-    """For each token, the `top_logprobs` most likely ones at its position by the raw logits and their
-    log-probabilities; the most likely first, equals by ascending id.
+    """The most likely tokens at the position of each token, `Request.top_logprobs` of them, with their
+    log-probabilities by the raw logits; the most likely first, equals by ascending id.
     """
     cached: int = 0
-    """Tokens of the prompt that were not computed: an earlier request had left their keys and values."""
+    """Number of prompt tokens that were not computed, because their keys and values were those of another request."""
     drafted: Sequence[bool] = ()
-    """Of each token whether it was a draft that was right; () where the backend makes none."""
+    """Whether each token was a correct draft; () if the backend makes no drafts."""
     others: Sequence[int] = ()
-    """Of each token the other requests with rows in its pass; () where requests run one at a time."""
+    """Number of other requests with rows in the pass that drew each token; () if requests run one at a time."""
 
 
 class Backend(Protocol):
-    """Draws tokens for one request at a time, as infer/sampling.py defines them."""
+    """Draws tokens for requests, as infer/sampling.py defines them."""
 
     name: ClassVar[str]
     adjusts: ClassVar[bool]
-    """Whether it has presence and frequency penalties, logit biases and masks."""
+    """Whether the backend supports presence and frequency penalties, logit biases and masks."""
     source: Source
     conditions: dict[str, Any]
-    """What the speed depends on: weights_dtype, compute_dtype, kv_dtype, device, devices, prefix_cache (sequences that
-    are kept for later prompts), and facts of this backend.
+    """The facts that the speed depends on: weights_dtype, compute_dtype, kv_dtype, device, devices, prefix_cache
+    (number of sequences kept for later prompts), and facts of this backend.
     """
 
     @classmethod
     def unavailable(cls, source: Source) -> str | None:
-        """The reason why this backend cannot run the model on this machine, and the remedy; None if it can."""
+        """The reason why this backend cannot run the model on this machine, with the remedy; None if it can."""
 
     def __init__(self, source: Source): ...
 
     def start(self, request: Request) -> Iterator[Chunk]:
-        """Starts the prefill and returns the chunks: at most `limit` tokens, none after a stop token, fewer if
-        cancelled.
+        """Starts the prefill and returns an iterator over the chunks: at most `limit` tokens, none after a stop token,
+        fewer if cancelled.
 
         The first chunk is the first token alone. Closing the iterator at any point leaves the backend ready for the
         next request.
@@ -232,10 +236,10 @@ def device_name(device: jax.Device) -> str:
 
 
 def on_host() -> bool:
-    """Whether JAX's devices are the host's processor, however many devices it was split into."""
+    """Whether JAX's default devices are the host's CPU, split into any number of devices."""
     return jax.default_backend() == "cpu"
 
 
 def power_of_two(least: int) -> int:
-    """The smallest power of two >= `least`; used for sizes of arrays, so that few programs are compiled."""
+    """The smallest power of two >= `least`. Array sizes are rounded up to it, so that few programs are compiled."""
     return 1 << (least - 1).bit_length()

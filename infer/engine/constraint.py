@@ -1,7 +1,9 @@
-"""Answers that follow a grammar: before each draw, which tokens may follow (llguidance, github.com/guidance-ai).
+"""Answers that follow a grammar: before each draw, a mask of the tokens that may follow, computed with llguidance
+(github.com/guidance-ai).
 
-A mask needs the token before it, so that it can be computed while the kernel runs the layers of the next pass. The end
-of the grammar ends the answer: with a stop token where the text may also go on, without one where it may not.
+A mask depends on the token before it, so it can be computed while the kernel runs the layers of the next pass. The end
+of the grammar ends the answer. If the grammar also allows more text there, a stop token ends the answer; otherwise the
+answer ends without a stop token.
 """
 
 import json
@@ -21,14 +23,14 @@ from laneformer.errors import ConfigError, InputError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-SECONDS = 1.0  # for a grammar to compile
+SECONDS = 1.0  # time limit for compiling a grammar
 LARGEST = 1 << 18  # characters of a grammar
-KEPT = 16  # grammars that stay compiled
-LONGEST_MESSAGE = 300
+KEPT = 16  # compiled grammars that are kept
+LONGEST_MESSAGE = 300  # characters
 
 
 class Constraint:
-    """The place of one answer in its grammar. Not for several threads at once."""
+    """The state of one answer in its grammar. Only one thread at a time may use it."""
 
     def __init__(
         self,
@@ -38,18 +40,20 @@ class Constraint:
         stop_tokens: Sequence[int],
         channels: Parts | None,
     ):
-        """matcher: at its beginning, used up. channels: as of the answer, whose content alone follows the grammar."""
+        """matcher: a matcher at the start of the grammar; this object takes it over. channels: those of the answer, if
+        only its content follows the grammar.
+        """
         self._matcher, self._vocab, self._grammar = matcher, vocab_size, grammar
         self._channels = None if channels is None or grammar.whole else channels.copy()
-        self._begun = False  # the content
+        self._begun = False  # whether the content has started
         self._stops = _bits(stop_tokens, vocab_size)
         self._free = _bits(range(vocab_size), vocab_size) & ~self._stops
         self.complete = False
-        """Whether the answer has ended because its text allows nothing more."""
+        """Whether the answer has ended because the grammar allows no more text."""
 
     def mask(self) -> np.ndarray | None:
-        """The tokens that may follow, a bit for each, uint32 [ceil(vocab / 32)]; None if the answer is complete. Raises
-        InputError where the grammar becomes too complex.
+        """The tokens that may follow, one bit per token, uint32 [ceil(vocab / 32)]; None if the answer is complete.
+        Raises InputError if no token may follow, or if the grammar becomes too complex.
         """
         if self._channels is not None and self._channels.part is not Part.CONTENT:
             return self._free
@@ -67,11 +71,13 @@ class Constraint:
         return words
 
     def __len__(self) -> int:
-        """Tokens of the model's vocabulary."""
+        """Number of tokens in the model's vocabulary."""
         return self._vocab
 
     def accept(self, token: int) -> None:
-        """Moves on by a token that was drawn, which the mask had and which is no stop token."""
+        """Advances by a drawn token. The last mask must have allowed it, and it must not be a stop token. Raises
+        InputError as `mask` does.
+        """
         if self._channels is None or self._channels.add(token) is Part.CONTENT:
             self._begun = True
             self._matcher.consume_token(token)
@@ -83,7 +89,7 @@ class Constraint:
 
 
 class Elsewhere:
-    """The constraint of an answer whose masks another process of the job computes: it allows all tokens."""
+    """The constraint of an answer whose masks another process of the job computes. It allows all tokens."""
 
     complete = False
 
@@ -91,22 +97,22 @@ class Elsewhere:
         self._vocab, self._all = vocab_size, _bits(range(vocab_size), vocab_size)
 
     def mask(self) -> np.ndarray:
-        """As `Constraint.mask`."""
+        """A mask of all tokens, in the form of `Constraint.mask`."""
         return self._all
 
     def __len__(self) -> int:
-        """Tokens of the model's vocabulary."""
+        """Number of tokens in the model's vocabulary."""
         return self._vocab
 
     def accept(self, token: int) -> None:
-        """As `Constraint.accept`; without effect."""
+        """Does nothing; see `Constraint.accept`."""
 
 
 class Grammars:
-    """Compiles grammars for a tokenizer and keeps the last ones. For any threads."""
+    """Compiles grammars for a tokenizer, and keeps the most recently used ones. Any thread may use it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int):
-        """vocab_size: the model's. Raises ConfigError without llguidance."""
+        """vocab_size: size of the model's vocabulary. Raises ConfigError if llguidance is not installed."""
         try:
             import llguidance
         except ImportError:
@@ -122,11 +128,13 @@ class Grammars:
     def constraint(
         self, grammar: Grammar, stop_tokens: Sequence[int] = (), channels: Parts | None = None
     ) -> Constraint:
-        """The beginning of an answer. Raises InputError for a grammar that cannot be compiled within a second."""
+        """A constraint for a new answer. Raises InputError for a grammar that cannot be compiled within SECONDS."""
         return Constraint(self.compile(grammar).deep_copy(), self._vocab, grammar, stop_tokens, channels)
 
     def compile(self, grammar: Grammar) -> "LLMatcher":
-        """Raises InputError for a grammar that cannot be compiled within a second."""
+        """The matcher of a grammar at its start. Raises InputError for a grammar that cannot be compiled within
+        SECONDS.
+        """
         form = grammar.form
         key = (grammar.kind, grammar.text, None if form is None else (form.kind, form.text))
         with self._keeping:
@@ -143,14 +151,14 @@ class Grammars:
         return matcher
 
     def _in_time(self, grammar: Grammar) -> "LLMatcher":
-        """Compiles on a thread, one at a time: the library leaves the interpreter to others meanwhile."""
+        """Compiles on a thread, one grammar at a time. The library releases the interpreter lock meanwhile."""
         made: list[Any] = []
 
         def run() -> None:
             with self._compiling:
                 try:
                     made.append(self._compile(grammar))
-                except Exception as error:  # of whatever kind the library raises
+                except Exception as error:  # the library raises errors of any kind
                     made.append(error)
 
         thread = threading.Thread(target=run, name="laneformer-grammar", daemon=True)
@@ -177,14 +185,16 @@ class Grammars:
         return matcher
 
     def _described(self, grammar: Grammar) -> str:
-        """The grammar as the library takes it: JSON, or rules in Lark's form."""
+        """The grammar in a form that the library accepts: JSON, or rules in Lark's form."""
         if grammar.kind == "json_schema":
             return self._library.LLMatcher.grammar_from_json_schema(grammar.text, {"whitespace_pattern": WHITE_SPACE})
         return self._library.grammar_from(grammar.kind, grammar.text)
 
 
 class _Vocabulary:
-    """The tokens as the library asks for them; one that the model does not have ends a text."""
+    """The tokens in the form that the library expects. An additional token, which the model does not have, ends a
+    text.
+    """
 
     bos_token_id = None
 
@@ -192,12 +202,14 @@ class _Vocabulary:
         self.eos_token_id = vocab_size
         self._texts = [tokenizer.token_bytes(token) for token in range(vocab_size)] + [b""]
         self.special_token_ids = [token for token, text in enumerate(self._texts) if not text]
-        # Special tokens need different names, which the library keeps apart from texts.
+        # The library requires a distinct name for each special token, and does not match these names as text.
         self.tokens = [text or f"<|{token}|>".encode() for token, text in enumerate(self._texts)]
         self._tokenizer = tokenizer
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of exactly these bytes, which a grammar forces: cut as inside a text, if the tokenizer can."""
+        """Tokens whose bytes are exactly `text`, for text that a grammar forces: as the tokenizer would cut it inside a
+        longer text, if possible.
+        """
         for before in ("", "\n"):  # some tokenizers put a space before a text
             ids, size = self._tokenizer.encode(before + text.decode(errors="replace")), 0
             for count, token in enumerate(reversed(ids), 1):
@@ -209,7 +221,7 @@ class _Vocabulary:
         return self._longest(text)
 
     def _longest(self, text: bytes) -> list[int]:
-        """The longest token that fits, again and again; without the rest where none does."""
+        """Tokens of a text by always taking the longest token that fits. Stops where no token fits."""
         ids: list[int] = []
         while text:
             size = next((n for n in range(min(len(text), self._most), 0, -1) if text[:n] in self._ids), 0)
@@ -225,27 +237,32 @@ class _Vocabulary:
 
     @cached_property
     def _most(self) -> int:
+        """Bytes of the longest token."""
         return max(map(len, self._texts))
 
 
 def next_tokens(matcher: "LLMatcher", vocab_size: int) -> np.ndarray:
-    """Tokens that continue a matcher's text, a bit for each, uint32 [ceil(vocab_size / 32)]; none after an error."""
+    """The tokens that may continue a matcher's text, one bit per token, uint32 [ceil(vocab_size / 32)]; no bit is set
+    after an error.
+    """
     words = np.zeros((vocab_size + 32) // 32, np.uint32)
     matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
-    words[vocab_size // 32] &= np.uint32((1 << vocab_size % 32) - 1)  # the token that ends a text
+    words[vocab_size // 32] &= np.uint32((1 << vocab_size % 32) - 1)  # clear the additional token that ends a text
     return words[: (vocab_size + 31) // 32]
 
 
 def as_flags(words: np.ndarray, vocab_size: int) -> np.ndarray:
-    """A mask as bool [vocab_size]."""
+    """A mask of bits, uint32 [ceil(vocab_size / 32)], as bool [vocab_size]."""
     return np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size].astype(bool)
 
 
 def give_masks(
     stream: Any, constraint: Constraint, stops: Sequence[int], limit: int, running: Callable[[], bool]
 ) -> None:
-    """Gives a stream the mask of each token, from the first to the last; for a thread beside the call's. stream: a
-    custom_calls.cpu.session.Slot. running: whether the call may still draw. Raises InputError as `Constraint.mask`.
+    """Passes a stream the mask of each token, from the first to the last. Runs on a thread beside the call's.
+
+    stream: a custom_calls.cpu.session.Slot. stops: stop tokens. limit: the most tokens of the answer. running: returns
+    whether the call may still draw. Raises InputError as `Constraint.mask` does.
     """
     drawn = 0
     while drawn < limit:
@@ -264,12 +281,13 @@ def give_masks(
 
 
 def one_line(message: str) -> str:
-    """The message of the library as one line."""
+    """A message of the library as one line, shortened to LONGEST_MESSAGE characters."""
     line = " ".join(message.replace("<non-verbose/>", "").split())
     return line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + "..."
 
 
 def _bits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+    """A mask of bits that allows these tokens, uint32 [ceil(vocab_size / 32)]."""
     flags = np.zeros((vocab_size + 31) // 32 * 32, bool)
     flags[list(tokens)] = True
     return np.packbits(flags, bitorder="little").view(np.uint32)

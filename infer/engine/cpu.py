@@ -1,5 +1,5 @@
-"""The CPU backend: the persistent decode kernel of custom_calls, which generates a whole answer, prompt included, in
-one call.
+"""The CPU backend: the persistent decode kernel of custom_calls, which reads the prompt and generates the whole answer
+in one call.
 """
 
 import logging
@@ -32,15 +32,17 @@ from laneformer.weights import weight_bytes_per_token
 
 log = logging.getLogger("infer")
 MOST_PARALLEL = 4  # by default
-LARGE = 256 << 20  # bytes of bfloat16 weights per token that are read from memory; in a cache bf12 and AMX are slower
+# Bytes of bfloat16 weights per token from which on they are read from memory. Below, they are read from a cache, where
+# bf12 and AMX are slower.
+LARGE = 256 << 20
 
 
 class CpuBackend(NativeBackend):
-    """Worker threads, each with its weights packed in the order in which it reads them."""
+    """Decodes on worker threads. Each has its share of the weights, packed in the order in which it reads them."""
 
     name = "cpu"
     adjusts = forces = True
-    patience = 0.05  # the host looks on a core that computes, and finds its own code pushed out of the caches
+    patience = 0.05  # each read of the stream takes a core from a worker, with the host's code evicted from the caches
 
     @classmethod
     def unavailable(cls, source: Source) -> str | None:
@@ -49,7 +51,7 @@ class CpuBackend(NativeBackend):
         if platform != "cpu":
             return f"JAX's devices here are {platform}: use backend xla, or set JAX_PLATFORMS=cpu"
         if jax.process_count() > 1:
-            return "it runs in one process: use backend xla"
+            return "it supports only jobs of one process: use backend xla"
         if (precision.stream, precision.accumulate) != ("float32", "float32"):
             return f"it adds in float32, the model in {precision.accumulate} and {precision.stream}: use backend xla"
         return without_kernel(decoder_ops(source.config)) or custom_calls.unavailable()
@@ -68,18 +70,25 @@ class CpuBackend(NativeBackend):
         parallel: int = 1,
         most_slowdown: float = 1.5,
     ):
-        """weights: bf12 to hold bfloat16 weights in 12 bits without loss; bfloat16 to hold weights in the dtype that
-        they have; int8 and the others of laneformer/quantized/rounding.py to round all products' matrices, the head's
-        unless it is the embedding's table; None for bf12 where the checkpoint is stored so, or the model exceeds all
-        caches and bf12 was measured to be faster. Quantized matrices are held as they are. prefix_cache: how many
-        sequences to keep, each with its caches, for later prompts that begin as they do, by default as many as
-        `parallel`; 0 computes every prompt from its first token. speculation: most drafts of a pass, 0 for none, None
-        for as many as fit; they are copied from the text and change no answer, and as many are made as pay by what
-        passes take. parallel: requests that may run together; 0 for as many as fit a quarter of the free memory, at
-        most MOST_PARALLEL. Their answers stay those that they have alone. most_slowdown: time of a pass over that of
-        one row, up to which rows of other requests are let into it. The other
-        options are for tests and measurements; see custom_calls.Session. Raises ConfigError if the library cannot be
-        used, or for bf12 with weights of another dtype.
+        """weights: format of the weights in memory.
+            bf12: bfloat16 weights in 12 bits, without loss.
+            bfloat16: weights in the dtype that they have.
+            int8 and the other formats of laneformer/quantized/rounding.py: round the matrices of all products. The head
+                is not rounded if it is the embedding table.
+            None: bf12 if the checkpoint is stored in bf12, or if the model exceeds all caches and bf12 was measured to
+                be faster.
+            Quantized matrices keep their format.
+        prefix_cache: number of sequences to keep, each with its caches, for later prompts that begin with the same
+            tokens; by default `parallel`. 0 computes every prompt from its first token.
+        speculation: limit on the drafts of a pass; 0 for none, None for as many as fit. Drafts are copied from the text
+            and do not change the answer. A pass makes as many as its measured time makes worthwhile.
+        parallel: number of requests that may run together; 0 for as many as fit a quarter of the free memory, at most
+            MOST_PARALLEL. Each answer is the same as if its request ran alone.
+        most_slowdown: limit on the time of a pass, relative to a pass of one row, up to which rows of other requests
+            join it.
+        threads, one_thread_per_lane, chaos_us, instructions: for tests and measurements; see custom_calls.Session.
+
+        Raises ConfigError if the library cannot be used, or for bf12 with weights of another dtype.
         """
         if most_slowdown < 1:
             raise ConfigError(f"most_slowdown must be at least 1, got {most_slowdown}")
@@ -153,7 +162,9 @@ class CpuBackend(NativeBackend):
 
 
 def _parallel(source: Source, plan: Plan, parallel: int) -> int:
-    """How many requests may run together. Raises ConfigError for more than the kernel or the devices allow."""
+    """Number of requests that may run together. parallel: the option, 0 to choose by memory. Raises ConfigError for
+    more than the kernel or the devices allow.
+    """
     if source.mesh is not None:  # each device of a call waits for the others
         if parallel > 1:
             raise ConfigError(f"parallel must be 1 on {source.mesh.size} devices, got {parallel}")
@@ -168,6 +179,6 @@ def _parallel(source: Source, plan: Plan, parallel: int) -> int:
 
 
 def available_memory() -> int:
-    """Bytes that the system can give to processes without swapping."""
+    """Bytes of memory that processes can use without swapping."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     return 1024 * int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0])

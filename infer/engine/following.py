@@ -1,4 +1,4 @@
-"""Jobs of several processes: the first one takes the requests, and the others generate in step with it."""
+"""Jobs of several processes: the first process receives the requests, and the others run the same generations."""
 
 import dataclasses
 import logging
@@ -14,24 +14,24 @@ from laneformer.processes import END_SECONDS, Group
 
 log = logging.getLogger("infer")
 
-SECONDS = 300  # for the other processes to end the previous request and to compile for this one
+SECONDS = 300  # time limit for the other processes to end the previous request and to compile for the next one
 
 
 class Leader:
-    """Announces the requests of this process to the others, which call `follow`. In a job of one process it does
-    nothing.
+    """Announces the requests of this process to the others, which call `follow`. Does nothing in a job of one
+    process.
     """
 
     def __init__(self, backend: Backend):
         self._group = Group(backend.source.mesh, SECONDS, "follow the first one")
 
     def announce(self, request: Request) -> None:
-        """Call before the request starts in this process. Raises GroupError if another process does not follow, and
-        InputError as `Constraint.mask`.
+        """Announces a request; call this before the request starts in this process. Raises GroupError if another
+        process does not follow, and InputError if the first mask of the request's constraint cannot be computed.
         """
         if self._group.several:
             if request.constraint is not None:
-                request.constraint.mask()  # an answer that cannot begin fails before the others wait for it
+                request.constraint.mask()  # fails here if the answer cannot begin, before the others wait for it
             self._group.share({"request": _as_json(request)})
 
     def end(self) -> None:
@@ -40,13 +40,15 @@ class Leader:
 
 
 def follow(backend: Backend) -> None:
-    """Generates in step with the leading process until that ends. Raises GroupError if it is lost."""
+    """Runs the generations of the leading process until its `Leader` ends. Raises GroupError if the leading process is
+    lost.
+    """
     group = Group(backend.source.mesh, SECONDS, "lead the others")
     while group.several and (request := group.share({}, math.inf)[group.processes[0]].get("request")):
         try:
             for _ in backend.start(_from_json(request, backend.source.config.vocab_size)):
                 pass
-        except NativeError as error:  # about this request; the leader reports it too
+        except NativeError as error:  # concerns this request only; the leader reports it too
             log.warning("%s", error)
 
 

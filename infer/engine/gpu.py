@@ -38,20 +38,20 @@ from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import USUAL
 from laneformer.state import Cache
 
-# Prompt tokens per XLA block. A rest shorter than the smallest block goes through the kernel, token by token.
+# Prompt tokens per XLA block. A remainder shorter than the smallest block goes through the kernel, token by token.
 BLOCK, SMALLEST_BLOCK = 512, 64
 
-ROWS = 4  # of a pass with drafts, at most
+ROWS = 4  # limit on the rows of a pass with drafts
 MOST_PARALLEL = MOST_ROWS
-JOIN_SECONDS = 300  # for the other processes of the job to open their sessions
+JOIN_SECONDS = 300  # time limit for the other processes of the job to open their sessions
 
 
 class GpuBackend(NativeBackend):
     """Decodes with weights packed for the kernel, and reads prompts in blocks through XLA with a second copy of the
     weights.
 
-    If the devices belong to several processes, each process makes the engine and the same requests, and gets all
-    tokens.
+    If the devices belong to several processes, each process must create the engine and make the same requests, and
+    receives all tokens.
     """
 
     platform: str
@@ -64,25 +64,25 @@ class GpuBackend(NativeBackend):
         here = "hip" if "rocm" in kind.lower() else "cuda" if device.platform == "gpu" else None
         if here != cls.platform:
             return (
-                f"it needs {'AMD' if cls.platform == 'hip' else 'NVIDIA'} GPUs, and JAX's devices are {device.platform}"
+                f"it needs {'AMD' if cls.platform == 'hip' else 'NVIDIA'} GPUs, but JAX's devices are {device.platform}"
             )
         if jax.process_count() > 1 and (
             source.mesh is None
             or jax.process_index() not in {device.process_index for device in source.mesh.devices.flat}
         ):
             return (
-                "the job has several processes: pass a mesh with devices of each of them (devices=...), or use"
+                "the job has several processes: pass a mesh with devices of every process (devices=...), or use"
                 " backend xla"
             )
         capability, (wanted, which) = str(device.compute_capability), CAPABILITIES[cls.platform]
         if not capability.startswith(wanted):
             return (
-                f"{device.device_kind} has compute capability {capability}, and the kernel is written for {wanted}"
+                f"{device.device_kind} has compute capability {capability}, but the kernel is written for {wanted}"
                 f" ({which})"
             )
         if (source.precision.stream, source.precision.accumulate) != ("float32", "float32"):
             return (
-                f"it adds in float32, and the model in {source.precision.accumulate} and {source.precision.stream}: use"
+                f"it adds in float32, but the model in {source.precision.accumulate} and {source.precision.stream}: use"
                 " backend xla"
             )
         try:
@@ -104,16 +104,19 @@ class GpuBackend(NativeBackend):
         compile_with: Callable | None = None,
         driver: Path | None = None,
     ):
-        """absorb: whether XLA reads long prompts; otherwise the kernel does, and only one copy of the weights is kept.
-        weights: bf12 for the kernel to hold bfloat16 weights in 12 bits without loss; int8 and the others of
-        laneformer/quantized/rounding.py to round all products' matrices, the head's unless it is the embedding's table.
-        Quantized matrices are held as they are. speculation: most drafts of a pass, copied from the text, which change
-        no answer: 1 compiles the kernel for passes of two rows, more for ROWS; prompts that the kernel reads go
-        through it as many tokens at a time. 0 and None compile it for one row, as nothing has been measured yet.
-        parallel: requests that may run together, each with a row of a pass, at most MOST_PARALLEL; their answers stay
-        those that they have alone. With drafts a pass has a row more than requests, if the kernel can have it. 0 is 1,
-        for the same reason. The other options are for tests and measurements; see custom_calls.gpu.session. Raises
-        ConfigError if the library or the device cannot be used, or for bf12 with weights of another dtype.
+        """absorb: whether XLA reads long prompts. Otherwise the kernel does, and only one copy of the weights is kept.
+        weights: bf12 packs bfloat16 weights for the kernel in 12 bits, without loss. int8 and the other formats of
+            laneformer/quantized/rounding.py round the matrices of all products; the head is not rounded if it is the
+            embedding table. Quantized matrices keep their format.
+        speculation: limit on the drafts of a pass. Drafts are copied from the text and do not change the answer. 1
+            compiles the kernel for passes of two rows, more for ROWS. Prompts that the kernel reads go through it that
+            many tokens at a time. 0 and None compile it for one row, because the gain has not been measured yet.
+        parallel: number of requests that may run together, each with a row of a pass, at most MOST_PARALLEL. Each
+            answer is the same as if its request ran alone. With drafts, a pass has one row more than requests if the
+            kernel supports that many. 0 means 1, for the same reason.
+        machine, chaos_us, compile_with, driver: for tests and measurements; see custom_calls.gpu.session.
+
+        Raises ConfigError if the library or the device cannot be used, or for bf12 with weights of another dtype.
         """
         self.source, plan = source, plan_of(source)
         self.speculation, parallel = min(speculation or 0, ROWS - 1), parallel or 1
@@ -125,7 +128,7 @@ class GpuBackend(NativeBackend):
         self._model = source.model() if absorb else None
 
         def all_weights() -> Iterable[tuple[str, jax.Array | np.ndarray | Quantized]]:
-            """By the plan's paths."""
+            """Yields each weight by its path in the plan."""
             for path, weight in source.weights() if self._model is None else self._model.weights().items():
                 yield from plan.parts(path, weight).items()
 
@@ -164,7 +167,7 @@ class GpuBackend(NativeBackend):
 
     @property
     def forces(self) -> bool:
-        """Whether an answer's tokens can be given, for measurements."""
+        """Whether a request can force the tokens of its answer, for measurements."""
         return self.speculation > 0
 
     def _give_texts(self, lease: Lease, slot: int, start: int) -> None:
@@ -182,7 +185,7 @@ class GpuBackend(NativeBackend):
             "kv_dtype": plan.cache_dtype.name,
             "speculation": self.speculation,
             "parallel": self.parallel,
-            "prefix_cache": 0,  # XLA sums a prompt's position in an order that depends on its block
+            "prefix_cache": 0,  # XLA's order of summation for a position depends on the block of the prompt
             "device": device_name(jax.devices()[0] if mesh is None else mesh.devices.flat[0]),
             "devices": 1 if mesh is None else mesh.size,
             "ctas": self.session.layout.grid,
@@ -207,28 +210,29 @@ class GpuBackend(NativeBackend):
         return reading.done, reading.caches
 
     def _reading(self, prompt: np.ndarray, make_caches: Callable[[], Caches], start: int = 0) -> "PromptReading | None":
-        """None where XLA has no block of the prompt to read."""
+        """The reading of a prompt through XLA; None if the rest of the prompt is shorter than a block."""
         if self._model is None or len(prompt) - 1 - start < SMALLEST_BLOCK:
             return None
         return PromptReading(self, prompt, start, make_caches())
 
 
 def rows_for(parallel: int, speculation: int) -> int:
-    """Of a pass: one for each request, and with drafts one more at least."""
+    """Number of rows that the kernel is compiled for: one for each request, and with drafts at least one more."""
     drafting = 0 if speculation == 0 else 2 if speculation == 1 else ROWS
     return min(MOST_ROWS, max(parallel + (drafting > 0), drafting))
 
 
 class PromptReading:
-    """Reads blocks of a prompt through XLA; their sizes are powers of two, so that few programs are compiled."""
+    """Reads a prompt through XLA in blocks. Their sizes are powers of two, so that few programs are compiled."""
 
     def __init__(self, backend: GpuBackend, prompt: np.ndarray, start: int, caches: Caches):
-        """start: positions that are filled, 0 where a state is recurrent."""
+        """start: number of positions that are filled; must be 0 for a model with a recurrent state."""
         self._backend, self._prompt, self._given, self.done = backend, prompt, caches.layers, start
         plan, source = backend.session.plan, backend.source
         self._layers = for_model(plan, source.config, caches.layers, source.mesh)
 
     def block(self) -> bool:
+        """Reads one block; False if no block is left."""
         left = len(self._prompt) - 1 - self.done
         if left < SMALLEST_BLOCK:
             return False
@@ -239,6 +243,7 @@ class PromptReading:
 
     @property
     def caches(self) -> Caches:
+        """The caches of the positions read so far, in the form of the kernel."""
         return Caches(for_kernel(self._backend.session.plan, self._layers, self._given, self.done))
 
 
@@ -247,13 +252,15 @@ def _extend(model, layers: list[dict[str, jax.Array]], length: jax.Array, ids_bs
 
 
 class CudaBackend(GpuBackend):
-    """NVIDIA GPUs."""
+    """The persistent kernel on NVIDIA GPUs."""
 
     name = platform = "cuda"
 
 
 class CudaGraphBackend(CudaBackend):
-    """The same kernels, launched one by one for each token from a CUDA graph, to compare the persistent kernel with."""
+    """The same kernel code, launched op by op for each token from a CUDA graph, for comparison with the persistent
+    kernel.
+    """
 
     name, launch = "cuda-graph", "graph"
 
@@ -263,7 +270,7 @@ class CudaGraphBackend(CudaBackend):
 
 
 class CudaOverlapBackend(CudaGraphBackend):
-    """A CUDA graph whose launches overlap (programmatic dependent launch): an op's weights are fetched while the
+    """A CUDA graph whose launches overlap (programmatic dependent launch): each op fetches its weights while the
     previous op ends.
     """
 
@@ -271,6 +278,6 @@ class CudaOverlapBackend(CudaGraphBackend):
 
 
 class HipBackend(GpuBackend):
-    """AMD GPUs. The kernel compiles for them and has not run on one."""
+    """The persistent kernel on AMD GPUs. It compiles for them, but has not been run on one."""
 
     name = platform = "hip"

@@ -1,4 +1,4 @@
-"""What the commands do around an engine: join a job, share out devices, open the model."""
+"""Steps that all commands with an engine share: show its log, join a job, split devices, open the model."""
 
 import logging
 import os
@@ -23,18 +23,18 @@ def show_log() -> None:
     for name in ("infer", "laneformer"):
         logging.getLogger(name).handlers = [handler]
         logging.getLogger(name).setLevel(logging.INFO)
-    logging.getLogger().handlers = []  # a handler that an imported library installed would print each line twice
+    logging.getLogger().handlers = []  # an imported library may have installed a handler, which would repeat each line
 
 
 def take_devices(options: JobEngineOptions) -> None:
-    """Splits the CPU into as many devices as asked for, for machines without a GPU; with `distributed` joins the other
+    """Splits the CPU into `options.devices` devices, for machines without a GPU. With `distributed`, joins the other
     processes of the job instead.
 
-    Call before the first JAX operation. Raises ConfigError.
+    Call this before the first JAX operation. Raises ConfigError.
     """
     options.check()
     if options.distributed:
-        jax.config.update("jax_enable_preemption_service", False)  # it would catch SIGTERM, and nothing here uses it
+        jax.config.update("jax_enable_preemption_service", False)  # unused here, and it would catch SIGTERM
         join_job()
         if options.devices < jax.process_count():
             raise ConfigError(
@@ -56,8 +56,8 @@ def is_first_process() -> bool:
 def open_engine(options: EngineOptions, layout: str | None = None, **more: Any) -> Engine:
     """An engine for a checkpoint, or for the model of a recipe with random weights.
 
-    layout: for a recipe, instead of its own. more: further options of the backend; `EngineOptions.drafts` for a
-    command that drafts by default. Raises ConfigError or CheckpointError.
+    layout: replaces the layout of a recipe. more: further options of the backend; a command that drafts by default
+    passes `EngineOptions.drafts`. Raises ConfigError or CheckpointError.
     """
     precision = None if options.compute is None else Precision(compute=options.compute)
     chosen = {name: value for name in ("threads", "weights") if (value := getattr(options, name)) is not None}

@@ -1,4 +1,6 @@
-"""What the backends of the native library share: a whole answer in one custom call, its tokens taken while it runs."""
+"""Shared code of the backends that use the native library: one custom call generates a whole answer, and the host reads
+its tokens while it runs.
+"""
 
 import heapq
 import logging
@@ -32,11 +34,13 @@ from laneformer.weights import parameter_table
 log = logging.getLogger("infer")
 
 SMALLEST_CACHE, SMALLEST_ROOM = 256, 16
-LARGE = 100_000_000  # parameters from which packing shows its progress
+LARGE = 100_000_000  # parameters from which on packing shows a progress bar
 
 
 class NativeBackend:
-    """A request in each slot of the session. Packed weights stay on their threads or devices, and caches for others."""
+    """Runs a request in each slot of the session. Packed weights stay with their threads or devices. Caches are reused
+    by later requests.
+    """
 
     name: ClassVar[str]
     source: Source
@@ -45,15 +49,17 @@ class NativeBackend:
     adjusts = False
     forces = False
     patience: ClassVar[float] = 0.002
-    """Seconds between two looks at the stream of tokens, unless a request says how many it wants at a time."""
+    """Seconds between two reads of the stream of tokens, unless a request sets tokens_per_dispatch."""
 
     def _use(self, session: DecodeSession, prefix_cache: int = 0) -> None:
-        """Once, at the end of __init__. prefix_cache: how many sequences to keep for later prompts."""
+        """Completes the backend; call it once, at the end of __init__. prefix_cache: number of sequences to keep for
+        later prompts.
+        """
         self.session = session
         whole = any(kept.fixed for layer in session.plan.kept for kept in layer)
         self._prefixes = PrefixCache(self._new_caches, prefix_cache, self.parallel, whole)
         self._free = list(range(self.parallel))  # slots, a heap
-        # One of each slot: the first call of a size would make the others of a shared one wait until it has ended.
+        # One function per slot: with a shared one, the first call of a size would block the other slots until it ends.
         self._runs = [
             jax.jit(
                 partial(custom_calls.decode, session, mesh=self.source.mesh),
@@ -65,17 +71,17 @@ class NativeBackend:
 
     @property
     def parallel(self) -> int:
-        """Requests that can run together."""
+        """Number of requests that can run together."""
         return len(self.session.slots)
 
     def start(self, request: Request) -> Iterator[Chunk]:
         capacity = capacity_for(request, self.source.config.max_position_embeddings)
-        slot = heapq.heappop(self._free)  # the lowest: that of a session with one
+        slot = heapq.heappop(self._free)  # the lowest free slot
         freed = partial(heapq.heappush, self._free, slot)
         stream = self.session.slots[slot]
         try:
             number = stream.begin()
-            call = CallId(slot, number) if number else None  # none where calls do not run together
+            call = CallId(slot, number) if number else None  # None if calls cannot copy from each other
             lease = self._prefixes.take(request, capacity, call)
         except BaseException:
             freed()
@@ -83,18 +89,18 @@ class NativeBackend:
         return _Answer(stream, lease, partial(self._answer, lease, slot), freed, self.patience)
 
     def _absorb(self, prompt: np.ndarray, start: int, caches: Caches) -> tuple[int, Caches]:
-        """Positions that the call need not fill, at most all but one of the prompt's, and the caches with them. start:
-        those that are filled already.
+        """Fills positions of the prompt before the call. Returns the number of positions that are filled then, at most
+        all but the last, and the caches. start: number of positions that are filled already.
         """
         return start, caches
 
     def _give_texts(self, lease: Lease, slot: int, start: int) -> None:
-        """Gives a slot what it needs of a request besides the call's inputs. start: position of the first token that
-        goes through the call.
+        """Passes a slot those settings of a request that are not inputs of the call. start: position of the first token
+        that goes through the call.
         """
 
     def _answer(self, lease: Lease, slot: int) -> None:
-        """The whole call; the tokens are taken from its slot while it runs."""
+        """Runs the whole call. Another thread reads the tokens from its slot meanwhile."""
         try:
             tokens, caches = self._call(lease, slot)
         except BaseException:
@@ -103,13 +109,13 @@ class NativeBackend:
         self._prefixes.keep(lease, caches, tokens)
 
     def _call(self, lease: Lease, slot: int) -> tuple[np.ndarray, Caches]:
-        """The tokens of the positions that are filled now, int32 [n], and the caches with them."""
+        """Runs the call. Returns the tokens of the positions that are filled after it, int32 [n], and the caches."""
         request, kept = lease.request, lease.count
         config, prompt = self.source.config, request.prompt
         seen = np.zeros(config.vocab_size, np.uint8)
         seen[prompt] = 1
         start, caches = self._absorb(prompt, kept, lease.caches)
-        # As large as if no position had been kept: the same program serves both.
+        # The arrays are as large as if no position had been kept, so that the same program serves both cases.
         sizes = len(prompt) - start + kept, len(request.stop_tokens)
         inputs = inputs_for(request, prompt[start:], start, request.limit, slot, *sizes)
         room = room_for(request.limit, config.max_position_embeddings)
@@ -122,33 +128,34 @@ class NativeBackend:
         if self.session.failure is not None:
             raise custom_calls.NativeError(self.session.failure)
         drawn, _, position = np.asarray(outputs.status).tolist()
-        filled = position - (drawn > 0)  # the last token that was drawn has no keys and values yet
+        filled = position - (drawn > 0)  # the last drawn token has no keys and values yet
         text = np.concatenate([prompt, np.asarray(outputs.tokens)[:drawn]])
         return text[:filled], Caches(state.layers_like(layers))
 
     def _new_caches(self, capacity: int) -> Caches:
         if self.session.together > 1:
-            return Caches([])  # the slots' own are in their calls
+            return Caches([])  # the scheduler has the caches of all slots
         return Caches(custom_calls.empty_layers(self.session.plan, capacity, self.source.mesh))
 
 
 def capacity_for(request: Request, context: int) -> int:
-    """Positions of the caches of a request, of a model with `context` at most."""
+    """Number of positions that the caches of a request need, at most `context`."""
     return min(max(SMALLEST_CACHE, power_of_two(len(request.prompt) + request.limit)), context)
 
 
 def room_for(limit: int, context: int) -> int:
-    """Tokens that fit the result of a call which draws `limit` at most."""
+    """Number of tokens that the result of a call has room for. limit: the most tokens that the call draws."""
     return min(power_of_two(max(SMALLEST_ROOM, limit)), context)
 
 
 def inputs_for(
     request: Request, tokens: np.ndarray, start: int, limit: int, last: int, most_tokens: int, most_stops: int
 ) -> Inputs:
-    """What a call, or a slot of one, is to do for a request.
+    """The inputs of a call, or of a slot of a call, for a request.
 
-    tokens: int32 [n], that go through the call, the first one at position `start`. limit: tokens to draw at most. last:
-    control[4]. most_tokens, most_stops: that the arrays have room for.
+    tokens: int32 [n], the tokens that go through the call, the first one at position `start`. limit: the most tokens to
+    draw. last: control[4] of `Inputs`. most_tokens, most_stops: numbers of tokens and stop tokens that the arrays must
+    have room for.
     """
     sampling = request.sampling.parameters()
     prompt = np.zeros(power_of_two(max(SMALLEST_ROOM, most_tokens)), np.int32)
@@ -165,8 +172,10 @@ def inputs_for(
 
 
 def texts_for(request: Request, text: np.ndarray, start: int, drawn: int = 0) -> dict[str, Any]:
-    """What a call is to draft from, and the tokens that it must draw. text: int32 [n], prompt and answer so far; start:
-    positions of it that do not go through the call; drawn: tokens of the answer.
+    """Arguments of `give_texts` for a call: the texts to draft from, and the tokens that it is forced to draw.
+
+    text: int32 [n], the prompt and the answer so far. start: number of its first positions that do not go through the
+    call. drawn: number of tokens of the answer so far.
     """
     other = [*request.prediction, END_OF_TEXT] if len(request.prediction) else []
     before = np.concatenate([other, text[:start]]).astype(np.int32)
@@ -174,19 +183,21 @@ def texts_for(request: Request, text: np.ndarray, start: int, drawn: int = 0) ->
 
 
 class _Answer(Iterator[Chunk]):
-    """The tokens of a call, which runs on its own thread: the caller's stays free for Ctrl-C and for tokens drawn
-    meanwhile.
+    """Iterates over the tokens of a call. The call runs on its own thread, so that the caller's thread stays free for
+    Ctrl-C and can read tokens meanwhile.
     """
 
     drafting: Drafting | None = None
-    """What drafts were worth, once the answer has ended."""
+    """Counts of passes and drafts, set when the answer has ended."""
     shared_passes: int = 0
-    """Passes with rows of other requests, once the answer has ended."""
+    """Number of passes that had rows of other requests, set when the answer has ended."""
 
     def __init__(
         self, stream: CallStream, lease: Lease, run: Callable[[], None], freed: Callable[[], None], patience: float
     ):
-        """stream: that of a call which has been announced. freed: called once, when it may serve another request."""
+        """stream: the stream of a call that `begin` has announced. run: makes the call. freed: called once, when the
+        stream may serve another request. patience: see `NativeBackend`.
+        """
         request = lease.request
         self._stream, self._request, self._lease = stream, request, lease
         self._patience = patience if request.tokens_per_dispatch is None else 0.0
@@ -202,11 +213,11 @@ class _Answer(Iterator[Chunk]):
         for thread in self._threads:
             thread.start()
         request.cancelled.call(stream.cancel)
-        # Also when it is dropped, and when the process ends.
+        # The finalizer also runs when this object is dropped, and when the process ends.
         self._freed = weakref.finalize(self, _free, stream, self._threads, request.cancelled, freed)
 
     def close(self) -> None:
-        """Ends the call if it still runs."""
+        """Ends the call if it is still running."""
         if self._freed.alive:
             _end(self._stream, self._threads, self._request.cancelled)
             self.drafting = getattr(self._stream, "drafting", None)
@@ -220,7 +231,7 @@ class _Answer(Iterator[Chunk]):
         if drawn == have:
             self.close()
             raise StopIteration
-        if have == 0:  # alone: its time is a figure of the benchmark
+        if have == 0:  # the first token is a chunk alone, because the benchmark reports its time
             drawn = 1
         elif request.tokens_per_dispatch is not None:
             drawn = min(drawn, wanted)
@@ -228,9 +239,11 @@ class _Answer(Iterator[Chunk]):
         return self._chunk(have, drawn)
 
     def _wait(self, count: int) -> int:
-        """Tokens drawn, once there are `count` or no more will come. Raises what the call raised."""
+        """Waits for `count` tokens or the end of the call. Returns the number of tokens drawn; raises the call's
+        exception.
+        """
         rest = self._looked + self._patience - time.perf_counter()
-        if rest > 0:  # unless the answer ends before
+        if rest > 0:  # wait that long, unless the answer ends earlier
             self._stream.wait(self._request.limit - 1, math.ceil(1000 * rest))
         while (drawn := self._stream.wait(count - 1)) < count:
             if self._stream.finished or not self._thread.is_alive():
@@ -257,12 +270,12 @@ class _Answer(Iterator[Chunk]):
 def _run(run: Callable[[], None], errors: list[BaseException]) -> None:
     try:
         run()
-    except BaseException as error:  # for the thread that takes the tokens
+    except BaseException as error:  # raised again by the thread that reads the tokens
         errors.append(error)
 
 
 def _give_masks(stream: CallStream, request: Request, call: threading.Thread) -> None:
-    """Gives the call its masks, and ends it where no token may follow."""
+    """Computes the masks of a call, and ends the call when no further token is allowed."""
     try:
         give_masks(stream, request.constraint, request.stop_tokens, request.limit, call.is_alive)
     finally:
@@ -270,14 +283,14 @@ def _give_masks(stream: CallStream, request: Request, call: threading.Thread) ->
 
 
 def _end(stream: CallStream, threads: Sequence[threading.Thread], cancelled: Cancellation) -> None:
-    """Ends the call if it still runs, and waits for that: it writes to buffers that the next one needs. threads: the
-    call's, and the one of its masks.
+    """Ends the call if it is still running, and waits until it has ended, because it writes to buffers that the next
+    call needs. threads: the thread of the call, and that of its masks.
     """
     cancelled.call(None)
     for thread in threads:
         if thread.is_alive():
             stream.cancel()
-            if thread is not threading.current_thread():  # which may be where garbage is collected
+            if thread is not threading.current_thread():  # garbage collection may run this on that thread
                 thread.join()
 
 
@@ -289,10 +302,10 @@ def _free(
 
 
 def plan_of(source: Source) -> Plan:
-    """The model as kernels know it.
+    """The model as a plan for the kernels.
 
-    Weights are packed as they are stored where products compute in float32, which is exact; otherwise in the dtype of
-    the products.
+    If products compute in float32, weights are packed as they are stored, which is exact; otherwise in the dtype of the
+    products.
     """
     compute = source.precision.compute
     return make_plan(
@@ -305,8 +318,8 @@ def plan_of(source: Source) -> Plan:
 
 
 def check_weights(weights: str | None, plan: Plan, rounded: tuple[str, ...] = ()) -> None:
-    """Raises ConfigError for a format that is unknown, or that cannot hold the plan's weights. rounded: the backend's
-    formats of fewer bits.
+    """Raises ConfigError for a format that is unknown or cannot hold the plan's weights. weights: the --weights option.
+    rounded: formats with fewer bits that the backend supports.
     """
     known = ("bfloat16", "bf12", *rounded)
     if weights not in (None, *known):
@@ -316,7 +329,7 @@ def check_weights(weights: str | None, plan: Plan, rounded: tuple[str, ...] = ()
 
 
 def check_rounding(weights: str | None, source: Source) -> None:
-    """Raises ConfigError for a format to which quantized weights would be rounded again."""
+    """Raises ConfigError for a --weights format that would round quantized weights again."""
     if source.quantized and weights not in (None, "bfloat16"):
         raise ConfigError(
             f"--weights {weights}: weight {source.quantized[0]} is quantized already; leave --weights out to keep its"
@@ -325,8 +338,8 @@ def check_rounding(weights: str | None, source: Source) -> None:
 
 
 class RoundedSource:
-    """A model with the matrices of its products rounded, once, to a kind of laneformer/quantized/rounding.py. A
-    `Source`.
+    """A model with the matrices of its products rounded to a kind of laneformer/quantized/rounding.py. Each matrix is
+    rounded once. A `Source`.
     """
 
     def __init__(self, source: Source, plan: Plan, kind: Kind):
@@ -346,7 +359,7 @@ class RoundedSource:
 
 
 def report_left(packed: Bf12Weights) -> None:
-    """Logs how many matrices have too many exceptions for 12 bits, if any."""
+    """Logs how many matrices were not packed in 12 bits because they have too many exceptions, if any."""
     if packed.left:
         log.info(
             "%d of %d matrices stay bfloat16: over %g of their weights are exceptions of bf12",
@@ -355,15 +368,15 @@ def report_left(packed: Bf12Weights) -> None:
 
 
 def bf12_conditions(packed: Bf12Weights) -> dict[str, int]:
-    """What a benchmark reports of weights in 12 bits, if there are any."""
+    """The conditions to report about weights in 12 bits; empty if none are."""
     return {"bf12_weights": packed.weights, "bf12_exceptions": packed.exceptions} if packed.weights else {}
 
 
 def pack(session: DecodeSession, source: Source, without: Collection[str] = (), rounded: str | None = None) -> None:
-    """All weights but for the paths in `without`, one at a time, with a progress bar for large models. rounded: a kind
-    of laneformer/quantized/rounding.py for the matrices of products.
+    """Packs all weights except the paths in `without`, one at a time, with a progress bar for large models. rounded: a
+    kind of laneformer/quantized/rounding.py to round the matrices of products to.
     """
-    # Its own lock is a semaphore of the system, which stays behind if the engine process of a server is killed.
+    # tqdm's default lock is a system semaphore, which would leak if the engine process of a server is killed.
     tqdm.set_lock(threading.RLock())
     table, matrices = parameter_table(source.config), session.plan.matrices
     rest = sum(weight.size for path, weight in table.items() if path not in without)

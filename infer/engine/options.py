@@ -1,4 +1,6 @@
-"""The options of an engine, the same in every command. Imports no JAX: the server's web process uses them too."""
+"""The options of an engine, the same in every command. This file must not import JAX, because the server's web process
+uses it too.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -17,41 +19,42 @@ WEIGHTS = (
     "mxfp4",
     "nvfp4",
     "fp8",
-)  # those of laneformer/quantized/rounding.py, without NumPy
-MOST_DRAFTS = 15  # of a pass: custom_calls/cpu/session.py has MOST_ROWS, one more
+)  # with the formats of laneformer/quantized/rounding.py, which would import NumPy
+MOST_DRAFTS = 15  # drafts of a pass: MOST_ROWS of custom_calls/cpu/session.py, minus the row of the last token
 WeightFormat = Annotated[str | None, tyro.conf.arg(metavar=f"{{{','.join(WEIGHTS)}}}")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """A model and what runs it; opened by `infer.engine.job.open_engine`."""
+    """A model and the backend that runs it. `infer.engine.job.open_engine` opens them."""
 
     checkpoint: Annotated[str, tyro.conf.arg(metavar="DIR")]
-    """HF folder, training run or one step of a run; or a recipe of `python -m train`, for random weights."""
+    """HF folder, training run, or one step of a run; or a recipe of `python -m train`, with random weights."""
     backend: str = "auto"
     """cuda, hip, cpu, xla, or auto for the first available; cuda-graph(-overlap): one launch per op, to compare."""
     devices: int = 1
-    """Devices to spread the lanes over; without a GPU the CPU is split into as many."""
+    """Number of devices to spread the lanes over; without a GPU the CPU is split into this many."""
     threads: Integer = None
     """Worker threads of backend cpu; by default one per core that this process may use."""
     lanes: Integer = None
-    """Cut a dense checkpoint, or a recipe of one lane, into this many; the number is fixed for a Laneformer."""
+    """Cut a dense checkpoint, or a recipe of one lane, into this many lanes; those of a Laneformer are fixed."""
     dtype: Dtype = None
-    """Convert the weights; by default they stay as stored, and those of a recipe are bfloat16."""
+    """Convert the weights to this dtype; by default they stay as stored, and those of a recipe are bfloat16."""
     weights: WeightFormat = None
-    """How native backends hold the matrices: as they are (bfloat16), bfloat16 in 12 bits without loss (bf12), or by
-    default the faster on backend cpu; int8 and the others round them when they are packed. Quantized weights stay so
-    unless this is bfloat16.
+    """Format of the matrices on native backends: bfloat16 keeps them as stored, bf12 packs bfloat16 in 12 bits without
+    loss, the others round them when they are packed. By default backend cpu takes the faster of the first two.
+    Quantized weights stay quantized unless this is bfloat16.
     """
     draft_max: Integer = None
-    """Most tokens that a pass of backend cpu drafts from the text itself and checks, 0 to 15 (cuda: 3): faster where an
-    answer repeats text, and the same in every bit. By default on backend cpu as many as pay by what passes take; none
-    where drafts would change what is measured (bench without --text, humaneval).
+    """Limit on the tokens that a pass drafts from the text and checks, 0 to 15 on backend cpu, 0 to 3 on cuda. Drafts
+    speed up answers that repeat text, and do not change a bit of them. By default backend cpu drafts as many as the
+    times of its passes make worthwhile, but none where drafts would change the measurement (bench without --text,
+    humaneval).
     """
     no_speculation: bool = False
-    """Draft nothing: the plain speed, which others' plain decoding is compared with."""
+    """Draft nothing, to measure plain decoding and compare it with that of other engines."""
     compute: Dtype = None
-    """Dtype of the products, whose sums are float32; by default that of the weights, on a CPU float32."""
+    """Dtype of the products; their sums are float32. By default the dtype of the weights, on a CPU float32."""
 
     def check(self) -> None:
         """Raises ConfigError for a value that no engine accepts."""
@@ -66,13 +69,13 @@ class EngineOptions:
                 raise ConfigError(f"--weights must be one of {', '.join(WEIGHTS)}, got {word}")
 
     def drafts(self) -> dict[str, int | None]:
-        """The backend's option for a command that drafts unless it is asked not to."""
+        """The backend option `speculation`, for a command that drafts by default."""
         return {"speculation": 0 if self.no_speculation else self.draft_max}
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobEngineOptions(EngineOptions):
-    """The same for a command that several processes may run together."""
+    """Engine options of a command that several processes may run together."""
 
     distributed: bool = False
-    """Join the job's other processes, one per GPU, with the same command; --devices counts the GPUs of all."""
+    """Join the other processes of the job, one per GPU, which run the same command; --devices counts all GPUs."""

@@ -1,11 +1,12 @@
-"""Requests of a session whose calls have several slots: one call after another, each with every request that runs.
+"""Runs the requests of a session whose calls have several slots: one call after another, each with all requests in
+flight.
 
-A thread makes the calls while there are requests. A newcomer asks the running call to yield, which ends it after its
-pass; the next one has the newcomer too. A call also ends once one of its requests does. The others lose nothing: noise
-is a function of position, what they keep is in the caches of their slots, and their next call begins with the tokens
-that are not in these yet.
+A thread makes the calls while requests are in flight. A new request makes the running call yield: the call ends after
+its current pass, and the next call includes the new request. A call also ends when one of its requests ends. This does
+not change the answers of the others: noise is a function of position, their caches stay in their slots, and their next
+call begins with the tokens that are not in these caches yet.
 
-Blocks of a long prompt go through XLA one at a time, and the calls between them yield after BETWEEN passes.
+XLA reads the blocks of a long prompt one at a time, and the calls between two blocks yield after BETWEEN passes.
 """
 
 import threading
@@ -24,7 +25,7 @@ from infer.engine.backend import Request
 from infer.engine.native import capacity_for, inputs_for, room_for, texts_for
 from infer.engine.prefix import Caches, copied
 
-BETWEEN = 8  # passes between two blocks of a newcomer's prompt
+BETWEEN = 8  # passes between two blocks of a new request's prompt
 
 
 @dataclass(eq=False)
@@ -34,42 +35,43 @@ class Sequence:
     request: Request
     slot: int
     text: np.ndarray
-    """int32 [n]: the prompt and what was drawn."""
+    """Tokens of the prompt and of the answer so far, int32 [n]."""
     filled: int = 0
-    """Positions that its caches have."""
+    """Number of positions that the slot's caches contain."""
     reading: "Reading | None" = None
-    """Its prompt while XLA reads blocks of it, into caches that are not the slot's yet."""
+    """The prompt while XLA reads it in blocks, into caches that are not the slot's yet; otherwise None."""
     joined: bool = False
-    """Whether it takes part in calls."""
+    """Whether the request takes part in calls."""
     ended: threading.Event = field(default_factory=threading.Event)
     error: BaseException | None = None
 
     @property
     def drawn(self) -> int:
+        """Number of tokens of the answer so far."""
         return len(self.text) - len(self.request.prompt)
 
     @property
     def rest(self) -> np.ndarray:
-        """The tokens that go through the next call."""
+        """The tokens that go through the next call, int32 [n]."""
         return self.text[self.filled :]
 
 
 class Reading(Protocol):
-    """A prompt of which XLA reads blocks."""
+    """A prompt that XLA reads in blocks."""
 
     done: int
-    """Positions that are filled."""
+    """Number of positions read so far."""
 
     def block(self) -> bool:
-        """Reads one; False if none is left."""
+        """Reads one block; False if no block is left."""
 
     @property
     def caches(self) -> Caches:
-        """As the kernel has them, once no block is left."""
+        """The caches in the form of the kernel; read them when no block is left."""
 
 
 class Scheduler:
-    """Runs requests, each in its slot, from any threads."""
+    """Runs requests from any threads, each in its slot."""
 
     def __init__(
         self,
@@ -78,11 +80,11 @@ class Scheduler:
         mesh: jax.sharding.Mesh | None,
         read: Callable[[np.ndarray, Callable[[], Caches]], "Reading | None"],
     ):
-        """context: most positions. read(prompt, make_caches): a prompt that XLA is to read into caches of one slot, or
-        None where the kernel reads all of it.
+        """context: the model's context, in positions. read(prompt, make_caches): starts the reading of a prompt through
+        XLA, into caches of one slot; None if the kernel reads the whole prompt.
         """
         self._session, self._context, self._mesh, self._read_prompt = session, context, mesh, read
-        self._layers: list[dict[str, jax.Array]] | None = None  # of all slots
+        self._layers: list[dict[str, jax.Array]] | None = None  # caches of all slots
         self._lock = threading.Lock()
         self._waiting: list[Sequence] = []
         self._sequences: list[Sequence] = []
@@ -92,7 +94,9 @@ class Scheduler:
         )
 
     def run(self, request: Request, slot: int) -> None:
-        """The whole request, whose tokens the slot's stream has as they are drawn. Raises what its call raised."""
+        """Runs the whole request; its tokens appear in the slot's stream as they are drawn. Raises the exception of its
+        call.
+        """
         sequence = Sequence(request, slot, request.prompt)
         with self._lock:
             self._waiting.append(sequence)
@@ -107,7 +111,7 @@ class Scheduler:
     def _serve(self) -> None:
         while True:
             with self._lock:
-                self._session.begin()  # a request that comes from now on asks again
+                self._session.begin()  # clears yields so far; a request that arrives later yields again
                 self._sequences += self._waiting
                 self._waiting = []
                 self._serving = bool(self._sequences)
@@ -115,8 +119,8 @@ class Scheduler:
                     return
             try:
                 self._step()
-            except BaseException as error:  # for the threads of the requests
-                self._layers = None  # given away
+            except BaseException as error:  # raised again by the threads of the requests
+                self._layers = None  # the failed call was given the arrays
                 for sequence in [*self._sequences]:
                     self._end(sequence, error)
 
@@ -126,7 +130,7 @@ class Scheduler:
         sequence.ended.set()
 
     def _step(self) -> None:
-        """A block of each prompt that XLA has to read, and a call."""
+        """Reads a block of each prompt that XLA must read, and makes a call."""
         for sequence in [*self._sequences]:
             if self._session.slots[sequence.slot].cancelled and not sequence.joined:
                 self._end(sequence)
@@ -141,7 +145,7 @@ class Scheduler:
         return Caches(custom_calls.empty_layers(self._session.plan, capacity, self._mesh, slots))
 
     def _make_room(self) -> None:
-        """Caches that fit every request."""
+        """Enlarges the caches if a request needs more positions."""
         capacity = max((capacity_for(one.request, self._context) for one in self._sequences), default=0)
         now = None if self._layers is None else Caches(self._layers)
         if capacity > (0 if now is None else now.capacity):
@@ -149,7 +153,9 @@ class Scheduler:
             self._layers = (larger if now is None else copied(larger, now, now.capacity)).layers
 
     def _read(self, sequence: Sequence) -> bool:
-        """Reads a block of a prompt; whether none was left, so that the request has joined."""
+        """Reads a block of the prompt and returns False. If no block is left, lets the request join the calls and
+        returns True.
+        """
         request = sequence.request
         if sequence.filled == 0 and sequence.reading is None:
             sequence.reading = self._read_prompt(
@@ -164,7 +170,7 @@ class Scheduler:
         return True
 
     def _run(self, together: list[Sequence]) -> None:
-        """A call of these."""
+        """Makes one call with these requests, and updates them."""
         slots = self._session.slots
         sizes = max(len(one.rest) for one in together), max(len(one.request.stop_tokens) for one in together)
         seen = np.zeros((len(slots), self._session.plan.ops.vocab_size), np.uint8)
@@ -192,12 +198,12 @@ class Scheduler:
             drawn, end, position = status[one.slot].tolist()
             slots[one.slot].leave(self._session.passes)
             one.text = np.concatenate([one.text, tokens[one.slot, :drawn]])
-            one.filled = position - (one.drawn > 0)  # the last token that was drawn has no keys and values yet
+            one.filled = position - (one.drawn > 0)  # the last drawn token has no keys and values yet
             if end != YIELDED:
                 self._end(one)
 
 
 @partial(jax.jit, donate_argnums=0)
 def _put(into: list[dict[str, jax.Array]], own: list[dict[str, jax.Array]], slot: jax.Array):
-    """The layers of all slots with those of one, which may have fewer positions, in its place."""
+    """The caches of all slots, `into`, with those of slot `slot` replaced by `own`, which may have fewer positions."""
     return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_slice_in_dim(whole, one, slot, axis=1), into, own)

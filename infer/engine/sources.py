@@ -1,4 +1,4 @@
-"""What the benchmark runs: a checkpoint, or the model of a recipe with random weights."""
+"""The models that --checkpoint names: checkpoints, and the models of recipes with random weights."""
 
 import dataclasses
 import math
@@ -28,7 +28,9 @@ BLOCK = 1_048_573  # a prime, so that the rows of a matrix differ
 
 
 class RandomSource:
-    """Any model with random weights, for measurements: made one at a time, as fast as memory is written. A `Source`."""
+    """Any model with random weights, for measurements. The weights are made one at a time, as fast as memory can be
+    written. A `Source`.
+    """
 
     def __init__(
         self,
@@ -39,8 +41,8 @@ class RandomSource:
         precision: Precision | None = None,
         formats: Mapping[str, str] | None = None,
     ):
-        """dtype: of the weights. precision: by default `Precision.default(dtype)`. formats: of those that are records;
-        see PackedModel in configs/models.py.
+        """dtype: dtype of the weights. precision: by default `Precision.default(dtype)`. formats: formats of the
+        quantized weights; see PackedModel in configs/models.py.
         """
         self.config, self.mesh, self.stored_dtype = config, mesh, jnp.dtype(dtype).name
         self._formats = _quantized(config, formats or {})
@@ -48,8 +50,8 @@ class RandomSource:
         self.precision = dataclasses.replace(precision or Precision.default(dtype), param=self.stored_dtype)
 
     def weights(self) -> Iterator[tuple[str, np.ndarray | Quantized]]:
-        """One block of normal numbers repeated, from another place for each weight; deviations are those of
-        `initial_weights`. Records are made of random codes at once, without floats between.
+        """Each weight repeats one block of normal numbers from a different offset, with the standard deviation of
+        `initial_weights`. Records are made of random codes directly, not by rounding floats.
         """
         size = min(BLOCK, max(math.prod(p.shape) for p in parameter_table(self.config).values()))
         normal = np.random.default_rng(0).standard_normal(size, np.float32)
@@ -66,7 +68,7 @@ class RandomSource:
             elif parameter.initial in scaled:
                 block = np.roll(scaled[parameter.initial], zlib.crc32(path.encode()) % size)
                 yield path, np.resize(block, parameter.shape)
-            elif parameter.below is not None:  # experts of each token: neighbours
+            elif parameter.below is not None:  # a table of the experts of each token: consecutive ones
                 rows, used = parameter.shape
                 first = used * np.arange(rows, dtype=parameter.dtype)[:, None]
                 yield path, (first + np.arange(used, dtype=parameter.dtype)) % parameter.below
@@ -74,18 +76,20 @@ class RandomSource:
                 yield path, np.full(parameter.shape, parameter.initial == "ones", self.stored_dtype)
 
     def model(self) -> Laneformer:
-        """All of it as JAX arrays, on the mesh."""
+        """The model as JAX arrays, on the mesh."""
         return model_of(self)
 
 
 def _quantized(config: ModelConfig, formats: Mapping[str, str]) -> dict[str, str]:
-    """The format of each of these matrices, given without the layer, in all layers."""
+    """The format of each quantized matrix, by its path. formats: the same, by paths without the layer's number."""
     matrices = (path for path, weight in parameter_table(config).items() if weight.group == "matrix")
     return {path: kind for path in matrices if (kind := formats.get(path.split(".", 2)[-1]))}
 
 
 def _random_codes(kind: str, normal: np.ndarray) -> np.ndarray:
-    """Bytes of codes, uint8: of mxfp4 uniform, of fp8 rounded normal numbers."""
+    """Bytes of codes, uint8, as many as `normal` has numbers: uniform for mxfp4, the rounded numbers for fp8. Raises
+    ConfigError for another format.
+    """
     if kind == "mxfp4":
         return np.random.default_rng(1).integers(0, 256, len(normal), np.uint8)
     if kind == "fp8":
@@ -94,7 +98,9 @@ def _random_codes(kind: str, normal: np.ndarray) -> np.ndarray:
 
 
 def _record(kind: str, codes: np.ndarray, shape: tuple[int, ...], deviation: float) -> Quantized:
-    """A record of these bytes, repeated, whose weights have the deviation; of mxfp4 to a power of 2."""
+    """A record of this shape that repeats the bytes `codes`. Its weights have the standard deviation `deviation`; for
+    mxfp4 this holds to the nearest power of 2.
+    """
     *lead, rows, columns = shape
     if kind == "mxfp4":
         exponent = 127 + round(math.log2(deviation / np.sqrt(np.mean(E2M1**2))))
@@ -105,19 +111,21 @@ def _record(kind: str, codes: np.ndarray, shape: tuple[int, ...], deviation: flo
 
 
 def is_recipe(name: str) -> bool:
-    """Whether a --checkpoint means a recipe: FILE.py:FUNCTION, MODULE:FUNCTION, or a word that is no folder here."""
+    """Whether a --checkpoint names a recipe: FILE.py:FUNCTION, MODULE:FUNCTION, or a word that is not a folder here."""
     return not Path(name).exists() and (":" in name or os.sep not in name)
 
 
 def recipe_config(name: str) -> ModelConfig:
-    """Config of `recipe_model`."""
+    """The config of the model of a recipe; see `recipe_model`."""
     return recipe_model(name).config
 
 
 def recipe_model(name: str, lanes: int | None = None) -> PackedModel:
-    """Model of a recipe after its last phase: a name in configs/models.py, or a user's MODULE:FUNCTION or
-    FILE.py:FUNCTION, which returns a TrainConfig, a ModelConfig or a PackedModel. lanes: to cut a model of one lane
-    into. Raises ConfigError for anything else.
+    """The model of a recipe after its last phase.
+
+    name: a name in configs/models.py, or a user's MODULE:FUNCTION or FILE.py:FUNCTION that returns a TrainConfig, a
+    ModelConfig or a PackedModel. lanes: number of lanes to cut a model of one lane into. Raises ConfigError for
+    anything else.
     """
     made = _made(name)
     if lanes is None:
@@ -136,7 +144,7 @@ def _made(name: str) -> PackedModel:
             )
         return PACKED.get(name, PackedModel(MODELS[name]))
     made = call_recipe(name)
-    if phases := getattr(made, "phases", None):  # of a TrainConfig, which is not imported here
+    if phases := getattr(made, "phases", None):  # a TrainConfig, whose class may not be imported here
         made = phases[-1].model
     made = PackedModel(made) if isinstance(made, ModelConfig) else made
     if not isinstance(made, PackedModel):
@@ -147,13 +155,15 @@ def _made(name: str) -> PackedModel:
 
 
 def packed_bytes(name: str) -> dict[str, float]:
-    """Bytes of one weight of each quantized matrix of a recipe's model, by its path; see laneformer.checkpoint."""
+    """Bytes per weight of each quantized matrix of a recipe's model, by its path; see laneformer.checkpoint."""
     model = recipe_model(name)
     return {path: FORMATS[kind].bytes for path, kind in _quantized(model.config, model.formats).items()}
 
 
 def model_config(checkpoint: str, lanes: int | None = None) -> ModelConfig:
-    """Of a checkpoint or a recipe, without weights. Raises ConfigError or CheckpointError."""
+    """The config of the model of a checkpoint or a recipe, read without weights. lanes: see `recipe_model`. Raises
+    ConfigError or CheckpointError.
+    """
     if not is_recipe(checkpoint):
         return read_config(checkpoint, lanes)
     return recipe_model(checkpoint, lanes).config

@@ -1,5 +1,5 @@
-"""Recurrent states between backend xla's form (laneformer/state.py) and that of the decode kernels (`kept_of` in
-custom_calls/plan.py).
+"""Converts recurrent states between the form of backend xla (laneformer/state.py) and that of the decode kernels
+(`kept_of` in custom_calls/plan.py).
 """
 
 from functools import partial
@@ -17,19 +17,19 @@ Layers = list[dict[str, jax.Array]]
 
 
 ENTRIES_OF_MODEL = {"positions": "positions", "compressed": "entries", "index_keys": "index_keys"}
-"""Arrays of compressed attention by the kernels' names, those of backend xla. What waits for its window is another
-array beside the latter two, with _tail behind the name.
+"""Arrays of compressed attention: name in the kernels -> name in backend xla. `compressed` and `index_keys` each have a
+second array, with the suffix _tail, for the newest positions, whose entries are not complete yet.
 """
 
 
 def recurrent_ops(plan: Plan) -> dict[int, DeltaNet | CompressedKeep]:
-    """What keeps a state in one form there and in another one here, by layer."""
+    """The ops, by layer, whose state has one form in the kernels and another one in backend xla."""
     kinds = DeltaNet | CompressedKeep
     return {layer: op for layer, ops in enumerate(plan.ops.layers) for op in ops.ops if isinstance(op, kinds)}
 
 
 def for_model(plan: Plan, config: ModelConfig, layers: Layers, mesh=None) -> Layers:
-    """What the layers of a kernel keep of an empty text, as backend xla's."""
+    """The kernel's arrays of each layer, for an empty text, in the form of backend xla."""
     ops = recurrent_ops(plan)
     empty = make_cache(config, 1, 1, plan.cache_dtype.name, mesh).layers if ops else layers
 
@@ -42,8 +42,10 @@ def for_model(plan: Plan, config: ModelConfig, layers: Layers, mesh=None) -> Lay
 
 
 def for_kernel(plan: Plan, found: Layers, layers: Layers, length: int) -> Layers:
-    """The inverse, of `length` positions, of DeltaNet a multiple of ENTRIES. layers: those of a kernel that were given
-    before.
+    """The inverse of `for_model`, after `length` positions.
+
+    found: arrays of each layer in the form of backend xla. layers: the kernel's arrays that `for_model` was given.
+    length: for a model with DeltaNet a multiple of ENTRIES.
     """
     ops = recurrent_ops(plan)
 
@@ -59,7 +61,9 @@ def for_kernel(plan: Plan, found: Layers, layers: Layers, length: int) -> Layers
 
 @jax.jit
 def _compressed(of_model: dict[str, jax.Array], length: jax.Array) -> dict[str, jax.Array]:
-    """What a layer keeps of compressed attention: the newest vectors and gates [l, 1, 1, t, channels] in a ring."""
+    """The kernel's arrays of a layer with compressed attention. Those of the newest vectors and gates, [l, 1, 1, t,
+    channels], become rings; see `_ring`.
+    """
     kept = {name: of_model[own] for name, own in ENTRIES_OF_MODEL.items() if own in of_model}
     for name in ("compressed", "index_keys"):
         if name in kept:
@@ -70,7 +74,9 @@ def _compressed(of_model: dict[str, jax.Array], length: jax.Array) -> dict[str, 
 
 
 def _ring(newest: jax.Array, length: jax.Array) -> jax.Array:
-    """[..., t, channels], of the positions before `length`, as a ring of ENTRIES positions more."""
+    """The t positions before `length` as a ring, [..., t + ENTRIES, channels]: position p is at p % (t + ENTRIES).
+    newest: [..., t, channels].
+    """
     before = newest.shape[-2]
     ring = jnp.zeros((*newest.shape[:-2], before + ENTRIES, newest.shape[-1]), newest.dtype)
     return ring.at[..., (length - before + jnp.arange(before)) % (before + ENTRIES), :].set(newest)
@@ -78,8 +84,9 @@ def _ring(newest: jax.Array, length: jax.Array) -> jax.Array:
 
 @partial(jax.jit, static_argnums=0)
 def _kept(op: DeltaNet, of_model: dict[str, jax.Array], length: jax.Array) -> dict[str, jax.Array]:
-    """What a layer keeps, without entries: inputs [l, 1, 1, heads, ring, channels of a head] from [l, 1, 1, t,
-    channels], and state [l, 1, 1, heads, tiles, key_dim, 16] from [l, 1, 1, heads, ratio, key_dim, value_dim].
+    """The kernel's arrays of a DeltaNet layer except its entries: `base`, `inputs` [l, 1, 1, heads, ring, channels of a
+    head] from [l, 1, 1, t, channels], and `state` [l, 1, 1, heads, tiles, key_dim, 16] from [l, 1, 1, heads, ratio,
+    key_dim, value_dim].
     """
     inputs, state = of_model["inputs"], of_model["state"]
     lanes = inputs.shape[0]

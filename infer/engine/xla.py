@@ -1,4 +1,4 @@
-"""The XLA backend: the whole decode loop is one compiled program, on any device and any mesh that JAX has."""
+"""The XLA backend: the whole decode loop is one compiled program, on any device and any mesh that JAX supports."""
 
 import dataclasses
 import logging
@@ -26,28 +26,28 @@ log = logging.getLogger("infer")
 
 PREFILL_BLOCK = 512  # tokens; the attention scores and logits of a whole long prompt would not fit in memory
 SMALLEST_PREFILL, SMALLEST_CACHE = 16, 256
-LONGEST_DISPATCH = 1024  # tokens; the size of the output buffer
+LONGEST_DISPATCH = 1024  # tokens; size of the output buffer
 DISPATCH_SECONDS = 0.075
 GROWTH = 4  # largest ratio of the tokens of a dispatch to those of the previous one
 
 
 class State(NamedTuple):
-    """What the decode loop carries from token to token."""
+    """The values that the decode loop carries from token to token."""
 
     cache: Cache
     token: jax.Array
     """Last token drawn, int32 scalar; not yet in the cache."""
     seen: jax.Array
-    """Tokens of the prompt and the answer so far, bool [v]."""
+    """Whether the prompt or the answer so far contains each token, bool [v]."""
     drawn: jax.Array | None
-    """How often the answer has each token so far, int32 [v], if the draw depends on it."""
+    """How often each token was drawn in the answer so far, int32 [v]; None if the draw does not depend on it."""
 
 
 class XlaBackend:
-    """Runs prefill and decode loop through XLA. The cache is kept for the next request of the same size.
+    """Runs prefill and decode loop through XLA. The memory of the cache is kept for the next request of the same size.
 
-    If the devices belong to several processes, each process makes the same requests; a request that one of them cancels
-    ends in all, and a token may follow if the masks of all allow it.
+    If the devices belong to several processes, each process must make the same requests. A request that one process
+    cancels ends in all of them. A token may be drawn only if the masks of all processes allow it.
     """
 
     name = "xla"
@@ -65,25 +65,27 @@ class XlaBackend:
             **_quantized(model),
             "compute_dtype": model.precision.compute,
             "kv_dtype": model.precision.compute,
-            "prefix_cache": 0,  # XLA sums a position in an order that depends on what is computed with it
+            "prefix_cache": 0,  # XLA's order of summation for a position depends on the positions computed with it
             "device": device_name(next(iter(embedding.devices()))),
             "devices": len(embedding.devices()),
         }
-        self._cache: list[dict[str, jax.Array]] | None = None  # of each layer, unless a dispatch owns them
+        self._cache: list[dict[str, jax.Array]] | None = None  # by layer; None while a dispatch owns the arrays
         weight = embedding.sharding
         everywhere = weight if model.mesh is None else NamedSharding(model.mesh, P())
 
         def share(logits_v):
-            """Gathers the logits of a head that is split over the devices: each device draws from all of them."""
+            """Gathers the logits of a head that is split over the devices, because every device draws from all of
+            them.
+            """
             return logits_v if model.mesh is None else jax.lax.with_sharding_constraint(logits_v, everywhere)
 
         def of_all(allowed) -> jax.Array | None:
-            """The tokens that the masks of all processes allow, bool [v]. allowed: [v], or a row for each device."""
+            """The tokens that the masks of all processes allow, bool [v]. allowed: bool [v], or a row per device."""
             return None if allowed is None else share(allowed.reshape(-1, allowed.shape[-1]).all(0))
 
         def draw(state: State, logits_v, params, adjust: Adjustments | None, allowed, top) -> tuple[State, tuple]:
-            """The state with one more token, and what the host reads: token, log-probability and, if asked for, the
-            `top` most likely tokens with theirs. allowed: a mask, bool [v], or None.
+            """Draws one token. Returns the new state, and the output for the host: the token, its log-probability and,
+            if `top` > 0, the `top` most likely tokens and their log-probabilities. allowed: a mask, bool [v], or None.
             """
             logits_v = share(logits_v)
             drawn, added = state.drawn, None if adjust is None else adjust.of(state.drawn)
@@ -103,8 +105,8 @@ class XlaBackend:
             return draw(state, logits[0, real - 1], params, adjust, of_all(allowed), top)
 
         def decode(model, state, params, adjust, allowed, stop_tokens, counts, top) -> tuple[State, tuple, jax.Array]:
-            """Draws as many tokens as the smallest of `counts`, which has one count per process, and none after a stop
-            token. Returns the state, what the host reads, each [LONGEST_DISPATCH, ...], and the number of tokens.
+            """Draws tokens up to a stop token, at most the smallest of `counts`, which has one count per process.
+            Returns the state, the outputs for the host, each [LONGEST_DISPATCH, ...], and the number of tokens drawn.
             """
             count, allowed = counts.min(), of_all(allowed)
 
@@ -123,7 +125,8 @@ class XlaBackend:
             lists = tuple(jnp.zeros((LONGEST_DISPATCH, *shape), dtype) for shape, dtype in kinds)
             return jax.lax.while_loop(unfinished, step, (state, lists, jnp.int32(0), jnp.bool_(False)))[:3]
 
-        # Outputs have the shardings of the inputs, so that the cache stays in place and one program serves all calls.
+        # Outputs have the shardings of the inputs, so that the cache is updated in place and one program serves all
+        # calls.
         smallest = self.model.make_cache(1, SMALLEST_CACHE).layers
         layers = jax.tree.map(lambda array: weight if model.mesh is None else array.sharding, smallest)
         self._place = Cache(layers, everywhere)
@@ -141,7 +144,7 @@ class XlaBackend:
         whole = (len(prompt) - 1) // PREFILL_BLOCK * PREFILL_BLOCK
         for n in range(0, whole, PREFILL_BLOCK):
             cache = self._absorb(model, cache, prompt[None, n : n + PREFILL_BLOCK])
-            jax.block_until_ready(cache.length)  # launches with collectives must not queue up on host devices
+            jax.block_until_ready(cache.length)  # on host devices, launches with collectives must not queue up
         real = len(prompt) - whole
         padded = np.zeros((1, min(max(SMALLEST_PREFILL, power_of_two(real)), cache.capacity - whole)), np.int32)
         padded[0, :real] = prompt[whole:]
@@ -160,7 +163,9 @@ class XlaBackend:
         stop_tokens[: len(request.stop_tokens)] = request.stop_tokens
 
         def dispatch(count: int, mask: np.ndarray | None = None) -> tuple[tuple, int]:
-            """Draws up to `count` more tokens, all with that mask; what the host reads of them, and their number."""
+            """Draws up to `count` more tokens, all with the same mask. Returns the outputs of `decode` on the host, and
+            the number of tokens drawn.
+            """
             nonlocal state
             self._cache = None
             state, lists, n = self._decode(
@@ -175,12 +180,12 @@ class XlaBackend:
             return drawn >= request.limit or chunk.tokens[-1] in request.stop_tokens
 
         def leave() -> None:
-            """Ends the answer in the other processes, which wait for this one in the next dispatch."""
-            masked = request.constraint is not None  # as their program is
+            """Ends the answer in the other processes, which wait for this process in the next dispatch."""
+            masked = request.constraint is not None  # all processes must run the same program
             dispatch(0, np.ones(self.model.config.vocab_size, bool) if masked else None)
 
         try:
-            yield  # to `start`: closing a generator before its first yield would skip the handler below
+            yield  # for `start`: closing a generator before its first yield would skip the handler below
             chunk, drawn = _chunk(*(one[None] for one in jax.device_get(first))), 1
             self._cache = state.cache.layers
             while True:
@@ -188,7 +193,7 @@ class XlaBackend:
                 if ended():
                     return
                 mask, count = None, min(request.tokens_per_dispatch or pace, LONGEST_DISPATCH, request.limit - drawn)
-                if request.constraint is not None:  # a mask is that of one token
+                if request.constraint is not None:  # a mask is valid for one token
                     request.constraint.accept(chunk.tokens[-1])
                     mask, count = _mask(request), 1
                     if mask is None:
@@ -202,7 +207,7 @@ class XlaBackend:
                 seconds = (time.perf_counter() - began) / n
                 pace = max(1, min(GROWTH * count, int(DISPATCH_SECONDS / seconds)))
                 chunk, drawn = _chunk(*(x[:n] for x in lists)), drawn + n
-        except (GeneratorExit, InputError):  # cancelled, or a mask that cannot be computed
+        except (GeneratorExit, InputError):  # cancelled, or the mask could not be computed
             if self._several:
                 if chunk is None:
                     chunk, drawn = _chunk(*(one[None] for one in jax.device_get(first))), 1
@@ -211,7 +216,9 @@ class XlaBackend:
             raise
 
     def _of_all(self, own: np.ndarray | None) -> np.ndarray | jax.Array | None:
-        """The values of all processes, a row for each device; this process contributes its own."""
+        """The values of all processes, with a row for each device. own: the value of this process. In a job of one
+        process, or for None, returns `own` unchanged.
+        """
         if own is None or not self._several:
             return own
         mesh = self.model.mesh
@@ -220,7 +227,7 @@ class XlaBackend:
         )
 
     def _take_cache(self, positions: int) -> Cache:
-        """An empty cache with room for that many positions, rounded up to a power of two or the whole context."""
+        """An empty cache with room for `positions`, rounded up to a power of two, at most the whole context."""
         capacity = min(max(SMALLEST_CACHE, power_of_two(positions)), self.model.config.max_position_embeddings)
         kept, self._cache = self._cache, None
         if kept is not None and capacity_of(kept) == capacity:
@@ -231,7 +238,7 @@ class XlaBackend:
 
 
 def _mask(request: Request) -> np.ndarray | None:
-    """The tokens that may be drawn next, bool [v]; None for all, and where the answer is complete."""
+    """The tokens that may be drawn next, bool [v]. None if all may be, and if the answer is complete."""
     words = None if request.constraint is None else request.constraint.mask()
     return None if words is None else as_flags(words, len(request.constraint))
 
@@ -242,7 +249,7 @@ def _chunk(
     likely: np.ndarray | None = None,
     likely_logprobs: np.ndarray | None = None,
 ) -> Chunk:
-    """The chunk of tokens [n], logprobs [n] and, if asked for, likely and likely_logprobs [n, top_logprobs]."""
+    """A chunk from tokens [n], logprobs [n] and, if requested, likely and likely_logprobs [n, top_logprobs]."""
     if likely is None:
         top = [[] for _ in tokens]
     else:
@@ -251,7 +258,7 @@ def _chunk(
 
 
 def _for_its_devices(model: Laneformer) -> Laneformer:
-    """The model; its weights become float32 if a CPU is to multiply in float32, where XLA would otherwise convert
+    """The model, with its weights converted to float32 if a CPU multiplies in float32. XLA would otherwise convert
     16-bit weights again for every product.
     """
     weight = model.tok_embeddings[...]
@@ -262,7 +269,7 @@ def _for_its_devices(model: Laneformer) -> Laneformer:
     ):
         return model
     log.info(
-        "backend xla on a CPU: converted the weights from %s to float32, which is about 20 times faster", weight.dtype
+        "backend xla on a CPU: converted the weights from %s to float32, which runs about 20 times faster", weight.dtype
     )
     precision = dataclasses.replace(model.precision, param="float32")
     weights = {
@@ -273,12 +280,14 @@ def _for_its_devices(model: Laneformer) -> Laneformer:
 
 
 def _stays(w: jax.Array | Quantized) -> bool:
-    """Whether a weight is no array of floats."""
+    """Whether a weight is not an array of floats, and so is not converted."""
     return isinstance(w, Quantized) or jnp.issubdtype(w.dtype, jnp.integer)
 
 
 def _quantized(model: Laneformer) -> dict[str, Any]:
-    """For reports: the quantized weights that a token reads, their bytes and their formats; empty without any."""
+    """Conditions to report about quantized weights: the number that a token reads, their bytes and their formats. Empty
+    if no weight is quantized.
+    """
     table = parameter_table(model.config)
     records = [(w, table[path].share) for path, w in model.weights().items() if isinstance(w, Quantized)]
     if not records:

@@ -329,7 +329,7 @@ def test_unavailable_backends_give_the_reason(model):
     with pytest.raises(ConfigError, match="driver cannot be loaded"):
         infer.Engine(model, "cuda", **DEVICES, driver=Path("/nowhere/libcuda.so.1"))
     unavailable = GpuBackend.unavailable.__func__
-    assert unavailable(CudaBackend, ModelSource(model)) == "it needs NVIDIA GPUs, and JAX's devices are cpu"
+    assert unavailable(CudaBackend, ModelSource(model)) == "it needs NVIDIA GPUs, but JAX's devices are cpu"
     source = ModelSource(model)
     client = SimpleNamespace(platform_version="cuda 13000")
     device = SimpleNamespace(
@@ -338,7 +338,7 @@ def test_unavailable_backends_give_the_reason(model):
     source.mesh = SimpleNamespace(devices=np.array([device]))
     assert (
         unavailable(CudaBackend, source)
-        == "NVIDIA A100 has compute capability 8.0, and the kernel is written for 9.0 (H100 and H200)"
+        == "NVIDIA A100 has compute capability 8.0, but the kernel is written for 9.0 (H100 and H200)"
     )
     device.compute_capability, device.core_count = "9.0", 114
     assert unavailable(CudaBackend, source) is None
