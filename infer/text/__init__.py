@@ -1,1 +1,1 @@
-"""Text: tokenizer, chat templates and stop strings."""
+"""Text: tokenizer, chat templates, stop strings, tool calls, and grammars."""

@@ -1,8 +1,8 @@
 """Grammars of answers that call tools: text, calls whose arguments fit their schemas, and, in harmony, whole messages.
 
-An answer that may call is free text up to the mark of a call, which may be a token or be spelled in the text; one that
-must call is calls alone. The rules are in the Lark form of llguidance, in which `%json` is JSON that fits a schema and
-`<[5]>` is token 5. The calls are those that infer/text/tool_calls.py reads.
+An answer that may call is free text up to the mark of a call, which is a token or plain text. An answer that must call
+contains only calls. The rules are in llguidance's variant of Lark, in which `%json` is JSON that fits a schema and
+`<[5]>` is token 5. infer/text/tool_calls.py reads these calls.
 """
 
 import json
@@ -16,15 +16,17 @@ from infer.text.tool_calls import HARMONY, ToolFormat, ToolRequest
 from laneformer.errors import InputError
 
 Special = Callable[[str], int | None]
-"""The id of a special token, None for a text that is none."""
+"""The id of a special token by its name; None if no special token has this name."""
 HARMONY_MARKS = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|constrain|>")
 
 
 def arguments_schema(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """A schema of JSON objects alone, as arguments are. Raises InputError for one that no object fits."""
+    """A schema, restricted to JSON objects, because arguments are an object. Raises InputError for a schema that no
+    object fits.
+    """
     kind = schema.get("type", "object")
     if kind != "object" and not (isinstance(kind, list) and "object" in kind):
-        raise InputError(f"type = {json.dumps(kind)}: arguments are an object")
+        raise InputError(f"type = {json.dumps(kind)}: arguments must be an object")
     options = schema.get("x-guidance")
     options = {"whitespace_pattern": WHITE_SPACE, **(options if isinstance(options, Mapping) else {})}
     return {**schema, "type": "object", "x-guidance": options}
@@ -40,10 +42,11 @@ def call_grammar(
     reasoning: bool = False,
     name: str = "tools",
 ) -> Grammar:
-    """What an answer to this request must be.
+    """The grammar of an answer to a request with tools.
 
-    loose: functions whose arguments are any object. form: of an answer without calls. reasoning: whether the prompt
-    ends in a message of reasoning, in harmony. Raises InputError for a schema that the format cannot write.
+    special: returns the id of a special token. loose: functions whose arguments may be any object. form: grammar of an
+    answer without calls. reasoning: whether the prompt ends in a message of reasoning, in harmony. name: see `Grammar`.
+    Raises InputError for a schema that the format cannot express.
     """
     made = _Rules(tool_format, request, special, loose, form is not None)
     rules = made.harmony(reasoning) if tool_format is HARMONY else made.text()
@@ -56,14 +59,14 @@ class _Rules:
     def __init__(
         self, tool_format: ToolFormat, request: ToolRequest, special: Special, loose: Collection[str], form: bool
     ):
-        """form: whether an answer without calls has a grammar."""
+        """form: whether an answer without calls follows a grammar. The rest: see `call_grammar`."""
         self._format, self._request, self._special, self._form = tool_format, request, special, form
         marks = sorted({*tool_format.spelled, *HARMONY_MARKS}, key=len, reverse=True)
         self._marks = re.compile("(" + "|".join(map(re.escape, marks)) + ")")
         schemas = request.schemas if request.name is None else {request.name: request.schemas[request.name]}
         self._names = {name: f"arguments_{n}" for n, name in enumerate(schemas)}
         free = " & ".join(["ANY", *(f"~(ANY {quoted(each)} ANY)" for each in tool_format.openings)])
-        if tool_format.bare:  # a text that begins as a call does is one
+        if tool_format.bare:  # text must not begin like a bare call
             free += " & ~(/[ \\t\\r\\n]*\\{/ ANY)"
         self._rules = ["ANY: /(?s:.*)/", f"TEXT: {free}"]
         for name, schema in schemas.items():
@@ -75,18 +78,18 @@ class _Rules:
                 return TagRules(rule, schema, loose).rules
             except InputError:
                 raise
-            except (TypeError, AttributeError, ValueError, KeyError):  # of values that a schema cannot have
-                raise InputError("it is no JSON schema") from None
+            except (TypeError, AttributeError, ValueError, KeyError):  # the schema has values of wrong types
+                raise InputError("it is not a JSON schema") from None
         return [f"{rule}: %json {json.dumps(arguments_schema(schema))}"]
 
     def _text(self, text: str) -> str:
-        """A text, in which special tokens are these tokens."""
+        """A text as a sequence of quoted strings and special tokens."""
         parts = (part for part in self._marks.split(text) if part)
         found = ((part, self._special(part)) for part in parts)
         return " ".join(quoted(part) if token is None else f"<[{token}]>" for part, token in found)
 
     def _calls(self, rule: str, behind: str) -> None:
-        """Adds the rule of one call, without the text `behind` at its beginning, which is there already."""
+        """Adds the rule of one call, without the text `behind` at its beginning, which the answer already has."""
         made = self._format
         heads = {name: made.head.replace("{name}", name) for name in self._names}
         if behind and not all(head.startswith(behind) for head in heads.values()):
@@ -98,7 +101,7 @@ class _Rules:
         self._rules.append(f"{rule}: {' | '.join(options)}")
 
     def text(self) -> list[str]:
-        """Those of a format whose calls are in the content."""
+        """The rules for a format whose calls are in the content."""
         start = self._only_calls() if self._request.required else self._text_and_calls()
         return [start, *self._rules]
 
@@ -113,8 +116,8 @@ class _Rules:
         return f"start: {begin} first {more} {self._text(made.finish)}"
 
     def _text_and_calls(self) -> str:
-        """The first rule of text, calls, text and so on. A call that begins with a mark follows any text; where calls
-        are a list behind one mark, the list does.
+        """The first rule of an answer that may call: text, calls, text and so on. A call, or the list of calls of a
+        chained format, may follow any text.
         """
         made, several, ways = self._format, self._request.parallel, []
         chain = f"({self._text(made.between)} call)*" if several and made.chained else ""
@@ -136,7 +139,7 @@ class _Rules:
         return f"start: {' | '.join([text, *ways])}"
 
     def _mark(self, n: int, mark: str) -> str:
-        """Text up to the end of a mark; the mark alone where an answer has a form instead of text."""
+        """Text up to the end of mark n; the mark alone if an answer without calls follows a grammar."""
         token = self._special(mark)
         if self._form:
             return quoted(mark) if token is None else f"<[{token}]>"
@@ -146,7 +149,9 @@ class _Rules:
         return f"mark_{n}"
 
     def harmony(self, reasoning: bool) -> list[str]:
-        """Messages of reasoning and for the user, then the final one or calls, as one grammar of the whole answer."""
+        """The rules of a whole answer in harmony: messages of reasoning and for the user, then the final message or
+        calls.
+        """
         following = self._text("<|end|><|start|>assistant")
         thought = self._text("<|channel|>analysis<|message|>")
         said = self._text("<|channel|>commentary<|message|>")
@@ -156,7 +161,7 @@ class _Rules:
         ends = [f"call {more}"]
         if not self._request.required:
             ends.append(f"{final} {'@form' if self._form else 'ANY'}")
-        starts = [thought] if self._form else [thought, said]  # what is said is content, too
+        starts = [thought] if self._form else [thought, said]  # commentary is content too, so it must follow the form
         ways = [f"{begin} ANY {following} message" for begin in starts] + ends
         return [
             f"start: {f'ANY {following} message' if reasoning else 'message'}",
@@ -167,5 +172,5 @@ class _Rules:
 
 
 def quoted(text: str) -> str:
-    """A text in the form of Lark; nothing for none."""
+    """A text as a string of Lark; "" for an empty text."""
     return json.dumps(text, ensure_ascii=False) if text else ""

@@ -1,11 +1,11 @@
-"""Answers in harmony, the format of gpt-oss (OpenAI, "Harmony response format"): reasoning and content are different
+"""Answers in harmony, the format of gpt-oss (OpenAI, "Harmony response format"): reasoning and content are separate
 messages.
 
     <|start|>assistant<|channel|>analysis<|message|>2 + 2 is 4.<|end|>
     <|start|>assistant<|channel|>final<|message|>4<|return|>
 
-A prompt ends with the role, behind <|start|>. A message may be for a tool: " to=NAME" is then in its header. <|return|>
-and <|call|> end a turn, <|end|> a message.
+A prompt ends with <|start|> and the role. The header of a message for a tool contains " to=NAME". <|return|> and
+<|call|> end a turn, <|end|> a message.
 """
 
 from collections.abc import Sequence
@@ -16,50 +16,51 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TO, FUNCTIONS = "to=", "functions."  # what a header says of a message for a function
-SHOWN = ("final", "commentary")  # channels that a user reads, unless a message is for a tool
+TO, FUNCTIONS = "to=", "functions."  # in the header of a message for a function: to=functions.NAME
+SHOWN = ("final", "commentary")  # channels whose messages are content, unless they are for a tool
 
 
 class Part(Enum):
-    """What a token of an answer belongs to."""
+    """The part of an answer that a token belongs to."""
 
     CONTENT = "content"
     REASONING = "reasoning"
     MARK = "mark"
-    """The form of the answer: what begins and ends messages, and their headers."""
+    """Tokens that structure the answer: marks that begin and end messages, and the headers of messages."""
     CALL = "call"
-    """Arguments of a call of a function."""
+    """Arguments of a function call."""
 
 
 class Parts(Protocol):
-    """The part to which each token of one answer belongs."""
+    """Assigns each token of one answer to a part."""
 
     part: Part
-    """That of the next token, unless it is a mark."""
+    """Part of the next token, unless that is a mark."""
     openings: tuple[int, ...]
     """Tokens that may precede the content."""
     may_reason: bool
     """Whether reasoning may follow."""
 
     def copy(self) -> Self:
-        """The same place in the answer, for another reader of its tokens."""
+        """An independent copy at the same place in the answer, for another reader of the tokens."""
 
     def add(self, token: int) -> Part:
-        """The part of the answer's next token."""
+        """Reads the answer's next token and returns its part."""
 
 
 class Harmony(NamedTuple):
-    """The ids of its tokens."""
+    """The ids of the harmony tokens in a vocabulary."""
 
     start: int
     channel: int
     message: int
     end: int
     turn_ends: tuple[int, ...]
+    """Ids of <|return|> and <|call|>, if the vocabulary has them."""
 
     @classmethod
     def find(cls, tokenizer: "Tokenizer") -> Self | None:
-        """Those of a tokenizer; None if it lacks one of the first four."""
+        """The ids in a tokenizer; None if it lacks one of the first four."""
         names = ("start", "channel", "message", "end", "return", "call")
         *marks, returned, called = (tokenizer.token_to_id(f"<|{name}|>") for name in names)
         if None in marks:
@@ -67,34 +68,34 @@ class Harmony(NamedTuple):
         return cls(*marks, tuple(token for token in (returned, called) if token is not None))
 
     def turn_stops(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """Ids that end an answer: these, and those of harmony, but not the end of a message."""
+        """Ids that end an answer: `tokens` and the ends of a turn, but not the end of a message."""
         return tuple(dict.fromkeys(token for token in (*tokens, *self.turn_ends) if token != self.end))
 
 
 class Channels:
-    """The part to which each token of one answer belongs.
+    """The `Parts` of an answer in harmony.
 
-    An answer that does not begin with a mark is content, as it is from a model that does not use the format.
+    An answer that does not begin with a mark is content, because its model does not use the format.
     """
 
     def __init__(self, harmony: Harmony, tokenizer: "Tokenizer", prompt: Sequence[int], calls: bool = False):
-        """prompt: its token ids; the answer continues its last message. calls: whether messages for functions are
-        Part.CALL; otherwise they are reasoning.
+        """prompt: token ids of the prompt, whose last message the answer continues. calls: whether messages for
+        functions are Part.CALL; otherwise they are reasoning.
         """
         self._harmony, self._tokenizer, self._calls = harmony, tokenizer, calls
         self.recipient: str | None = None
-        """The tool that the present message is for."""
-        self._header: list[int] | None = None  # ids of the header in which the answer is
+        """The tool that the current message is for; None if it is for the user."""
+        self._header: list[int] | None = None  # ids of the current header so far; None outside of headers
         self._body = Part.CONTENT
         prompt = list(prompt)
         if harmony.start in prompt:
             for token in prompt[len(prompt) - prompt[::-1].index(harmony.start) - 1 :]:
                 self.add(token)
             if self._header is not None and harmony.channel not in self._header:
-                self._header = None  # the role alone: the answer's own mark begins the rest
+                self._header = None  # the role alone; the answer's first mark begins the rest of the header
 
     def copy(self) -> Self:
-        """The same place in the answer, for another reader of its tokens."""
+        """An independent copy at the same place in the answer, for another reader of the tokens."""
         made = copy(self)
         made._header = None if self._header is None else [*self._header]
         return made
@@ -106,16 +107,16 @@ class Channels:
 
     @property
     def openings(self) -> tuple[int, ...]:
-        """Marks with which a message may begin behind a prompt."""
+        """Marks with which a message may begin after the prompt."""
         return self._harmony.channel, self._harmony.start
 
     @property
     def part(self) -> Part:
-        """That of the next token, unless it is a mark."""
+        """Part of the next token, unless that is a mark."""
         return self._body if self._header is None else Part.MARK
 
     def add(self, token: int) -> Part:
-        """The part of the answer's next token."""
+        """Reads the answer's next token and returns its part."""
         harmony = self._harmony
         if token == harmony.message:
             self._body, self._header = self._part_of(self._header or []), None
@@ -130,7 +131,7 @@ class Channels:
         return Part.MARK
 
     def _part_of(self, header: list[int]) -> Part:
-        """That of the message behind a header."""
+        """The part of a message's body, by its header, a list of ids. Sets `recipient`."""
         self.recipient = None
         if self._harmony.channel not in header:
             return Part.CONTENT

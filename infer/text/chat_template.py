@@ -1,8 +1,9 @@
-"""Chat templates of Hugging Face folders: conversations as text and as token ids, with the parts that the assistant
-wrote.
+"""Chat templates of Hugging Face folders: turn conversations into text and token ids, and mark the parts that the
+assistant wrote.
 
-A template is a Jinja program over `messages`, run in a sandbox with the filters and functions of Hugging Face. Messages
-are data: the spelling of a special token in a message is plain text; only the template itself makes special tokens.
+A template is a Jinja program over `messages`. It runs in a sandbox with the filters and functions of Hugging Face.
+Messages are data: the name of a special token in a message is plain text. Only the template itself makes special
+tokens.
 """
 
 import functools
@@ -28,7 +29,8 @@ from laneformer.files import parse_json, read_file
 
 TEMPLATE, CONFIG, TOKENIZER = "chat_template.jinja", "tokenizer_config.json", "tokenizer.json"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
-# For a tokenizer without template that has these two tokens. Parts of a message that it cannot write are an error.
+# The default for a tokenizer that has these two tokens but no template. It refuses parts of messages that it cannot
+# write.
 CHATML = """\
 {%- if tools %}{{- raise_exception('the default template cannot write tool definitions: give a template that can') }}{%- endif %}
 {%- for message in messages %}
@@ -41,25 +43,25 @@ CHATML = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}
 """
-# Characters that Unicode reserves for internal use: three that a conversation does not contain mark places in it while
-# it is rendered.
+# Characters that Unicode reserves for internal use. While a conversation is rendered, three that it does not contain
+# mark places in it.
 NONCHARACTERS = [
     *map(chr, range(0xFDD0, 0xFDF0)),
     *(chr(plane << 16 | last) for plane in range(17) for last in (0xFFFE, 0xFFFF)),
 ]
 CODE = "<template>"  # Jinja's name for a template in tracebacks
-MARKS = "generation_marks"  # the variable that passes them to {% generation %} blocks
+MARKS = "generation_marks"  # template variable that passes the marks to {% generation %} blocks
 
 
 class Marks(NamedTuple):
     """Characters that mark places in a conversation while it is rendered."""
 
     cut: str
-    """Marks text that would otherwise read as a special token."""
+    """Marks places where text must be split so that it does not become a special token."""
     start: str
-    """Marks the start of what the assistant wrote."""
+    """Marks the start of text that the assistant wrote."""
     stop: str
-    """Marks its end."""
+    """Marks the end of text that the assistant wrote."""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,11 @@ class Rendered:
     answers: tuple[tuple[int, int], ...] = ()
     """Character spans [start, stop) that the assistant wrote, including the end-of-turn token."""
     cuts: tuple[int, ...] = ()
-    """Positions inside the spelling of special tokens in messages; the text is split there before it is encoded."""
+    """Positions inside names of special tokens in messages. The text is split there before it is encoded."""
 
 
 class ChatTemplate:
-    """A chat template with the tokenizer it belongs to. Safe to use from several threads."""
+    """A chat template with the tokenizer that it belongs to. Any thread may use it."""
 
     def __init__(
         self,
@@ -86,17 +88,20 @@ class ChatTemplate:
         config: bytes | None = None,
         now: Callable[[], datetime] = datetime.now,
     ):
-        """tokens: variables of the template, as in {"bos_token": "<s>"}. config: the tokenizer_config.json for `files`.
-        now: for `strftime_now`. Raises InputError for a template that is not Jinja, and without the jinja2 package.
+        """source: text of the template. tokens: variables of the template for special tokens, as in {"bos_token":
+        "<s>"}. name: name of the template in error messages. config: the tokenizer_config.json that `files` returns.
+        now: clock for `strftime_now`. Raises InputError for a template that is not Jinja, and without the jinja2
+        package.
         """
         self.source, self.tokens, self.name, self._config, self._now = source, dict(tokens), name, config, now
-        # Without the post-processor, which would trim spaces off the offsets; its tokens do not belong in a template.
+        # The post-processor is removed: it would trim spaces from the offsets and add tokens that a template must not
+        # have.
         self._tokenizer = tokenizers.Tokenizer.from_str(
             json.dumps({**json.loads(tokenizer.to_str()), "post_processor": None})
         )
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = False  # in the text of the template; messages are cut apart
+        self._tokenizer.encode_special_tokens = False  # for the template's text; cuts protect the text of messages
         special = {
             token.content
             for token in tokenizer.get_added_tokens_decoder().values()
@@ -118,7 +123,7 @@ class ChatTemplate:
                 f"{name}{'' if line is None else f', line {line}'} is not a chat template: {error}"
             ) from None
         if "eos_token" in names and "eos_token" not in tokens:
-            raise InputError(f"{name} uses eos_token, which needs a {CONFIG}: put that beside the {TOKENIZER}")
+            raise InputError(f"{name} uses eos_token, which needs a {CONFIG}: put that file beside the {TOKENIZER}")
         self.variables = names
         """Names that the template reads."""
         self.says_answers = MARKS in names
@@ -127,12 +132,12 @@ class ChatTemplate:
         """Whether the text contains the date, and so differs from day to day."""
         self._harmony = Harmony.find(tokenizer) if "<|channel|>" in source else None
         self._think = None if self._harmony is not None else ThinkMarks.find(source, tokenizer)
-        self._thinking = "thinking" in source and "reasoning_content" not in source  # gpt-oss's name for it
+        self._thinking = "thinking" in source and "reasoning_content" not in source  # gpt-oss's name of the field
         found = find_format(source, names)
         self.tool_format = None if found is HARMONY and self._harmony is None else found
-        """The form in which the template teaches calls of tools; None if it has none that is known."""
+        """The format in which the template writes tool calls; None if no known format fits."""
         self.has_developer = "developer" in source
-        """Whether the template knows messages of the developer."""
+        """Whether the template supports messages of the role "developer"."""
 
     @classmethod
     def load(
@@ -143,11 +148,11 @@ class ChatTemplate:
         tokenizer: tokenizers.Tokenizer | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> Self:
-        """The template in `file`, or that of a tokenizer folder: its chat_template.jinja, else the one in its
-        tokenizer_config.json, else CHATML if the tokenizer has its tokens. tokenizer: instead of the folder's
-        tokenizer.json.
+        """The template in `file`. By default the template of a tokenizer folder: its chat_template.jinja, else the one
+        in its tokenizer_config.json, else CHATML if the tokenizer has the tokens of CHATML.
 
-        Raises CheckpointError for a folder without tokenizer or template, InputError for an invalid template.
+        tokenizer: by default the folder's tokenizer.json. now: see the constructor. Raises CheckpointError for a folder
+        without tokenizer or template, InputError for an invalid template.
         """
         folder = Path(folder)
         try:
@@ -189,12 +194,12 @@ class ChatTemplate:
         }:
             source, name = CHATML, "the default chat template"
         else:
-            raise CheckpointError(f"{folder} has no chat template: put a {TEMPLATE} there, or name the file of one")
+            raise CheckpointError(f"{folder} has no chat template: put a {TEMPLATE} there, or name a template file")
         return cls(source, tokenizer, tokens, name=name, config=config, now=now)
 
     @functools.cached_property
     def _written_end(self) -> tuple[int, ...]:
-        """The special token that the template writes after an answer, if any."""
+        """The special token that the template writes after an answer, or ()."""
         answer = "<the answer>"
         try:
             text = self.render([{"role": "user", "content": "Q"}, {"role": "assistant", "content": answer}])
@@ -205,23 +210,27 @@ class ChatTemplate:
         return tuple(first.ids[:1]) if first.tokens and first.tokens[0] in self._special else ()
 
     def ends(self, eos: Sequence[int]) -> tuple[int, ...]:
-        """Ids that end an answer: the model's ends of text, and the special token that the template writes after an
-        answer; of a harmony template (infer/text/channels.py) also what ends a turn, and never what ends a message.
+        """Ids that end an answer: the model's ends of text `eos`, and the special token that the template writes after
+        an answer. For a harmony template (infer/text/channels.py), also the ends of a turn, but never the end of a
+        message.
         """
         found = (*eos, *self._written_end)
         return found if self._harmony is None else self._harmony.turn_stops(found)
 
     def channels(self, prompt: Sequence[int], calls: bool = False) -> Parts | None:
-        """What separates reasoning from content in the answer to these ids; None if the template has no reasoning.
+        """The `Parts` that separate reasoning from content in the answer to a prompt; None if the template has no
+        reasoning.
 
-        calls: whether calls of functions in harmony are apart from reasoning, too.
+        prompt: token ids. calls: whether function calls in harmony are Part.CALL; otherwise they are reasoning.
         """
         if self._harmony is not None:
             return Channels(self._harmony, self._tokenizer, prompt, calls)
         return None if self._think is None else Thinking(self._think, self._tokenizer, prompt)
 
     def call_grammar(self, prompt: Sequence[int], request: ToolRequest, **options: Any) -> Grammar:
-        """The grammar of the answer to these ids. options, errors: as `call_grammar` in infer/text/call_grammars.py."""
+        """The grammar of the answer to a prompt of token ids. options, errors: see `call_grammar` in
+        infer/text/call_grammars.py.
+        """
         made = self.tool_format or HERMES
         reasoning = self._harmony is not None and self.channels(prompt).part is Part.REASONING
         return call_grammar(made, request, self._special_id, reasoning=reasoning, **options)
@@ -231,12 +240,12 @@ class ChatTemplate:
 
     @property
     def reader_tokens(self) -> tuple[str, ...]:
-        """Special tokens that must appear in the text for the reader."""
+        """Special tokens that must appear by name in the text that the reader receives."""
         return (self.tool_format or HERMES).spelled
 
     def reader(self, prompt: Sequence[int], request: ToolRequest) -> Reader:
-        """What finds calls in the answer to these ids: by the form of the template, or by that of Hermes, which
-        infer/text/conversation.py describes in words where the template has none.
+        """A reader that finds tool calls in the answer to a prompt of token ids. It expects the template's format. If
+        the template has none, it expects that of Hermes, which infer/text/conversation.py describes to the model.
         """
         if self.tool_format is HARMONY:
             return HarmonyReader(self.channels(prompt, calls=True), request)
@@ -244,6 +253,7 @@ class ChatTemplate:
 
     @property
     def sha256(self) -> str:
+        """SHA-256 of the template's text, hexadecimal."""
         return hashlib.sha256(self.source.encode()).hexdigest()
 
     def files(self) -> dict[str, bytes]:
@@ -257,22 +267,22 @@ class ChatTemplate:
         add_generation_prompt: bool = False,
         tools: Sequence[Any] | None = None,
     ) -> str:
-        """The text of a conversation; with add_generation_prompt up to where the assistant continues.
+        """The text of a conversation. With add_generation_prompt, it ends where the assistant continues.
 
-        messages: {"role": ..., "content": ...} and other fields that the template knows. Raises InputError for messages
-        of another shape, and, with the line, if the template refuses them. For token ids use `encode`: in the text
-        messages cannot be distinguished from the template.
+        messages: {"role": ..., "content": ...} and other fields that the template reads. Raises InputError for messages
+        of another shape, and for messages that the template refuses, with the line of the template. For token ids use
+        `encode`, because in the text the messages cannot be distinguished from the template.
         """
         return self._rendered(messages, tools, add_generation_prompt).text
 
     def render_with_answers(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None = None
     ) -> Rendered:
-        """The text of a whole conversation, with the parts that the assistant wrote.
+        """The text of a whole conversation, with the spans that the assistant wrote.
 
-        These are the contents of {% generation %} blocks. Without such blocks an answer is what its message adds to the
-        previous conversation with add_generation_prompt, including the end-of-turn token. Raises InputError if the
-        template writes an answer differently once another message follows.
+        These are the contents of {% generation %} blocks. In a template without such blocks, an answer is the text that
+        its message adds to the previous conversation with add_generation_prompt, including the end-of-turn token.
+        Raises InputError if the template writes an answer differently when another message follows.
         """
         return self._rendered(messages, tools, False, find_answers=not self.says_answers)
 
@@ -284,9 +294,10 @@ class ChatTemplate:
         values: Mapping[str, Any] | None = None,
         opening: str = "",
     ) -> list[int]:
-        """Token ids of a conversation; errors as `render`. values: further variables of the template, as in
-        {"enable_thinking": False}; like messages they are data. opening: text behind it, which may contain special
-        tokens, as the beginning of the answer.
+        """Token ids of a conversation. Raises InputError as `render` does.
+
+        values: further variables of the template, as in {"enable_thinking": False}; like messages they are data.
+        opening: text to append, for example the beginning of the answer; it may contain special tokens.
         """
         rendered = self._rendered(messages, tools, add_generation_prompt, values=values)
         if opening:
@@ -296,9 +307,10 @@ class ChatTemplate:
         return ids.tolist()
 
     def encode_rendered(self, conversations: Sequence[Rendered]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """For each conversation its ids, uint32 [n], and a mask of the tokens of answers, bool [n].
+        """Token ids of each conversation, uint32 [n], and a mask of the tokens that belong to answers, bool [n].
 
-        No token crosses the border of an answer, as at inference, where the prompt is encoded without the answer.
+        No token crosses the border of an answer. This matches inference, where the prompt is encoded without the
+        answer.
         """
         encodings = self._tokenizer.encode_batch(
             [conversation.text for conversation in conversations], add_special_tokens=False
@@ -318,11 +330,14 @@ class ChatTemplate:
         return found
 
     def _encode_apart(self, text: str, cuts: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-        """Ids of a text and their offsets in it; no token crosses one of the `cuts`."""
+        """Token ids of a text, uint32 [n], and the span of each in the text, int64 [n, 2]. No token crosses one of the
+        `cuts`, which are positions in the text.
+        """
         ids, offsets = [], []
         for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True):
             part, lead = self._spans(text[start:stop]), 0
-            # Encoded after a line end, which is then removed: sentencepiece-style tokenizers put a space before a text.
+            # Later parts are encoded after a line end, which is removed again, because sentencepiece-style tokenizers
+            # put a space before a text.
             if start:
                 follows = [(token, span) for token, span in self._spans("\n" + text[start:stop]) if span[1] > 1]
                 if all(span[0] >= 1 for _, span in follows):  # otherwise a token includes the line end
@@ -364,7 +379,9 @@ class ChatTemplate:
         return self._read_marks(text, marks)
 
     def _marked(self, value: Any, cut: str) -> Any:
-        """`value` with a cut inside each spelling of a special token, and at ends that could form one with other text."""
+        """`value` with a cut inside the name of each special token, and at each end that could form such a name with
+        the text next to it.
+        """
         if isinstance(value, str):
             parts = range(1, max(self._lengths, default=1))
             before, after = (
@@ -404,7 +421,7 @@ class ChatTemplate:
                     MARKS: marks,
                 }
             )
-        except Exception as error:  # an expression in a template can raise anything
+        except Exception as error:  # an expression in a template can raise any exception
             lines, frame = [], error.__traceback__
             while frame is not None:
                 if frame.tb_frame.f_code.co_filename == CODE:
@@ -413,7 +430,7 @@ class ChatTemplate:
             raise InputError(f"{self.name}{f', line {lines[-1]}' if lines else ''}: {error}") from None
 
     def _mark_answers(self, whole: str, messages: list[Any], tools: list[Any] | None, marks: Marks) -> str:
-        """The text of all messages, `whole`, with marks around what each answer adds to the text before it."""
+        """`whole`, the text of all messages, with marks around the text that each answer adds."""
         pieces, done = [], 0
         for i, message in enumerate(messages):
             if message["role"] != "assistant":
@@ -422,20 +439,21 @@ class ChatTemplate:
             after = self._run(messages[: i + 1], tools, False, marks) if i + 1 < len(messages) else whole
             if not (after.startswith(before) and whole.startswith(after)):
                 raise InputError(
-                    f"{self.name} does not show what the assistant wrote in messages[{i}], as it writes the message"
-                    " differently after its generation prompt, or when others follow: put {% generation %} and"
+                    f"{self.name} does not show what the assistant wrote in messages[{i}], because it writes the"
+                    " message differently after its generation prompt, or when others follow: put {% generation %} and"
                     " {% endgeneration %} around answers in the template"
                 )
             answer = after[len(before) :].rstrip()
             ended = any(
                 answer[-n:] in self._special for n in self._lengths
-            )  # text after the end of turn is not its own
+            )  # then text after the end of turn does not belong to the answer
             stop = len(before) + len(answer) if ended else len(after)
             pieces += [whole[done : len(before)], marks.start, whole[len(before) : stop], marks.stop]
             done = stop
         return "".join([*pieces, whole[done:]])
 
     def _read_marks(self, text: str, marks: Marks) -> Rendered:
+        """A text without its marks, and the places that they marked."""
         clean, position, cuts, answers, open_at = [], 0, set(), [], []
         for piece in re.split(f"([{''.join(marks)}])", text):
             if piece == marks.cut:
@@ -456,8 +474,8 @@ def _with_thinking(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def check_messages(messages: Any) -> None:
-    """Raises InputError unless these are messages: a list of objects with a role and, as content, text or a list of
-    parts.
+    """Raises InputError unless `messages` is a list of objects with a role, and with text, a list of parts or None as
+    content.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise InputError(f"messages must be a list of at least one message, got {_shown(messages)}")
@@ -506,7 +524,7 @@ def _environment() -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = to_json  # Jinja's escapes <, > and & for HTML
+    environment.filters["tojson"] = to_json  # Jinja's own filter escapes <, > and & for HTML
     environment.globals["raise_exception"] = refuse
     return environment
 

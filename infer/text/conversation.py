@@ -1,9 +1,9 @@
-"""Conversations of a request in the form that a chat template can write.
+"""Converts the conversation of a request to the form that a chat template can write.
 
-OpenAI's clients send the arguments of calls as JSON in a text, templates read them as objects. A message of the
-developer is one of the system where the template has no such role. A template that cannot write tools gets them in
-words: their definitions in the message of the system, calls and results as text, in the form of Hermes, which many
-models have seen.
+OpenAI's clients send the arguments of calls as JSON text, but templates read them as objects. A developer message
+becomes a system message if the template has no role "developer". For a template that cannot write tools, tools are
+described in words: their definitions in the system message, and calls and results as text, in the format of Hermes,
+which many models were trained on.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from infer.text.chat_template import ChatTemplate
 
 NO_FORMAT = (
-    "tool_choice = {choice}: the chat template has no tool format, so that only a grammar can require a call; use"
+    "tool_choice = {choice}: the chat template has no tool format, so only a grammar can require a call; use"
     " \"auto\", or a template that reads tools, or pip install 'laneformer[grammar]'"
 )
 TOOLS_IN_WORDS = """\
@@ -37,8 +37,8 @@ To call a function, write a JSON object with its name and arguments between thes
 def encode(
     chat: "ChatTemplate", messages: Sequence[Mapping[str, Any]], tools: ToolRequest | None, values: Mapping[str, Any]
 ) -> list[int]:
-    """Token ids of the prompt for an answer to these messages. Raises InputError as `ChatTemplate.encode`, and where a
-    call is required of a template without a form for it.
+    """Token ids of the prompt for an answer to these messages. Raises InputError as `ChatTemplate.encode` does, and if
+    the prompt must begin a required call but the template has no tool format.
     """
     messages, opening = [_message(message, chat) for message in messages], ""
     if chat.tool_format is None:
@@ -58,7 +58,7 @@ def _message(message: Mapping[str, Any], chat: "ChatTemplate") -> dict[str, Any]
         made["role"] = "system"
     if calls := made.get("tool_calls"):
         made["tool_calls"] = [_call(call) for call in calls]
-        both = chat.tool_format is HARMONY and made.get("reasoning_content")  # gpt-oss's template takes one of them
+        both = chat.tool_format is HARMONY and made.get("reasoning_content")  # gpt-oss's template accepts only one
         made["content"] = "" if both else made.get("content", "")
     return made
 
@@ -71,7 +71,7 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_words(messages: Sequence[Mapping[str, Any]], tools: ToolRequest | None) -> list[dict[str, Any]]:
-    """The conversation without tools, calls and messages of tools, all of which become text."""
+    """The conversation with tool definitions, calls and tool messages replaced by text."""
     made: list[dict[str, Any]] = []
     for message in messages:
         kept = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}

@@ -4,20 +4,20 @@ from collections.abc import Iterable
 
 
 class StopStrings:
-    """Passes text on up to the first stop string, and holds back what may become one.
+    """Passes text on up to the first stop string, and holds back text that may become a stop string.
 
-    The first stop string is the one that is complete first, read character by character, and the longest of several
-    that end together: so the result does not depend on how the text is cut into pieces.
+    The first stop string is the first one to be complete when the text is read character by character; if several end
+    there, the longest. The result therefore does not depend on how the text is cut into pieces.
     """
 
     def __init__(self, strings: Iterable[str] = ()):
         self._strings = tuple(strings)
         self._held = ""
         self.found: str | None = None
-        """The stop string that was found; after that no text is passed on."""
+        """The stop string that was found; no text is passed on after it."""
 
     def add(self, piece: str) -> str:
-        """The text that is certain to be before any stop string."""
+        """Adds a piece, and returns the text that is now certain to be before any stop string."""
         if self.found is not None:
             return ""
         text = self._held + piece
@@ -31,6 +31,6 @@ class StopStrings:
         return text[: len(text) - longest]
 
     def flush(self) -> str:
-        """The text that is held back, at the end of the text."""
+        """Returns the text that is held back; call it at the end of the text."""
         held, self._held = self._held, ""
         return held

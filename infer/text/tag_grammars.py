@@ -1,7 +1,7 @@
-"""Grammars of arguments that are written between tags, <parameter=NAME> text </parameter>, each in a line.
+"""Grammars of arguments that are written between tags: <parameter=NAME>, value and </parameter>, each on its own line.
 
-A value of type string is its text as it is; any other one is JSON. Which one it is follows from its schema, by the
-rules of `infer.text.values.typed`, so that a value that is read has the type that its schema wants.
+A value of type string is plain text, any other value is JSON. The schema decides between them by the rules of
+`infer.text.values.typed`, so that a value has the type that its schema requires when it is read.
 """
 
 import json
@@ -22,11 +22,11 @@ END = f"\n{PARAMETER_END}\n"
 
 
 class TagRules:
-    """The rules of the arguments of one function, up to the end of the function."""
+    """The grammar rules for the arguments of one function, including its closing tag."""
 
     def __init__(self, rule: str, schema: Mapping[str, Any], loose: bool):
-        """rule: name of the first one. loose: whether the arguments are any object. Raises InputError for a schema that
-        cannot be obeyed.
+        """rule: name of the first rule. schema: schema of the arguments. loose: whether the arguments may be any
+        object. Raises InputError for a schema that the rules cannot express.
         """
         self.rules: list[str] = []
         self._name, self._schema = rule, schema
@@ -48,7 +48,7 @@ class TagRules:
         ):
             raise InputError("it must be an object with properties")
         if missing := [each for each in required if each not in properties]:
-            raise InputError(f"{missing[0]} is required and not among the properties")
+            raise InputError(f"{missing[0]} is required but not among the properties")
         parts = [self._parameter(n, name, name in required) for n, name in enumerate(properties)]
         self.rules.append(f"{rule}: {' '.join([*parts, json.dumps(FUNCTION_END)])}")
 
@@ -61,7 +61,9 @@ class TagRules:
         return rule if required else f"{rule}?"
 
     def _value(self, rule: str, schema: Any) -> str:
-        """The value and the end of its tag."""
+        """The rule for the value of a parameter and its closing tag. Raises InputError for a schema that it cannot
+        express.
+        """
         schema = schema if isinstance(schema, Mapping) else {}
         given = (
             schema["enum"] if isinstance(schema.get("enum"), list) else [schema["const"]] if "const" in schema else None
@@ -70,7 +72,7 @@ class TagRules:
             texts = [each if isinstance(each, str) else json.dumps(each, ensure_ascii=False) for each in given]
             for text, value in zip(texts, given, strict=True):
                 if typed(text, schema) != value or PARAMETER_END in text:
-                    raise InputError(f"value {json.dumps(value)} reads the same as one of another type")
+                    raise InputError(f"value {json.dumps(value)} reads the same as a value of another type")
             return f"({' | '.join(json.dumps(text + END, ensure_ascii=False) for text in texts)})"
         kinds = kinds_of(schema, self._schema)
         if "string" not in kinds and kinds:
@@ -79,11 +81,11 @@ class TagRules:
                 raise InputError("a property refers to the whole schema")
             whole = {"x-guidance": {"whitespace_pattern": WHITE_SPACE}, **root, **schema}
             return f"%json {json.dumps(whole)} {json.dumps(END)}"
-        if len(kinds) > 1:  # a text that reads as another type is of that type
+        if len(kinds) > 1:  # a text that parses as another allowed type becomes that type
             for each in (schema, *schema.get("anyOf", ()), *schema.get("oneOf", ())):
                 _only(resolved(each, self._schema), NOTES | {"type", "anyOf", "oneOf"})
             if "oneOf" in schema:
-                raise InputError("oneOf with texts is not supported")
+                raise InputError("oneOf with strings is not supported")
         else:
             _only(schema, OF_TEXT)
         self.rules.append(f"{rule.upper()}_VALUE: ({' & '.join([self._free, *_limits(schema)])}) {json.dumps(END)}")
@@ -91,13 +93,14 @@ class TagRules:
 
 
 def _only(schema: Any, words: set[str]) -> None:
+    """Raises InputError if a schema has keywords other than `words`."""
     for word in schema if isinstance(schema, Mapping) else ():
         if word not in words:
             raise InputError(f"{json.dumps(word)} is not supported where arguments are written as tags")
 
 
 def _limits(schema: Mapping[str, Any]) -> list[str]:
-    """Regular expressions that a text must match from end to end."""
+    """Regular expressions, each of which must match the whole text."""
     made, least, most = [], schema.get("minLength", 0), schema.get("maxLength", "")
     if not isinstance(least, int) or not (most == "" or isinstance(most, int)):
         raise InputError("minLength and maxLength must be whole numbers")

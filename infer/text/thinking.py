@@ -1,4 +1,4 @@
-"""Answers with reasoning between two marks, before the content, as Qwen3 and DeepSeek R1 write them.
+"""Answers with reasoning between two marks before the content, in the form of Qwen3 and DeepSeek R1.
 
     <think>
     2 + 2 is 4.
@@ -6,8 +6,8 @@
 
     4
 
-The marks are tokens. The first one may be the end of the prompt; behind a prompt that ends with both, the answer is
-content. White space behind a mark belongs to it.
+The marks are tokens. The prompt may end with the first mark. If it ends with both, the answer is content only. White
+space after a mark belongs to the mark.
 """
 
 from collections.abc import Sequence
@@ -29,16 +29,18 @@ MOST_SPACES = 2  # tokens of white space between the marks and the content of an
 
 
 class ThinkMarks(NamedTuple):
-    """The ids of the marks."""
+    """The ids of the two marks around reasoning."""
 
     open: int
     close: int
     spaces: tuple[int, ...]
-    """Tokens of line ends, which models write behind a mark."""
+    """Tokens of line ends, which models write after a mark."""
 
     @classmethod
     def find(cls, source: str, tokenizer: "Tokenizer") -> Self | None:
-        """Those of a chat template with this text; None if it has none that are tokens."""
+        """The marks that a chat template uses; None if it uses none, or they are not tokens. source: the template's
+        text.
+        """
         for texts in MARKS:
             ids = tuple(map(tokenizer.token_to_id, texts))
             if texts[1] in source and None not in ids:
@@ -48,20 +50,22 @@ class ThinkMarks(NamedTuple):
 
 
 class Thinking:
-    """The part to which each token of one answer belongs."""
+    """The `Parts` of an answer with reasoning between two marks."""
 
     def __init__(self, marks: ThinkMarks, tokenizer: "Tokenizer", prompt: Sequence[int]):
-        """prompt: its token ids. Marks in messages of the prompt do not count, as the answer's are at its end."""
+        """prompt: token ids of the prompt. Only marks at its end belong to the answer; marks in its messages do not
+        count.
+        """
         self._marks, self._tokenizer = marks, tokenizer
         last = next((token for token in reversed(prompt) if not self._is_space(token)), None)
         self.part = Part.REASONING if last == marks.open else Part.CONTENT
-        """That of the next token, unless it is a mark."""
+        """Part of the next token, unless that is a mark."""
         self._may_open = last not in (marks.open, marks.close)
         self._behind_mark = last in (marks.open, marks.close)
         self._spaces = 0
 
     def copy(self) -> Self:
-        """The same place in the answer, for another reader of its tokens."""
+        """An independent copy at the same place in the answer, for another reader of the tokens."""
         return copy(self)
 
     @property
@@ -77,7 +81,7 @@ class Thinking:
         return self._marks.spaces if self._behind_mark and self._spaces < MOST_SPACES else ()
 
     def add(self, token: int) -> Part:
-        """The part of the answer's next token."""
+        """Reads the answer's next token and returns its part."""
         if self._behind_mark and self._is_space(token):
             self._spaces += 1
             return Part.MARK

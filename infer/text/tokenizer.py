@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the tokenizer.json beside a checkpoint; and streaming text token by token."""
+"""Text to token ids and back, with the tokenizer.json beside a checkpoint, and text from a stream of tokens."""
 
 import codecs
 import json
@@ -12,13 +12,15 @@ from laneformer.errors import CheckpointError, InputError
 from laneformer.files import read_file
 
 FILE = "tokenizer.json"
-# Decoders whose text for a token depends only on whether there are tokens before it; others cannot be streamed.
+# Decoders whose text for a token depends only on whether it is the first token; others cannot be streamed.
 STREAMABLE = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Sequence", "Strip", "WordPiece"}
 RAW_BYTES = {f"<0x{byte:02X}>": bytes([byte]) for byte in range(256)}  # pieces of a vocabulary with byte fallback
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Character -> byte of byte-level vocabularies (GPT-2): printable Latin-1 is itself, the rest U+0100 and up."""
+    """Character -> byte in byte-level vocabularies (GPT-2): printable Latin-1 characters represent themselves, those
+    from U+0100 on the other bytes.
+    """
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     rest = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(rest)}
@@ -28,11 +30,11 @@ BYTE_LEVEL = _byte_level_alphabet()
 
 
 class Tokenizer:
-    """A Hugging Face tokenizer.json. The spelling of a special token in a text is encoded as plain text."""
+    """A Hugging Face tokenizer.json. The name of a special token inside a text is encoded as plain text."""
 
     def __init__(self, file: str | Path, bos_token_id: int | None = None):
-        """bos_token_id: from the model's config; if set, put before every text. Raises CheckpointError for an unusable
-        file.
+        """bos_token_id: begin-of-text token from the model's config, which `encode` puts before every text; None for no
+        such token. Raises CheckpointError for an unusable file.
         """
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(read_file(Path(file)))
@@ -55,15 +57,19 @@ class Tokenizer:
 
     @classmethod
     def find(cls, checkpoint: str | Path, bos_token_id: int | None = None) -> "Tokenizer | None":
-        """The tokenizer of a checkpoint: an HF folder, a training run or one step of it. None if it has none."""
+        """The tokenizer of a checkpoint (an HF folder, a training run or one of its steps); None if the checkpoint has
+        no tokenizer.json.
+        """
         file = checkpoint_files(checkpoint) / FILE
         return cls(file, bos_token_id) if file.exists() else None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, after the begin-of-text token if the model has one."""
+        """The begin-of-text token, if the model has one, and the token ids of a text. Raises InputError for a text that
+        is not valid Unicode.
+        """
         try:
             text.encode()
-        except UnicodeEncodeError:  # lone surrogates, to which Python decodes command lines that are not UTF-8
+        except UnicodeEncodeError:  # lone surrogates: Python decodes command lines that are not UTF-8 to them
             raise InputError("the text is not valid Unicode: write it in UTF-8") from None
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids if self.bos_token_id is None else [self.bos_token_id, *ids]
@@ -73,14 +79,14 @@ class Tokenizer:
         return self._tokenizer.decode([int(token) for token in tokens])
 
     def special_id(self, name: str) -> int | None:
-        """The id of a special token; None if there is none of that name."""
+        """The id of a special token; None if no special token has this name."""
         token = self._tokenizer.token_to_id(name)
         return token if token in self._special else None
 
     def token_bytes(self, token: int, *, first: bool = False) -> bytes:
         """The UTF-8 bytes of one token of a text; b"" for special and unknown tokens.
 
-        first: the token starts the text, where sentencepiece-style decoders omit a space.
+        first: whether the token starts the text. Sentencepiece-style decoders omit a space there.
         """
         if first:
             return self._bytes(token, first=True)
@@ -102,14 +108,16 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of a stream of tokens. A character whose bytes are spread over tokens is held back until it is complete.
+    """Turns a stream of tokens into text. A character whose bytes are spread over several tokens is held back until it
+    is complete.
 
-    The joined pieces are `tokenizer.decode` of all tokens; invalid UTF-8 becomes U+FFFD as soon as that is certain.
+    The joined pieces equal `tokenizer.decode` of all tokens. Bytes become U+FFFD as soon as they are certain to be
+    invalid UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Iterable[int] = (), spelled: Iterable[str] = ()):
-        """prompt: the tokens before the stream; it only matters whether they have text. spelled: special tokens that
-        have a text, their names.
+        """prompt: the tokens before the stream; only whether they have text matters. spelled: names of special tokens
+        that appear in the text by their names.
         """
         self._tokenizer = tokenizer
         self._spelled = {tokenizer.special_id(name): name.encode() for name in spelled}
@@ -117,13 +125,15 @@ class Detokenizer:
         self._first = not any(tokenizer.token_bytes(int(token)) for token in prompt)
 
     def add(self, token: int) -> str:
-        """The text that became printable with this token."""
+        """Adds a token, and returns the text that became printable with it."""
         raw = self._spelled.get(int(token)) or self._tokenizer.token_bytes(int(token), first=self._first)
         self._first = self._first and not self._tokenizer.token_bytes(int(token))
         return self._utf8.decode(raw)
 
     def flush(self) -> str:
-        """The text that is held back, at the end of the text: U+FFFD for an incomplete character, or ""."""
+        """Returns the text that is held back; call it at the end of the text. U+FFFD for an incomplete character, or
+        "".
+        """
         return self._utf8.decode(b"", final=True)
 
 

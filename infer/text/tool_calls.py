@@ -1,11 +1,11 @@
-"""Calls of tools in an answer, in the form that the model's chat template teaches it.
+"""Finds tool calls in an answer, in the format of the model's chat template.
 
-A format is a line of FORMATS: it is recognised by what the template's text contains, and has a parser. A parser is a
-generator over an answer that arrives in pieces: it yields where it needs more text and decides by what it has read, so
-that the result does not depend on how the text is cut. What looks like a call but cannot be read as one stays content.
-White space beside a call belongs to no part.
+Each format is a line of FORMATS. It is recognised by strings in the template's text, and has a parser. A parser is a
+generator over an answer that arrives in pieces. It yields when it needs more text, and decides only by the text read so
+far, so that the result does not depend on how the text is cut. Text that looks like a call but cannot be parsed remains
+content. White space beside a call is dropped.
 
-The web process imports this file, so it needs the standard library only.
+The web process imports this file, so it may use the standard library only.
 """
 
 import re
@@ -18,14 +18,14 @@ from infer.text.channels import FUNCTIONS, Channels, Part
 from infer.text.values import json_text, kinds_of, read_object, typed
 
 SPACE = " \t\r\n"
-NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # of a function, as OpenAI's, and with points
-MOST_FAILED = 64  # openings of an answer that turned out to be text, after which the rest is content
+NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # name of a function: OpenAI's characters and the period
+MOST_FAILED = 64  # after this many openings that did not begin a call, the rest of the answer is content
 JSON_STEP = re.compile(r'["{}\[\]]')
 STRING_STEP = re.compile(r'["\\]')
 
 
 class ToolCall(NamedTuple):
-    """A call that the model asks for."""
+    """A function call that the model requests."""
 
     id: str
     name: str
@@ -38,13 +38,13 @@ class ToolRequest:
     """The tools of a request, and which of them the answer may or must call."""
 
     tools: tuple[Mapping[str, Any], ...]
-    """As in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
+    """The tools in OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
     required: bool = False
-    """Whether the answer begins as a call does."""
+    """Whether the answer must begin with a call."""
     name: str | None = None
-    """The only function that may be called, if required."""
+    """The only function that may be called; None for any. Only if a call is required."""
     parallel: bool = True
-    """Whether there may be several calls; otherwise the first one ends the answer."""
+    """Whether the answer may contain several calls; otherwise the first call ends it."""
     strict: frozenset[str] = frozenset()
     """Functions whose arguments must fit their schemas."""
     opened: bool = True
@@ -52,49 +52,51 @@ class ToolRequest:
 
     @property
     def strict_path(self) -> str:
-        """The parameter that makes the first strict function so."""
+        """Path of the request parameter that makes the first strict function strict."""
         n = next(n for n, tool in enumerate(self.tools) if tool["function"]["name"] in self.strict)
         return f"tools[{n}].function.strict"
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """The schema of the arguments of each function."""
+        """The schema of each function's arguments, by the function's name."""
         return {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in self.tools}
 
 
 class Read(NamedTuple):
-    """What became certain with a piece of an answer."""
+    """Text and calls that became certain with a piece of an answer."""
 
     text: str
     calls: tuple[ToolCall, ...] = ()
     part: Part = Part.CONTENT
-    """What the text belongs to."""
+    """The part that the text belongs to."""
 
 
 class Reader(Protocol):
-    """Takes an answer apart, token by token."""
+    """Separates the calls of an answer from its text, token by token."""
 
     finished: bool
-    """Whether the answer is complete, as only one call was allowed."""
+    """Whether the answer is complete, because only one call was allowed."""
 
     def add(self, token: int, text: str, part: Part) -> Read:
-        """The next token, with what became printable with it and where that belongs."""
+        """Reads the next token. text: the text that became printable with it. part: the part that the text belongs
+        to.
+        """
 
     def end(self, tail: str) -> Read:
-        """The end of the answer, with the content that was held back."""
+        """Ends the answer. tail: the content that was still held back."""
 
 
 class Found(NamedTuple):
-    """Calls that a parser read."""
+    """Calls that a parser found."""
 
     calls: tuple[tuple[str, dict[str, Any]], ...]
-    """Names and arguments."""
+    """Name and arguments of each call."""
     end: int
-    """Position behind them in the text."""
+    """Position after the calls in the text."""
 
 
 class Text:
-    """An answer as far as it is known."""
+    """The text of an answer so far, and whether the answer has ended."""
 
     def __init__(self):
         self.text = ""
@@ -102,57 +104,61 @@ class Text:
 
 
 Parser = Callable[[Text, int, Mapping[str, Mapping[str, Any]]], Generator[None, None, Found | None]]
-"""From a text, the position behind an opening and the schemas of the functions: calls, or None for mere text."""
+"""A parser's arguments are the text, the position after an opening, and the schemas of the functions' arguments. It
+returns calls, or None if no call follows the opening.
+"""
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls."""
+    """The format in which a family of models writes calls."""
 
     name: str
     marks: tuple[str, ...]
-    """The template contains all of these."""
+    """Strings that a template of this format contains, all of them."""
     without: tuple[str, ...]
-    """And none of these."""
+    """Strings that a template of this format does not contain."""
     openings: tuple[str, ...]
-    """Texts that begin calls."""
+    """Texts that begin a call."""
     closings: tuple[str, ...]
-    """Texts that may follow a call and are no content."""
+    """Texts that may follow a call and are not content."""
     parse: Parser | None
-    """None for harmony, whose calls are messages."""
+    """Parser of the calls; None for harmony, whose calls are messages."""
     head: str
-    """A call of function {name} up to its arguments."""
+    """Text of a call of function {name} up to its arguments."""
     tail: str = ""
-    """What follows the arguments."""
+    """Text after the arguments of a call."""
     begin: str = ""
-    """What is before the first call."""
+    """Text before the first call."""
     between: str = ""
-    """What is between two calls."""
+    """Text between two calls."""
     finish: str = ""
-    """What is behind the last call."""
+    """Text after the last call."""
     tagged: bool = False
-    """Whether arguments are tags instead of JSON."""
+    """Whether arguments are written as tags instead of JSON."""
     spelled: tuple[str, ...] = ()
-    """Special tokens that are part of the form; elsewhere they have no text."""
+    """Special tokens of the format, whose names must appear in the text of the answer."""
     bare: bool = False
     """Whether an answer may begin with the JSON object of a call. It must name a function of the request."""
     short_ids: bool = False
-    """Whether the template wants ids of nine letters and digits."""
+    """Whether the template requires ids of nine letters and digits."""
 
     @property
     def chained(self) -> bool:
-        """Whether several calls are a list behind one opening; otherwise each one has its own."""
+        """Whether several calls are a list after one opening; otherwise each call has an opening."""
         return not self.head.startswith(self.openings)
 
     def opening(self, request: ToolRequest) -> str:
-        """The beginning of a call that a prompt for this request ends with, up to where a token begins."""
+        """The beginning of the required call with which the prompt ends, up to the start of a token; "" if the request
+        requires no call.
+        """
         if not request.required or not request.opened:
             return ""
         before, _, behind = (self.begin + self.head).partition("{name}")
         return before.removesuffix(' "') if request.name is None else f"{before}{request.name}{behind}".rstrip(" ")
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> ToolCall:
-        """A call with a random id."""
+        """A `ToolCall` with a random id."""
         return ToolCall(secrets.token_hex(5)[:9] if self.short_ids else f"call_{secrets.token_hex(12)}", name,
                         json_text(arguments))  # fmt: skip
 
@@ -161,7 +167,7 @@ class ToolFormat:
 
 
 def _space(source: Text, at: int) -> Generator[None, None, int]:
-    """The position behind white space."""
+    """The position after white space at `at`."""
     while True:
         while at < len(source.text) and source.text[at] in SPACE:
             at += 1
@@ -171,7 +177,7 @@ def _space(source: Text, at: int) -> Generator[None, None, int]:
 
 
 def _word(source: Text, at: int, words: Iterable[str]) -> Generator[None, None, int | None]:
-    """The position behind the first of the words that the text has there, None if it has none."""
+    """The position after the first of `words` that the text has at `at`; None if it has none of them there."""
     for word in words:
         while len(source.text) - at < len(word) and not source.ended and word.startswith(source.text[at:]):
             yield
@@ -181,7 +187,7 @@ def _word(source: Text, at: int, words: Iterable[str]) -> Generator[None, None, 
 
 
 def _name(source: Text, at: int) -> Generator[None, None, str]:
-    """The name of a function, "" if there is none."""
+    """The name of a function at `at`; "" if the text has none there."""
     while True:
         found = NAME.match(source.text, at)
         if found is None and at < len(source.text):
@@ -192,9 +198,9 @@ def _name(source: Text, at: int) -> Generator[None, None, str]:
 
 
 def _json(source: Text, at: int) -> Generator[None, None, int | None]:
-    """The position behind the JSON object or array that begins there, None if there is none or it does not end.
+    """The position after the JSON object or array that begins at `at`; None if none begins there or it does not end.
 
-    Only brackets and texts are checked.
+    Only brackets and strings are checked.
     """
     while at >= len(source.text) and not source.ended:
         yield
@@ -223,7 +229,7 @@ def _json(source: Text, at: int) -> Generator[None, None, int | None]:
 
 
 def _named_call(value: Any) -> tuple[str, dict[str, Any]] | None:
-    """The name and the arguments in the object of a call."""
+    """The name and the arguments in the JSON object of a call; None if it is not one."""
     if not isinstance(value, dict) or not isinstance(name := value.get("name"), str) or not NAME.fullmatch(name):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
@@ -236,7 +242,7 @@ def _named_call(value: Any) -> tuple[str, dict[str, Any]] | None:
 
 
 def _object_call(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[None, None, Found | None]:
-    """{"name": ..., "arguments" or "parameters": {...}}"""
+    """Parses {"name": ..., "arguments" or "parameters": {...}}."""
     at = yield from _space(source, at)
     end = yield from _json(source, at)
     call = None if end is None else _named_call(read_object(source.text[at:end]))
@@ -244,7 +250,9 @@ def _object_call(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator
 
 
 def _mistral(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[None, None, Found | None]:
-    """[{"name": ..., "arguments": {...}}, ...], or NAME[CALL_ID]ID[ARGS]{...}, of which the ids may be left out."""
+    """Parses [{"name": ..., "arguments": {...}}, ...], or NAME[CALL_ID]ID[ARGS]{...}, where [CALL_ID]ID and [ARGS] are
+    optional.
+    """
     at = yield from _space(source, at)
     name = yield from _name(source, at)
     if name:
@@ -271,9 +279,10 @@ TAG_NAME = re.compile(r"[^<>\n]{1,256}>")
 
 
 def _coder(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[None, None, Found | None]:
-    """<function=NAME> <parameter=NAME> text </parameter> ... </function>; a line end at each end of a text is dropped.
+    """Parses <function=NAME> <parameter=NAME> text </parameter> ... </function>. A line end at the start and at the end
+    of a text is dropped.
 
-    A text ends at the first </parameter> behind which there is another parameter or the function's end.
+    A text ends at the first </parameter> that is followed by another parameter or the function's end.
     """
     at = yield from _space(source, at)
     if not source.text.startswith(FUNCTION_START, at - len(FUNCTION_START)) or at < len(FUNCTION_START):
@@ -295,7 +304,7 @@ def _coder(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[None,
             return None
         at += len(parameter) + 1
         look, schema = at, properties.get(parameter)
-        if "string" not in (kinds_of(schema, root) or ("string",)):  # JSON, whose texts may contain the end of a tag
+        if "string" not in (kinds_of(schema, root) or ("string",)):  # JSON, whose strings may contain </parameter>
             inside = yield from _space(source, at)
             look = (yield from _json(source, inside)) or at
         while True:
@@ -315,7 +324,7 @@ def _coder(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[None,
 
 
 def _tag(source: Text, at: int) -> Generator[None, None, str]:
-    """The name in a tag, up to its ">"; "" if there is none."""
+    """The name in a tag, from `at` up to ">"; "" if it is not a name."""
     while True:
         if found := TAG_NAME.match(source.text, at):
             return found[0][:-1]
@@ -331,7 +340,7 @@ HARMONY = ToolFormat("harmony", ("<|channel|>", FUNCTIONS), (), (), (), None,
 HERMES = ToolFormat("hermes", ("<tool_call>", '"arguments"'), ("<arg_key>", "<invoke", "<tool_calls>"), **TAGS,
                     parse=_object_call, head='<tool_call>\n{"name": "{name}", "arguments": ', tail="}\n</tool_call>",
                     between="\n", spelled=TAG_TOKENS)  # fmt: skip
-FORMATS = (  # the first one that fits a template is its
+FORMATS = (  # a template has the first format that fits
     HARMONY,
     ToolFormat("qwen3-coder", ("<tool_call>", FUNCTION_START, PARAMETER), (), ("<tool_call>", FUNCTION_START),
                ("</tool_call>",), _coder, head="<tool_call>\n<function={name}>\n", tail="\n</tool_call>", between="\n",
@@ -349,13 +358,13 @@ FORMATS = (  # the first one that fits a template is its
 
 
 def find_format(source: str, variables: Iterable[str]) -> ToolFormat | None:
-    """The format that a chat template teaches; None if it reads no tools, or in a form that is not here.
+    """The format of a chat template; None if the template does not read tools, or writes calls in an unknown format.
 
-    source: its text. variables: those that it reads.
+    source: the template's text. variables: names that the template reads.
     """
     if "tools" not in variables:
         return None
-    plain = source.replace('\\"', '"')  # of texts in the template's expressions
+    plain = source.replace('\\"', '"')  # quotes are escaped in strings of the template's expressions
     return next((each for each in FORMATS if all(mark in plain for mark in each.marks)
                  and not any(mark in plain for mark in each.without)), None)  # fmt: skip
 
@@ -372,7 +381,7 @@ class TextReader:
         self._openings = re.compile("|".join(map(re.escape, tool_format.openings)))
         self.finished = False
         self._run = self._read()
-        self._feed(tool_format.opening(request))  # the beginning of the answer that is part of the prompt
+        self._feed(tool_format.opening(request))  # the beginning of the call, which is part of the prompt
 
     def add(self, token: int, text: str, part: Part) -> Read:
         return self._feed(text) if part is Part.CONTENT else Read(text, (), part)
@@ -412,7 +421,7 @@ class TextReader:
             may_be_bare = self._format.bare
 
     def _behind(self, at: int) -> Generator[None, None, int]:
-        """The position behind white space and closings."""
+        """The position after white space and closings."""
         while True:
             at = yield from _space(self._source, at)
             if (end := (yield from _word(self._source, at, self._format.closings))) is None:
@@ -420,7 +429,9 @@ class TextReader:
             at = end
 
     def _opening(self, at: int, may_be_bare: bool) -> Generator[None, None, "tuple[_Start, bool] | None"]:
-        """Passes content on up to the next opening; None at the end of the text."""
+        """Passes content on up to the next opening. Returns the opening and whether it is a bare JSON object; None at
+        the end of the text.
+        """
         source = self._source
         if may_be_bare:
             begin = yield from _space(source, at)
@@ -440,16 +451,16 @@ class TextReader:
                 return _Start(kept, found.start(), found.end()), False
             if source.ended:
                 return None
-            source.text, at = source.text[at:], 0  # what was passed on is not needed again
+            source.text, at = source.text[at:], 0  # drop the text that was passed on
             yield
 
     def _partial(self, text: str) -> int:
-        """The number of characters at the end of a text that may be the beginning of an opening."""
+        """Number of characters at the end of a text that may be the beginning of an opening."""
         return max((n for word in self._format.openings for n in range(1, min(len(word), len(text) + 1))
                     if text.endswith(word[:n])), default=0)  # fmt: skip
 
     def _rest(self, at: int) -> Generator[None, None, None]:
-        """Passes on all that follows."""
+        """Passes on the rest of the answer as content."""
         while True:
             self._out.append(self._source.text[at:])
             self._source.text, at = "", 0
@@ -459,19 +470,19 @@ class TextReader:
 
 
 class _Start(NamedTuple):
-    """An opening in a text."""
+    """The position of an opening in a text."""
 
     kept: int
-    """Where the white space before it begins."""
+    """Start of the white space before the opening."""
     start: int
     end: int
 
 
 class HarmonyReader:
-    """Finds the messages for functions in an answer with channels, whose tokens they mark as Part.CALL."""
+    """Finds function calls in an answer with channels: messages whose tokens are Part.CALL."""
 
     def __init__(self, channels: Channels, request: ToolRequest):
-        """channels: of the same prompt as those that mark the tokens."""
+        """channels: made for the same prompt as the channels whose parts `add` receives."""
         self._channels, self._parallel = channels, request.parallel
         self._open, self._text, self._name = False, "", ""
         self.finished = False

@@ -1,6 +1,6 @@
-"""JSON in calls of tools, and values that are written as plain text, which are read by their schemas.
+"""JSON in tool calls, and values written as plain text, whose types follow from their schemas.
 
-The web process imports this file, so it needs the standard library only.
+The web process imports this file, so it may use the standard library only.
 """
 
 import json
@@ -8,17 +8,17 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-MOST_DIGITS = 4000  # of a whole number; Python reads 4,300
+MOST_DIGITS = 4000  # digits of a whole number; Python's own limit is 4,300
 KINDS = {"string": str, "boolean": bool, "integer": int, "number": (int, float), "array": list, "object": dict,
          "null": type(None)}  # fmt: skip
 KIND_OF = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object",
            type(None): "null"}  # fmt: skip
-MOST_REFERENCES = 16  # from one schema to the next
+MOST_REFERENCES = 16  # length of a chain of references between schemas
 PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 
 
 def json_text(value: Any) -> str:
-    """JSON with characters as they are, but for halves of surrogate pairs."""
+    """JSON without escapes for non-ASCII characters, unless the value contains lone surrogates."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -28,7 +28,7 @@ def json_text(value: Any) -> str:
 
 
 def read_object(text: str) -> dict[str, Any] | None:
-    """The JSON object in a text, None if it is not one."""
+    """The JSON object that a text contains; None if the text is not a JSON object."""
     try:
         value = _loads(text)
     except (ValueError, RecursionError):
@@ -37,7 +37,9 @@ def read_object(text: str) -> dict[str, Any] | None:
 
 
 def _loads(text: str) -> Any:
-    """The value of a JSON text, without NaN and infinities; a number beyond those of a double is the largest one."""
+    """The value of a JSON text. Raises ValueError for NaN and infinities. Numbers beyond the range of a double become
+    the largest double.
+    """
     return json.loads(text, parse_constant=_no_number, parse_float=_double, parse_int=_integer)
 
 
@@ -54,8 +56,8 @@ def _integer(text: str) -> int:
 
 
 def typed(text: str, schema: Any, root: Mapping[str, Any] | None = None) -> Any:
-    """A value that was written as text, by the schema of its parameter; the text where that does not fit. root: the
-    schema that this one is part of.
+    """A value that was written as text, converted to a type that its schema allows; the text itself if it does not fit.
+    root: the whole schema that `schema` is part of.
     """
     kinds = kinds_of(schema, root or {})
     if not kinds or kinds == {"string"}:
@@ -74,7 +76,7 @@ def typed(text: str, schema: Any, root: Mapping[str, Any] | None = None) -> Any:
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """The schema that a reference inside of the whole one leads to; a schema without reference is itself."""
+    """The schema that a "$ref" points to inside the whole schema `root`; the schema itself if it has no "$ref"."""
     for _ in range(MOST_REFERENCES):
         path = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(path, str) or not path.startswith("#/"):
@@ -87,8 +89,8 @@ def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
 
 
 def kinds_of(schema: Any, root: Mapping[str, Any], seen: set[int] | None = None) -> set[str]:
-    """The types that a schema names, or those of the values that it lists. root: the schema that it is part of. seen:
-    schemas that need not be looked at again.
+    """The names of the types that a schema allows, from "type" or from the values that it lists. root: the whole schema
+    that it is part of. seen: ids of schemas to skip, because they have been visited.
     """
     schema, seen = resolved(schema, root), set() if seen is None else seen
     if not isinstance(schema, Mapping) or id(schema) in seen:
