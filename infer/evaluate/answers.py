@@ -1,4 +1,4 @@
-"""Programs from the texts of a model: completions of a prompt, and chat answers with code blocks."""
+"""Extracts programs from the texts of a model: completions of a prompt, and chat answers with code blocks."""
 
 import io
 import re
@@ -20,7 +20,7 @@ OPEN_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*)", re.DOTALL | re.MULTILINE)
 
 @dataclass(frozen=True)
 class Answer:
-    """A program in the two forms that evaluators read."""
+    """A program in the two forms that evaluation tools read."""
 
     solution: str
     """The whole program."""
@@ -34,9 +34,9 @@ def stop_strings(problem: Problem) -> tuple[str, ...]:
 
 
 def from_completion(problem: Problem, text: str) -> Answer:
-    """The prompt and its completion, without unfinished statements at the end."""
+    """The program that consists of the prompt and its completion, without unfinished statements at the end."""
     solution = whole_statements(problem.prompt + text)
-    if len(solution) < len(problem.prompt):  # no program: keep the text, which fails
+    if len(solution) < len(problem.prompt):  # not a program: keep the text, which will fail
         solution = problem.prompt + text
     return Answer(solution, solution[len(problem.prompt) :])
 
@@ -44,8 +44,8 @@ def from_completion(problem: Problem, text: str) -> Answer:
 def from_chat(problem: Problem, text: str) -> Answer:
     """The program in the last code block that defines the function, else in the last block, else in the whole text.
 
-    It starts with what the prompt has before the function (imports, helpers). An answer that does not define the
-    function is read as a completion of the prompt.
+    The solution starts with `Problem.context`. An answer that does not define the function is read as a completion of
+    the prompt.
     """
     blocks = BLOCK.findall(text) or OPEN_BLOCK.findall(text) or [text]
     defining = [block for block in blocks if _defines(block, problem.entry_point)]
@@ -57,9 +57,9 @@ def from_chat(problem: Problem, text: str) -> Answer:
 
 
 def whole_statements(text: str) -> str:
-    """The longest prefix of the text, in lines, that is Python; the text itself if there is none.
+    """The longest prefix of whole lines that is valid Python; the text itself if no prefix is.
 
-    Goes back from error to error, so that it takes a few parses, however long the text is.
+    It goes back from one syntax error to the previous one, so that a few parses suffice for a text of any length.
     """
     lines = list(io.StringIO(text, newline="\n"))
     end = len(lines)
@@ -75,6 +75,7 @@ def whole_statements(text: str) -> str:
 
 
 def _defines(code: str, name: str) -> bool:
+    """Whether a program defines a function, class or variable of this name at its top level."""
     return (
         re.search(rf"^(async )?(def|class) {re.escape(name)}\b|^{re.escape(name)} *=", code, re.MULTILINE) is not None
     )

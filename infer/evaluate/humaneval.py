@@ -3,8 +3,8 @@
     problems = infer.evaluate.problems.load_problems("HumanEval.jsonl.gz")
     print(infer.evaluate.humaneval.evaluate(engine, problems, max_new_tokens=512).summary)
 
-Problems and tests as published by Chen et al. (HumanEval, arXiv 2107.03374), Austin et al. (MBPP, arXiv 2108.07732) and
-Liu et al. (EvalPlus: HumanEval+ and MBPP+, arXiv 2305.01210).
+The problems and tests are those of Chen et al. (HumanEval, arXiv 2107.03374), Austin et al. (MBPP, arXiv 2108.07732)
+and Liu et al. (EvalPlus: HumanEval+ and MBPP+, arXiv 2305.01210).
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from infer.text.tokenizer import Tokenizer
 from laneformer.errors import ConfigError, InputError
 from laneformer.model import Laneformer
 
-SCHEMA = "laneformer.humaneval/2"  # 1: verdicts of tests that ran in the program's process
+SCHEMA = "laneformer.humaneval/2"  # in version 1, tests ran in the program's process
 PASS_AT = (1, 10, 100)
 TOO_LONG = "prompt too long"
 
@@ -58,7 +58,7 @@ class Report:
     sandbox: Mapping[str, Any]
     limits: Mapping[str, Any]
     settings: Mapping[str, Any] | None
-    """How the samples were made; None if unknown."""
+    """The settings that the samples were generated with; None if unknown."""
 
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
@@ -71,17 +71,17 @@ class Report:
 
     @property
     def pass_at(self) -> dict[int, float]:
-        """k -> pass@k as a share, for the k in PASS_AT of which every problem has enough samples."""
+        """k -> pass@k as a share, for each k in PASS_AT such that every problem has at least k samples."""
         return {k: value for k in PASS_AT if (value := pass_at_k(self.counts, k)) is not None}
 
     @property
     def interval(self) -> tuple[float, float]:
-        """The 95 % interval of pass@1, with the problems as a sample of all such problems."""
+        """The 95 % interval of pass@1, which treats the problems as a sample of all similar problems."""
         return wilson(self.pass_at[1], len(self.counts))
 
     @property
     def speed(self) -> dict[str, Any] | None:
-        """Tokens and times of the generation, in seconds; None for samples from elsewhere."""
+        """Tokens and times (in seconds) of the generation; None for samples that were not generated here."""
         asked = [sample for sample in self.samples if sample.seconds is not None]
         if not asked:
             return None
@@ -174,9 +174,9 @@ def evaluate(
 ) -> Report:
     """Generates `samples` solutions of each problem with a model, and scores them.
 
-    model: an engine, or a model together with `tokenizer`. chat: the template to ask with; without it the model
-    continues the prompts. judge: keep one from call to call, as in training, so that the sandbox is set up and the
-    reference solutions are run once.
+    model: an engine, or a model together with `tokenizer`. chat: template for asking the model for solutions; without
+    it, the model continues the prompts. judge: pass the same judge to repeated calls, as in training, so that the
+    sandbox is set up and the reference solutions are run only once.
 
     Raises ConfigError or InputError for invalid arguments, HarnessError if programs cannot be judged.
     """
@@ -208,10 +208,10 @@ def generate(
     done: Mapping[str, int] | None = None,
     progress: bool = False,
 ) -> Iterator[Sample]:
-    """Samples, problem by problem. done: number of existing samples of each problem.
+    """Yields samples, problem by problem. done: number of existing samples of each problem.
 
-    The seed of a sample is a hash of the sampling's seed, the problem and the sample's number, so that resuming gives
-    the same samples.
+    The seed of a sample is a hash of the seed in `sampling`, the problem and the sample's number, so that a resumed
+    generation makes the same samples. Raises ConfigError or InputError for invalid arguments.
     """
     if samples < 1:
         raise ConfigError(f"samples must be at least 1, got {samples}")
@@ -235,7 +235,9 @@ def _sample(
     chat: ChatTemplate | None,
     compiled: set[tuple[int, int]],
 ) -> Sample:
-    """One sample. compiled: sizes of requests that the engine was warmed up for; times exclude compilation."""
+    """Generates one sample. compiled: request sizes that the engine was warmed up for, so that times exclude
+    compilation; a new size is added.
+    """
     ends = engine.config.eos_token_id
     if chat is None:
         ids, stops = engine.tokenizer.encode(problem.prompt.strip() + "\n"), stop_strings(problem)
@@ -293,10 +295,10 @@ def score(
     verdicts: VerdictFile | None = None,
     progress: bool = False,
 ) -> Report:
-    """The verdicts of samples, after the reference solutions of their problems have passed.
+    """Judges samples after the reference solutions of their problems have passed.
 
-    verdicts: a file of known verdicts, to which new ones are added. settings: how the samples were made.
-    Raises HarnessError if a program cannot be judged, which never counts as a failed sample.
+    settings: settings that the samples were generated with. verdicts: a file of known verdicts, to which new ones are
+    added. Raises HarnessError if a program cannot be judged; such a program never counts as a failed sample.
     """
     judge.verify([problems[task_id] for task_id in dict.fromkeys(sample.task_id for sample in samples)], progress)
     known = verdicts.known if verdicts else {}
@@ -317,7 +319,7 @@ def score(
 def generation_settings(
     engine: Engine, problems: ProblemSet, *, max_new_tokens: int, sampling: Sampling, chat: ChatTemplate | None
 ) -> dict[str, Any]:
-    """Everything that samples depend on, except their number."""
+    """All settings that samples depend on, except their number."""
     return {
         "mode": "completion" if chat is None else "chat",
         "template_sha256": chat and chat.sha256,
@@ -331,5 +333,5 @@ def generation_settings(
 
 
 def data_report(problems: ProblemSet) -> dict[str, Any]:
-    """The problems' origin, for reports."""
+    """The origin of the problems, for reports."""
     return {"name": problems.name, "kind": problems.kind, "sha256": problems.sha256, "notes": list(problems.notes)}

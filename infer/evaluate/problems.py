@@ -22,8 +22,8 @@ HUB = {
     "mbpp-sanitized": ("google-research-datasets/mbpp", "sanitized", "test"),
     "mbpp+": ("evalplus/mbppplus", None, "test"),
 }
-# Defects of the published -OriginFmt files: part of a test, its replacement, and the reason. The replacement compares
-# as EvalPlus's evaluator does, whose tests are others.
+# Defects of the published -OriginFmt files: part of a test, its replacement, and the reason. The replacements compare
+# as EvalPlus's evaluator does, which uses other tests.
 REPAIRS = (
     (
         "        assert _poly(*candidate(*inp), inp) <= 0.0001",  # HumanEval/32
@@ -46,7 +46,7 @@ REPAIRS = (
         "a solution could change the reference's input",
     ),
 )
-MOST_NAMES = 10  # of problems in a note
+MOST_NAMES = 10  # names of problems listed in a note
 URL = re.compile(r"https?://\S+")
 BASE_SECONDS, PLUS_SECONDS = 5.0, 60.0
 
@@ -56,22 +56,25 @@ class Problem:
     """One programming problem."""
 
     task_id: str
-    """Name, as in "HumanEval/0" and "Mbpp/2"."""
+    """Name of the problem, for example "HumanEval/0" or "Mbpp/2"."""
     prompt: str
-    """Start of the program: imports, signature and docstring; for MBPP a docstring of the text and the first assertion.
+    """Start of the program: imports, signature and docstring. For MBPP, a docstring with the text and the first
+    assertion.
     """
     entry_point: str
-    """The function that the tests call."""
+    """Name of the function that the tests call."""
     reference: str
-    """A program that passes, including the prompt."""
+    """A program that passes the tests, including the prompt."""
     test: str
-    """A program that runs after the solution and raises if that is wrong."""
+    """A program that runs after the solution, and raises if the solution is wrong."""
     seconds: float
-    """CPU time for a program, on a machine of nominal speed."""
+    """CPU time limit of a program, in seconds on a machine of nominal speed."""
 
     @property
     def context(self) -> str:
-        """What the prompt defines before the function (imports, helpers): tests may use it, and it starts programs."""
+        """The part of the prompt before the function (imports, helpers). Tests may use it, and solutions of chat
+        answers start with it.
+        """
         begin = re.search(rf"^def {re.escape(self.entry_point)}\b", self.prompt, re.MULTILINE)
         return self.prompt[: begin.start() if begin else 0]
 
@@ -81,14 +84,14 @@ class ProblemSet:
     """The problems of one source."""
 
     name: str
-    """The file's name, or the one given to `load_problems`."""
+    """Name of the file, or the name that `load_problems` was given."""
     kind: str
     """HumanEval, HumanEval+, MBPP or MBPP+."""
     problems: tuple[Problem, ...]
     sha256: str
-    """Hash of the file, or of the downloaded rows as JSON."""
+    """SHA-256 of the file, or of the downloaded rows as JSON, hexadecimal."""
     notes: tuple[str, ...] = ()
-    """Changes that were made to the tests."""
+    """Descriptions of the changes that `load_problems` made to the tests."""
 
     def __iter__(self) -> Iterator[Problem]:
         return iter(self.problems)
@@ -97,7 +100,7 @@ class ProblemSet:
         return len(self.problems)
 
     def __getitem__(self, task_id: str | int) -> Problem:
-        """The problem of that id, or of an MBPP number. Raises KeyError."""
+        """The problem of this task id, which may be an MBPP number. Raises KeyError."""
         return self._by_id[task_name(task_id)]
 
     def __post_init__(self):
@@ -112,9 +115,10 @@ class ProblemSet:
 
 
 def load_problems(source: str | Path) -> ProblemSet:
-    """The problems of a file (.jsonl, .json, also with .gz), or of a name in HUB, which `datasets` downloads.
+    """The problems of a file (.jsonl or .json, also with .gz), or of a data set in HUB, which `datasets` downloads.
 
-    Raises InputError for a source that cannot be read or is of another kind, ConfigError without `datasets`.
+    Raises InputError for a source that cannot be read or has another format, ConfigError if `datasets` is needed and
+    not installed.
     """
     if Path(source).is_file():
         raw, name = Path(source).read_bytes(), Path(source).name
@@ -151,7 +155,7 @@ def _note(names: list[str], why: str) -> str:
 
 
 def task_name(task_id: str | int) -> str:
-    """The name of a task id; a number is MBPP's: 2 is "Mbpp/2"."""
+    """The name of a task. A number is a task of MBPP: 2 is "Mbpp/2"."""
     return f"Mbpp/{task_id}" if isinstance(task_id, int) or task_id.isdecimal() else task_id
 
 
@@ -163,7 +167,7 @@ def parse(source: str) -> ast.Module:
 
 
 def read_jsonl(path: Path) -> list[dict]:
-    """The objects of a JSON-lines file, plain or gzipped. Raises InputError, which names the line."""
+    """The objects of a JSON-lines file, plain or gzipped. Raises InputError with the number of the bad line."""
     return _rows(path.read_bytes(), path.name)
 
 
@@ -197,11 +201,12 @@ def _download(name: str) -> list[dict]:
     path, config, split = HUB[name]
     try:
         return [dict(row) for row in datasets.load_dataset(path, config, split=split)]
-    except Exception as error:  # datasets raises many kinds
+    except Exception as error:  # datasets raises many kinds of exceptions
         raise InputError(f"{path} could not be loaded ({error}): give --data the file of the data set") from None
 
 
 def _format(rows: list[dict], name: str) -> tuple[str, Any]:
+    """The kind of a problem set, and the function that reads a row. Raises InputError for an unknown format."""
     fields = set.intersection(*(set(row) for row in rows))
     if "plus_input" in fields:
         raise InputError(f"{name} has inputs instead of tests: give the -OriginFmt file of the same release")
@@ -230,7 +235,7 @@ def _mbpp(row: dict, kind: str) -> Problem:
     setup = [*row.get("test_imports", ()), row.get("test_setup_code", "")]
     return Problem(
         task_id=task_name(row["task_id"]),
-        prompt=f'"""\n{text}\n{row["test_list"][0].strip()}\n"""\n',  # as EvalPlus prompts
+        prompt=f'"""\n{text}\n{row["test_list"][0].strip()}\n"""\n',  # the form of EvalPlus's prompts
         entry_point=_called(row["code"], row["test_list"]),
         reference=row["code"],
         test="\n".join([*setup, *([row["test"]] if kind == "MBPP+" else row["test_list"])]) + "\n",
@@ -239,7 +244,7 @@ def _mbpp(row: dict, kind: str) -> Problem:
 
 
 def _called(code: str, tests: list[str]) -> str:
-    """The function of the program that the tests call first."""
+    """Name of the function or class of a program that the tests call first."""
     defined = {node.name for node in parse(code).body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
     calls = (node for test in tests for node in ast.walk(parse(test)) if isinstance(node, ast.Call))
     return next(call.func.id for call in calls if isinstance(call.func, ast.Name) and call.func.id in defined)

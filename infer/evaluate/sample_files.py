@@ -1,4 +1,4 @@
-"""Files of samples and of verdicts: read, written line by line, and resumed after a kill."""
+"""Files of samples and of verdicts. They are written line by line, and can be resumed after a kill."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ from laneformer.errors import ConfigError, InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One program for one problem. Only samples that were generated here have the fields after `solution`."""
+    """One program for one problem. Samples that were not generated here may lack the fields after `solution`."""
 
     task_id: str
     solution: str
@@ -32,7 +32,7 @@ class Sample:
     seconds: float | None = None
     """Time from the request to the last token, without compilation."""
     seconds_per_token: float | None = None
-    """Sustained time per token after the first."""
+    """Sustained time per token after the first token."""
 
 
 def read_samples(path: Path, problems: ProblemSet) -> list[Sample]:
@@ -56,7 +56,8 @@ def read_samples(path: Path, problems: ProblemSet) -> list[Sample]:
                     f"{path}: sample {n} has no {error.args[0]!r}: add task_id, and completion or solution"
                 ) from None
             raise InputError(
-                f"{path}: sample {n} is for {row['task_id']!r}, which is not in {problems.name}: give its problems"
+                f"{path}: sample {n} is for {row['task_id']!r}, which is not in {problems.name}: give --data the file"
+                " with its problem"
             ) from None
         except (TypeError, AttributeError):
             raise InputError(f"{path}: sample {n} must have task_id, and completion or solution, as text") from None
@@ -66,11 +67,13 @@ def read_samples(path: Path, problems: ProblemSet) -> list[Sample]:
 
 
 class SampleFile:
-    """A file that grows by one sample at a time. A file of the same settings is resumed, less a half-written line."""
+    """A file that samples are appended to. An existing file with the same settings is resumed; a partial last line is
+    dropped.
+    """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], problems: ProblemSet):
-        """settings: everything that the samples depend on, as JSON; written beside the file. Raises ConfigError for a
-        file of other settings.
+        """settings: all settings that the samples depend on, as JSON values; they are written beside the file. Raises
+        ConfigError for a file with other settings.
         """
         self._path, kept = path, settings_path(path)
         settings = json.loads(json.dumps(settings))
@@ -93,6 +96,7 @@ class SampleFile:
         return Counter(sample.task_id for sample in self.samples)
 
     def add(self, sample: Sample) -> None:
+        """Appends a sample to the file."""
         self.samples.append(sample)
         self._file.write(json.dumps(asdict(sample)) + "\n")
         self._file.flush()
@@ -105,10 +109,12 @@ class SampleFile:
 
 
 class VerdictFile:
-    """A file that grows by one outcome at a time, to resume a scoring after a kill; removed after the report."""
+    """A file that outcomes are appended to, so that a killed scoring can be resumed. `remove` it after the report."""
 
     def __init__(self, path: Path, conditions: Mapping[str, Any]):
-        """conditions: what verdicts depend on besides the program. A file of other conditions is overwritten."""
+        """conditions: everything that verdicts depend on besides the program. A file with other conditions is
+        overwritten.
+        """
         self._path = path
         self.known: dict[str, Outcome] = {}
         header = json.loads(json.dumps(conditions))
@@ -124,6 +130,7 @@ class VerdictFile:
 
     @staticmethod
     def key(sample: Sample) -> str:
+        """The key of a sample's program in `known`."""
         return hashlib.sha256(f"{sample.task_id}\n{sample.solution}".encode(errors="surrogatepass")).hexdigest()
 
     def add(self, sample: Sample, outcome: Outcome) -> None:
@@ -142,12 +149,12 @@ class VerdictFile:
 
 
 def settings_path(samples: Path) -> Path:
-    """The file of settings beside a file of samples."""
+    """The path of the settings beside a file of samples."""
     return samples.with_suffix(".settings.json")
 
 
 def replace(path: Path, content: Any) -> None:
-    """Writes JSON atomically."""
+    """Writes a value as JSON to a file, atomically."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     os.replace(partial, path)

@@ -1,4 +1,4 @@
-"""Judging programs: reference solutions first, then verdicts in parallel; pass@k and its interval."""
+"""Judging programs: first the reference solutions, then the samples in parallel; pass@k and its interval."""
 
 import math
 import os
@@ -15,25 +15,27 @@ from infer.evaluate.problems import Problem
 from infer.sandbox.sandbox import HarnessError, Limits, Outcome, Sandbox
 from laneformer.errors import ConfigError
 
-# A loop of known length measures the speed of a core: limits hold for a core that takes LOOP_SECONDS for it, and grow
-# on a slower one.
+# A loop of known length measures the speed of a core. Time limits are for a core that runs it in LOOP_SECONDS, and grow
+# in proportion on a slower core.
 LOOP = "n = 0\nfor i in range(2_000_000):\n    n += i * i % 7\n"
 LOOP_SECONDS = 0.15
-REFERENCE_FACTOR = 4  # a program may always take this many times as long as the reference solution
+REFERENCE_FACTOR = 4  # a program may always take at least this many times as long as the reference solution
 
 
 class Judge:
-    """Runs programs against their tests, for any number of scorings; `close` it, or use it in a `with` block."""
+    """Runs programs against their tests, for any number of scorings. `close` it, or use it in a `with` block."""
 
     def __init__(self, sandbox: str = "auto", workers: int | None = None):
-        """sandbox: a level of infer.sandbox.sandbox.Sandbox. workers: programs at a time, by default one per core.
+        """sandbox: a level of infer.sandbox.sandbox.Sandbox. workers: number of programs that run at a time; by default
+        one per core.
 
-        Raises ConfigError if the sandbox does not work.
+        Raises ConfigError if the sandbox does not work or `workers` exceeds the cores, HarnessError if the machine is
+        too slow.
         """
         cores = len(os.sched_getaffinity(0))
         if workers is not None and not 1 <= workers <= cores:
             raise ConfigError(
-                f"workers = {workers}: give 1 to {cores}, the number of cores; more would slow each other down"
+                f"workers = {workers}: give 1 to {cores}, the number of cores; more programs would slow each other down"
             )
         self.workers = workers or cores
         self.sandbox = Sandbox(sandbox)
@@ -45,18 +47,18 @@ class Judge:
                 " command again"
             )
         self.slowness = max(1.0, min(loops) / LOOP_SECONDS)
-        """Time of a program relative to a nominal core, at least 1."""
+        """Time of a program relative to that on a nominal core, at least 1."""
         self._references: dict[Problem, float] = {}
 
     @property
     def report(self) -> dict[str, Any]:
-        """What a verdict depends on besides the sandbox."""
+        """The facts that a verdict depends on, besides those of the sandbox."""
         limits = {name: value for name, value in asdict(_limits(0)).items() if not name.endswith("seconds")}
         return {**limits, "reference_factor": REFERENCE_FACTOR, "slowness": self.slowness, "workers": self.workers}
 
     def verify(self, problems: Sequence[Problem], progress: bool = False) -> None:
-        """Runs the reference solutions that were not run before. Raises HarnessError if one fails, because then no
-        verdict is meaningful.
+        """Runs the reference solutions that have not been run yet. Raises HarnessError if one fails, because no verdict
+        would be meaningful then.
         """
         new = [problem for problem in problems if problem not in self._references]
         limits = [_limits(REFERENCE_FACTOR * problem.seconds * self.slowness) for problem in new]
@@ -73,18 +75,20 @@ class Judge:
             )
 
     def run(self, program: str, seconds: float, longest_error: int) -> Outcome:
-        """Runs a program that tests itself, as Sandbox.run. seconds: CPU time on a machine of nominal speed."""
+        """Runs a program that tests itself. seconds: limit on its CPU time, on a machine of nominal speed. errors: as
+        `Sandbox.run`.
+        """
         return self.sandbox.run(program, "", _limits(seconds * self.slowness), longest_error=longest_error)
 
     def limits(self, problem: Problem) -> Limits:
-        """The limits of a program for a problem."""
+        """The limits of a program for a problem whose reference solution was run."""
         return _limits(max(problem.seconds * self.slowness, REFERENCE_FACTOR * self._references[problem]))
 
     def outcomes(
         self, programs: Sequence[tuple[Problem, str]], progress: bool = False
     ) -> Iterator[tuple[int, Outcome]]:
-        """(index, outcome) of each program in the order in which they end; the problems must be verified. Raises
-        HarnessError if one could not be run.
+        """Yields (index, outcome) of each program, in the order in which they end. The problems must be verified.
+        Raises HarnessError if a program could not be run.
         """
         return self._run(programs, [self.limits(problem) for problem, _ in programs], "samples", progress)
 
@@ -107,7 +111,7 @@ class Judge:
             for job in progress_bar(as_completed(jobs), what, len(jobs), "program", progress):
                 yield jobs[job], job.result()
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # running programs end by their limits, or with the sandbox
+            pool.shutdown(wait=False, cancel_futures=True)  # limits, or closing the sandbox, end running programs
 
     def close(self) -> None:
         """Kills running programs."""
@@ -121,12 +125,12 @@ class Judge:
 
 
 def _limits(cpu_seconds: float) -> Limits:
-    """The limits of a CPU time, with enough elapsed time for a core that is shared."""
+    """Limits with this CPU time in seconds, and enough elapsed time for a shared core."""
     return Limits(cpu_seconds, wall_seconds=4 * cpu_seconds + 10)
 
 
 def progress_bar(items: Iterable, what: str, total: int, unit: str, shown: bool) -> tqdm:
-    """A progress bar on standard error; rare updates if that is a file."""
+    """A progress bar on standard error. It is updated rarely if standard error is not a terminal."""
     return tqdm(
         items,
         what,
@@ -138,9 +142,10 @@ def progress_bar(items: Iterable, what: str, total: int, unit: str, shown: bool)
 
 
 def pass_at_k(counts: Mapping[str, tuple[int, int]], k: int) -> float | None:
-    """The mean over problems of the unbiased estimate that one of k samples passes; None if a problem has fewer than k.
+    """The unbiased estimate of the probability that at least one of k samples passes, averaged over problems; None if a
+    problem has fewer than k samples.
 
-    counts: task_id -> (samples n, passed c); the estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
+    counts: task_id -> (samples n, passed c). The estimate is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv 2107.03374).
     """
     if any(n < k for n, _ in counts.values()):
         return None
@@ -148,7 +153,7 @@ def pass_at_k(counts: Mapping[str, tuple[int, int]], k: int) -> float | None:
 
 
 def wilson(share: float, trials: int) -> tuple[float, float]:
-    """The 95 % interval of a share observed in that many trials (Wilson, JASA 22, 1927)."""
+    """The 95 % confidence interval of a share observed in `trials` trials (Wilson, JASA 22, 1927)."""
     z = 1.959963984540054
     middle = share + z * z / (2 * trials)
     half = z * math.sqrt(share * (1 - share) / trials + z * z / (4 * trials * trials))

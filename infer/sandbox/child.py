@@ -1,8 +1,8 @@
-"""A program in its sandbox: loads the text that the judge sends and calls its functions when the judge asks.
+"""A program in its sandbox: loads the text that the judge sends, and calls the program's functions on request.
 
 The sandbox passes the text of this file, after that of wire.py, to `python -c`. Requests arrive on standard input and
-replies leave on standard output; both are pipes. Everything here is in the power of the program once that runs, so a
-reply is a claim: data that the judge compares, never a verdict about it.
+replies leave on standard output. Both are pipes. A running program can change everything in this process, so a reply is
+only data that the judge compares, never a verdict.
 """
 
 import builtins
@@ -16,12 +16,12 @@ import types
 
 from infer.sandbox.wire import MUTABLE, TYPES, Reader, contents, dump, receive, send, write_library
 
-# The program may replace the originals.
+# Copies of functions that the program may replace.
 _getpid, _leave, _clock = os.getpid, os._exit, time.process_time
 
 
 class Objects:
-    """What the judge refers to by number: functions, objects of the program's classes, iterators."""
+    """The objects that the judge refers to by number: functions, objects of the program's classes, iterators."""
 
     def __init__(self):
         self.kept, self.numbers = [], {}
@@ -29,12 +29,14 @@ class Objects:
     def reference(self, value):
         number = self.numbers.setdefault(id(value), len(self.kept))
         if number == len(self.kept):
-            self.kept.append(value)  # which keeps the id from being reused
+            self.kept.append(value)  # keeps the object alive, so that its id is not reused
         kind = "iterator" if hasattr(type(value), "__next__") else "object"
         return {"remote": [number, kind]}
 
     def write(self, writer, value, depth):
-        """JSON of a value of another type: library data, a value of a subclass as its base, else a reference."""
+        """JSON of a value that is not of a built-in type: library data as itself, an object of a subclass as its base,
+        anything else as a reference.
+        """
         written = write_library(writer, value)
         if written is not None:
             return written
@@ -57,7 +59,7 @@ class Objects:
         return self.kept[content]
 
 
-# The content of an object of a subclass, whatever that redefines.
+# Type -> function that returns the content of an object of a subclass, unaffected by methods that it redefines.
 BASES = {
     int: int.__int__,
     float: float.__float__,
@@ -74,21 +76,21 @@ BASES = {
 
 
 def prepare(spec):
-    """Sets the limits, the path of modules, and what Python's site would add to the built-in functions."""
+    """Sets the limits and the path of modules, and adds the built-in functions that Python's site would add."""
     for name, limit in spec["limits"].items():
         kind = getattr(resource, name)
         ceiling = resource.getrlimit(kind)[1]
         most = ceiling if ceiling != resource.RLIM_INFINITY else limit + (name == "RLIMIT_CPU")
-        # One more second of CPU time as hard limit: SIGXCPU first, then SIGKILL for programs that ignore it.
+        # The hard limit on CPU time is one second more: programs that ignore SIGXCPU then get SIGKILL.
         resource.setrlimit(kind, (min(limit, most), min(limit + (name == "RLIMIT_CPU"), most)))
-    signal.alarm(spec["alarm"])  # ends the process if the one that started it is gone
+    signal.alarm(spec["alarm"])  # ends this process if the process that started it is gone
     sys.path[:] = [*spec["path"], *sys.path, *site.getsitepackages()]
     for add in (site.setquit, site.setcopyright, site.sethelper):
         add()
 
 
 def last_in_line():
-    """When memory runs out, this process is killed first."""
+    """Makes this process the first one that the kernel kills when memory runs out."""
     try:
         with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
             file.write("1000")
@@ -104,9 +106,9 @@ def describe(error, longest):
 
 
 def load(text, longest):
-    """Runs a program's top level; its module, or a verdict and the reason."""
+    """Runs a program's top level. Returns (module, None), or (None, (verdict, reason)) if that fails."""
     module = sys.modules["solution"] = types.ModuleType("solution")
-    module.__builtins__ = builtins  # not the copy that this file uses
+    module.__builtins__ = builtins  # the originals, not the copy that this file uses
     try:
         code = compile(text, "<solution>", "exec")
     except MemoryError as error:
@@ -123,7 +125,7 @@ def load(text, longest):
 
 
 def done(objects, module, kind, target, values):
-    """The reply to a request, as a function of the writer."""
+    """Executes a request. Returns a function that makes the reply with a writer."""
     if kind == "names":
         found = {name: module.__dict__[name] for name in values if name in module.__dict__}
         return lambda w: [
@@ -142,8 +144,8 @@ def done(objects, module, kind, target, values):
 
 
 def raised(error, longest):
-    """The reply that a request raised an exception: the name of its class, those of the built-in classes that it is or
-    derives from, its arguments if plain, its text.
+    """A function that makes the reply to a request that raised an exception: the names of its class and of the built-in
+    classes that it is or derives from, its arguments if they are plain data, and its text.
     """
     bases = (kind.__name__ for kind in type(error).__mro__ if TYPES.get(kind.__name__) is kind)
     names = [type(error).__name__, *bases]
@@ -156,7 +158,7 @@ def raised(error, longest):
 
 
 def main():
-    requests, replies = os.dup(0), os.dup(1)  # not inherited by programs that the solution starts
+    requests, replies = os.dup(0), os.dup(1)  # programs that the solution starts do not inherit these
     null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
         os.dup2(null, standard)
@@ -178,7 +180,7 @@ def main():
         message = dump(
             lambda w: [_clock() - began, kind, make(w), [[n, w(after)] for n, after in changed]], known, objects.write
         )
-        if _getpid() != me:  # a child that the program forked
+        if _getpid() != me:  # this is a child that the program forked
             _leave(0)
         send(replies, message)
 

@@ -1,8 +1,8 @@
-"""Runs tests in a process that no program enters, and reports their verdicts.
+"""Runs tests outside of the tested program's process, and reports their verdicts.
 
-The sandbox passes the text of this file, after that of wire.py, to `python -c` in a sandbox of the judge's own. That
-process imports NumPy once and forks for every program. The fork holds the tests; it calls the program's functions by
-message (child.py) and compares the answers, which are plain data, by its own operators.
+The sandbox passes the text of this file, after that of wire.py, to `python -c` in a separate sandbox. That process
+imports NumPy once and forks for every program. The fork runs the tests. It calls the program's functions by message
+(child.py) and compares the answers, which are plain data, with its own operators.
 """
 
 import builtins
@@ -21,19 +21,20 @@ from infer.sandbox.wire import HEAD, Reader, WireError, dump, receive, restore, 
 
 EXCEPTIONS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 EXCEPTIONS = {name: kind for name, kind in EXCEPTIONS.items() if issubclass(kind, BaseException)}
-# Raised by a function these, and classes derived from them, would end a loop of the test as if all had been compared.
+# If a function of the program raised one of these exceptions, or a class derived from them, it would end a loop of the
+# test as if all values had been compared.
 ENDS = (StopIteration, StopAsyncIteration, GeneratorExit)
-MODULES = {"np": "numpy"}  # other names of modules
+MODULES = {"np": "numpy"}  # common short name of a module -> its name
 LIBRARY = {*sys.stdlib_module_names, "numpy"}
 LONGEST_NAME = 100
 
 
 class Ended(BaseException):
-    """The program has ended, or has sent something else than a reply."""
+    """The program has ended, or has sent something other than a reply."""
 
 
 class Remote:
-    """A function, or an object of a class, of the program; equal to itself alone."""
+    """A function of the program, or an object of one of its classes. It is equal only to itself."""
 
     __slots__ = ("_handle", "_program")
 
@@ -66,18 +67,18 @@ class RemoteIterator(Remote):
 
 
 class Program:
-    """The program at the other end of two pipes. Every method raises Ended if it is gone."""
+    """The program at the other end of two pipes. Every method raises Ended if the program has ended."""
 
     def __init__(self, requests, replies):
         self._requests, self._replies, self._remotes = requests, replies, {}
         self.cpu = 0.0
         self.broken = None
-        """Why nothing that the program sends counts any more."""
+        """The reason why messages of the program are no longer accepted; None while they are."""
 
     def load(self, spec):
-        """Loads the program; None, or its verdict and the reason."""
+        """Loads the program. Returns None, or (verdict, reason) if that fails."""
         try:
-            text = json.dumps(spec).encode()  # which may have lone surrogates
+            text = json.dumps(spec).encode()  # ASCII, because the spec may contain lone surrogates
             send(self._requests, [HEAD.pack(len(text), 0), text])
         except BrokenPipeError:
             self._end("the program ended before the tests were done")
@@ -90,17 +91,19 @@ class Program:
         return (verdict if verdict in ("syntax", "memory") else "failed"), str(error)
 
     def start(self):
-        """Waits until the interpreter runs."""
+        """Waits until the interpreter of the program is running."""
         if self._receive()[0] != "started":
             self._end("the program did not start")
 
     def names(self, names):
-        """Name -> value, for those that the program defines."""
+        """Name -> value, for those of `names` that the program defines."""
         found = self.ask("names", 0, sorted(names))
         return {name: found[name] for name in names if name in found}
 
     def ask(self, kind, target, values):
-        """The answer to a request, as plain data; changes containers among `values` as the program did."""
+        """Sends a request and returns the answer, as plain data, or raises the exception that the program raised.
+        Containers among `values` are changed as the program changed them.
+        """
         known = []
 
         def make(writer):
@@ -124,7 +127,7 @@ class Program:
             reader = Reader(known, self._read, beside)
             if answer == "value":
                 [node] = content
-                # The names of a module are no value of the program.
+                # A dict of names is part of the reply, not a value of the program.
                 result = {name: reader(value) for name, value in node.items()} if kind == "names" else reader(node)
             elif answer == "raised":
                 names, args, text = content
@@ -183,7 +186,9 @@ class Program:
 
 
 def rebuilt(names, args, text, is_next):
-    """The exception of a reply: of the first built-in class among `names` after the first, which is its own name."""
+    """The exception of a reply. names: the name of its class, then those of its built-in base classes; the exception
+    belongs to the first of the latter. is_next: whether the request was for an iterator's next value.
+    """
     name, *bases = (str(each)[:LONGEST_NAME] for each in names)
     text = str(text)
     kind = next((EXCEPTIONS[each] for each in bases if each in EXCEPTIONS), Exception)
@@ -199,18 +204,20 @@ def rebuilt(names, args, text, is_next):
 
 
 def wanted(code):
-    """All names that a code object and those in it refer to."""
+    """All names that a code object and its nested code objects refer to."""
     return {*code.co_names}.union(*(wanted(each) for each in code.co_consts if isinstance(each, types.CodeType)))
 
 
 def trusted(name, value):
-    """The judge's own module for the name of one, which tests may leave to the program to import; else the value."""
+    """The judge's own module if `name` is one of the standard library or numpy; otherwise the value. (Tests may use
+    modules that only the program imports.)
+    """
     name = MODULES.get(name, name)
     return importlib.import_module(name) if name in LIBRARY else value
 
 
 def run_tests(spec, program):
-    """Runs the tests of a loaded program; raises what they raise."""
+    """Runs the tests of a loaded program. Raises the exception that they raise."""
     space = {"__name__": "solution"}
     exec(compile(spec["context"], "<context>", "exec"), space)
     test, entry_point = compile(spec["test"], "<test>", "exec"), spec["entry_point"]
@@ -224,13 +231,13 @@ def run_tests(spec, program):
 
 
 def judge(spec, program, report):
-    """Reports the verdict of one program."""
+    """Runs the tests of one program, reports the verdict and exits."""
     began = time.process_time()
 
     def end(verdict, error=""):
         line = {"verdict": verdict, "error": error[: spec["longest_error"]]}
         line["cpu"] = program.cpu + time.process_time() - began
-        if program.broken:  # whatever the test made of it
+        if program.broken:  # regardless of how the test handled it
             line = {"broken": program.broken[: spec["longest_error"]]}
         os.write(report, (json.dumps(line) + "\n").encode())
         os._exit(0)
@@ -267,17 +274,19 @@ def limit(spec, late):
     for name, most in spec["limits"].items():
         kind = getattr(resource, name)
         hard = resource.getrlimit(kind)[1]
-        extra = name == "RLIMIT_CPU"  # the signal first
+        extra = name == "RLIMIT_CPU"  # the hard limit is one second more, so that SIGXCPU arrives first
         if hard == resource.RLIM_INFINITY or most + extra <= hard:
             resource.setrlimit(kind, (most, most + extra))
     signal.signal(signal.SIGXCPU, late)
     signal.alarm(spec["alarm"])
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # a fork has the state of all others
+        sys.modules["numpy.random"].seed()  # otherwise all forks would have the same state
 
 
 def serve(control):
-    """Judges one program for each message: its descriptors are the spec's file, requests, replies and the report."""
+    """Judges one program per message. The descriptors of a message are the spec's file, requests, replies and the
+    report.
+    """
     while True:
         message, handles, _, _ = socket.recv_fds(control, 1, 4)
         if not message:
@@ -297,7 +306,7 @@ def main(site):
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     sys.path[:0] = [site]
     try:
-        import numpy  # so that forks need not
+        import numpy  # once here, not in every fork
         import numpy.random  # noqa: F401
     except ImportError:
         pass

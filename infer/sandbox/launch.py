@@ -1,8 +1,8 @@
-"""Shuts the interpreter that runs this in: its own mount tree, no privileges, a filter of system calls.
+"""Isolates the interpreter that runs this file: a separate mount tree, no privileges, a filter of system calls.
 
-Level `unshare` passes the text of this file before that of child.py or judge.py to `python -c`, in new namespaces that
-util-linux's unshare made. It runs as root of the machine or of the user namespace, before any text of a program
-arrives.
+Level `unshare` passes the text of this file, before that of child.py or judge.py, to `python -c`, in new namespaces
+made by util-linux's unshare. It runs as root of the machine or of the user namespace, before the interpreter receives
+any text of a program.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ MNT_DETACH = 2
 AT_EMPTY_PATH, AT_RECURSIVE = 0x1000, 0x8000
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_CAPBSET_DROP = 1, 4, 22, 24
 PR_SET_SECUREBITS, PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 28, 38, 47, 4
-SECURE = 0b101111  # root has no capabilities, changes of the user alter none, none are kept; all locked
+SECURE = 0b101111  # root has no capabilities, changing the user neither alters nor keeps any, and all this is locked
 CAPABILITY_VERSION_3 = 0x20080522
 MODE_FILTER = 2
 # pivot_root, mount_setattr, capset
@@ -56,14 +56,14 @@ def _prctl(*args):
 
 
 def _bind(source, target, setattr_number):
-    """Mounts a folder or a file with all that is mounted below it, read-only."""
+    """Mounts a folder or a file read-only, with everything that is mounted below it."""
     if os.path.isdir(source):
         os.makedirs(target, exist_ok=True)
     else:
         os.makedirs(os.path.dirname(target), exist_ok=True)
         os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
     _mount(source, target, "", MS_BIND | MS_REC)
-    attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)  # MOUNT_ATTR_ have these values too
+    attributes = (ctypes.c_uint64 * 4)(MS_RDONLY | MS_NOSUID | MS_NODEV, 0, 0, 0)  # MOUNT_ATTR_* have the same values
     path = ctypes.c_char_p(target.encode())
     _call(setattr_number, f"mount_setattr {target}", -100, path, AT_RECURSIVE, ctypes.byref(attributes), 32)
 
@@ -79,7 +79,7 @@ def _devices(root, shm_bytes):
 
 
 def _tree(spec, pivot_number, setattr_number):
-    """Makes the tree below an empty folder and moves into it; nothing of the old tree remains reachable."""
+    """Makes the mount tree below an empty folder and moves into it. Nothing of the old tree remains reachable."""
     root = spec["root"]
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
@@ -100,7 +100,7 @@ def _tree(spec, pivot_number, setattr_number):
 
 
 def _drop(spec, capset_number):
-    """Gives up all privileges for good, and becomes another user if there is one."""
+    """Drops all privileges permanently, and changes to the user of the spec if it has one."""
     with open("/proc/sys/kernel/cap_last_cap", encoding="ascii") as file:
         last = int(file.read())
     _prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL)
@@ -118,7 +118,7 @@ def _drop(spec, capset_number):
 
 
 def _filter(program):
-    """Loads a filter of system calls for this process and those that it starts."""
+    """Loads a filter of system calls for this process and its children."""
 
     class Program(ctypes.Structure):
         _fields_ = [("length", ctypes.c_ushort), ("code", ctypes.c_char_p)]
@@ -128,8 +128,8 @@ def _filter(program):
 
 
 def _first_process(child):
-    """Ends as the child ends. The first process of a namespace does not receive SIGXCPU, so the program is the second;
-    with the first all others end.
+    """Waits for the child and exits with its status. The first process of a namespace does not receive SIGXCPU, so the
+    program is the second one. When the first process ends, all others end too.
     """
     os.closerange(0, 64)
     while True:
@@ -140,22 +140,22 @@ def _first_process(child):
 
 
 def enter(spec):
-    """Shuts this process in. spec: root (an empty folder), folders [source, place], links, sizes, user, filter."""
+    """Isolates this process. spec: root (an empty folder), folders [source, place], links, sizes, user, filter."""
     handles = {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2}
     for handle in handles:
         try:
-            if stat.S_ISDIR(os.fstat(handle).st_mode):  # of the old tree
+            if stat.S_ISDIR(os.fstat(handle).st_mode):  # it would reach the old tree
                 os.close(handle)
         except OSError:
             pass
     pivot_number, setattr_number, capset_number = CALLS[os.uname().machine]
     _tree(spec, pivot_number, setattr_number)
     _drop(spec, capset_number)
-    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a change of the user had reset it
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # changing the user has reset it
     _prctl(PR_SET_DUMPABLE, 0)
     _filter(bytes.fromhex(spec["filter"]))
     child = os.fork()
     if child:
         _first_process(child)
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    _prctl(PR_SET_DUMPABLE, 1)  # for its files in /proc
+    _prctl(PR_SET_DUMPABLE, 1)  # so that its own files in /proc are readable

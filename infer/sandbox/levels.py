@@ -1,4 +1,4 @@
-"""Isolation levels: the command that starts the interpreter under bubblewrap, unshare, or resource limits alone."""
+"""Isolation levels: the commands that start the interpreter under bubblewrap, unshare, or resource limits only."""
 
 import functools
 import os
@@ -13,19 +13,19 @@ import numpy as np
 from infer.sandbox.seccomp import filter_program
 
 TMP_BYTES, SHM_BYTES = 64 << 20, 16 << 20
-# Users that own nothing (systemd's range for dynamic users). The limit on processes counts per user, so each run gets
-# another user.
+# Users that own no files (systemd's range for dynamic users). The limit on processes is per user, so each run has a
+# different user.
 UIDS = range(61184, 65520)
 ENVIRONMENT = {
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "HOME": "/tmp",
     "LANG": "C.UTF-8",
     "PYTHONHASHSEED": "0",  # verdicts may depend on the order of sets
-    # On a machine with many cores one buffer per thread exceeds the limit on memory.
+    # On a machine with many cores, one buffer per thread would exceed the limit on memory.
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
-# Mounts folders where an unprivileged user can reach them: only root may enter /root, which may contain the Python.
+# Mounts folders where an unprivileged user can reach them. (Python may be in /root, which only root may enter.)
 BIND = 'while [ "$1" != -- ]; do mount --bind "$1" "$2"; shift 2; done; shift'
 FILTER_HANDLE = 9
 EXEC = f'filter=$1; shift; exec "$@" {FILTER_HANDLE}<"$filter"'
@@ -35,7 +35,7 @@ PLACES = ("python", "site", "site/numpy", "site/numpy.libs", "work", "root")
 
 @dataclass(frozen=True)
 class Level:
-    """One way to isolate programs. `stage` is a folder that `prepare` has filled, open to every user."""
+    """One way to isolate programs. `stage` is a folder that `prepare` has filled, readable by every user."""
 
     name: str
     tools: tuple[str, ...]
@@ -49,18 +49,18 @@ class Level:
     site: Callable[[Path], str]
     """stage -> the folder in the sandbox that contains numpy, for sys.path."""
     prelude: Callable[[Path, int], dict | None] = lambda stage, run: None
-    """(stage, number of the run) -> what launch.py is given inside the interpreter, if it runs there."""
+    """(stage, number of the run) -> the argument of `enter` in launch.py; None if the level does not use launch.py."""
 
 
 @functools.cache
 def interpreter() -> Path:
-    """The running interpreter, not a virtual environment's link to it."""
+    """The path of the running interpreter, with a virtual environment's link resolved."""
     return Path(os.path.realpath(sys.executable))
 
 
 @functools.cache
 def needed() -> dict[str, Path]:
-    """Folders that a program needs outside /usr, by their place below `stage`: Python's files, and numpy."""
+    """Folders outside /usr that a program needs, by their place below `stage`: Python's files, and numpy."""
     numpy = Path(os.path.realpath(np.__file__)).parent
     found = {
         "python": Path(os.path.realpath(sys.base_prefix)),
@@ -80,12 +80,16 @@ def system() -> tuple[dict[str, str], list[str]]:
 
 
 def mounts() -> list[tuple[str, str]]:
-    """(folder of the machine, its place in the sandbox, below `stage` for root) of what `needed` returns."""
+    """(place below `stage`, path in the sandbox) of each folder of `needed`. Python keeps the path that it has on the
+    machine.
+    """
     return [(place, str(folder) if place == "python" else f"/{place}") for place, folder in needed().items()]
 
 
 def shown(path: Path) -> Path | None:
-    """The folder through which programs can read a file of this machine, at any level that isolates them."""
+    """The mounted folder through which isolated programs can read a file of this machine; None if they cannot read
+    it.
+    """
     folders = [*map(Path, system()[1]), *needed().values()]
     return next((folder for folder in folders if path.resolve().is_relative_to(folder.resolve())), None)
 
@@ -95,13 +99,13 @@ def is_root() -> bool:
 
 
 def tool(name: str) -> str:
-    """The path of a program, which need not be on the path inside."""
+    """The full path of a program, because PATH differs inside the sandbox; its name if it is not found."""
     return shutil.which(name) or name
 
 
 def prepare(stage: Path, level: Level) -> None:
-    """Fills an empty folder with what the commands of a level use. Raises ConfigError without a filter for this
-    machine.
+    """Fills an empty folder with the files that the commands of a level use. Raises ConfigError if there is no filter
+    of system calls for this machine.
     """
     for place in (".", *PLACES):
         (stage / place).mkdir(exist_ok=True)
@@ -114,14 +118,16 @@ def prepare(stage: Path, level: Level) -> None:
 
 
 def without_rights(run: int) -> list[str]:
-    """The command that drops all capabilities for good and, for root, changes the user."""
+    """The command that drops all capabilities permanently and, if it runs as root, changes the user."""
     uid = str(UIDS[run % len(UIDS)])
     user = ["--reuid", uid, "--regid", uid, "--clear-groups"] if is_root() else []
     return [tool("setpriv"), *user, "--pdeathsig", "KILL", "--bounding-set=-all", "--inh-caps=-all", "--no-new-privs"]
 
 
 def bwrap(stage: Path, run: int) -> list[str]:
-    """bubblewrap: no network; only the system's programs and this Python, read-only; /tmp in memory."""
+    """The command for bubblewrap: no network, only the system's programs and this Python, read-only, and /tmp in
+    memory.
+    """
     command = [str(stage / "bwrap") if (stage / "bwrap").exists() else tool("bwrap")]
     command += ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
     command += ["--cap-drop", "ALL", "--seccomp", str(FILTER_HANDLE)]
@@ -144,14 +150,14 @@ def bwrap(stage: Path, run: int) -> list[str]:
 
 
 def unshare(stage: Path, run: int) -> list[str]:
-    """Namespaces of util-linux, in which launch.py then makes the same tree as bubblewrap."""
+    """The command for namespaces by util-linux. Inside them, launch.py makes the same tree as bubblewrap."""
     root = [] if is_root() else ["--map-root-user"]
     spaces = ["--mount", "--net", "--pid", "--ipc", "--uts", "--cgroup", "--fork", "--kill-child"]
     return [tool("setpriv"), "--pdeathsig", "KILL", tool("unshare"), *root, *spaces, str(interpreter())]
 
 
 def inside_unshare(stage: Path, run: int) -> dict:
-    """What launch.py is given."""
+    """The argument of `enter` in launch.py."""
     links, folders = system()
     return {
         "root": str(stage / "root"),
@@ -165,7 +171,9 @@ def inside_unshare(stage: Path, run: int) -> dict:
 
 
 def rlimits(stage: Path, run: int) -> list[str]:
-    """No isolation: only the limits on CPU time, memory, processes and file sizes that every level has."""
+    """The command without isolation. Only the limits of every level on CPU time, memory, processes and file sizes
+    apply.
+    """
     return [str(interpreter())]
 
 

@@ -1,12 +1,13 @@
-"""Runs programs that a model wrote in isolation, tests them from outside, and reports how each ended.
+"""Runs model-written programs in isolation, tests them from outside, and reports how each one ended.
 
-Every program runs in a fresh interpreter without privileges, network or files of the machine, with limits on CPU time,
-memory, processes, open files and output; it can only write to 64 MiB of memory. A filter of system calls refuses
-sockets, namespaces and calls that reach into other processes. Tests run in another sandbox (judge.py), which
-calls the program by message and compares its answers, so that a program reaches neither its tests nor its verdict.
+Every program runs in a fresh interpreter without privileges, network or access to the files of the machine. CPU time,
+memory, processes, open files and output are limited, and it can write only to a file system of 64 MiB in memory. A
+filter of system calls refuses sockets, namespaces and calls that reach into other processes. Tests run in a separate
+sandbox (judge.py), which calls the program by message and compares its answers. A program can therefore reach neither
+its tests nor its verdict.
 
-The sandbox shares the kernel: this does not protect against kernel exploits, and does not limit the memory of all
-processes of a program together. For code of unknown users run all of it in a virtual machine.
+The sandbox shares the kernel of the machine. It does not protect against kernel exploits, and does not limit the total
+memory of all processes of a program. For code of unknown users, run everything in a virtual machine.
 """
 
 import binascii
@@ -40,10 +41,10 @@ from laneformer.errors import ConfigError, LaneformerError
 log = logging.getLogger(__name__)
 Verdict = Literal["passed", "failed", "syntax", "timeout", "memory", "killed"]
 VERDICTS = 2
-"""Version of how verdicts are reached, for reports: 1 ran the tests in the program's process, 2 calls it by message."""
+"""Version of the method of judging, for reports: 1 ran the tests in the program's process, 2 calls it by message."""
 REPORT_BYTES = 1 << 16
-LAST_SECONDS = 5.0  # between the end of a program's pipes and that of the program
-BROKEN = "broken"  # in a report: why the program could not be asked on
+LAST_SECONDS = 5.0  # from the end of a program's pipes to the end of the program
+BROKEN = "broken"  # key of a report: why the program could not answer further requests
 NAMESPACES = (
     "if the system forbids user namespaces, allow them (Ubuntu: an AppArmor profile for bwrap, or"
     " sysctl kernel.apparmor_restrict_unprivileged_userns=0; containers: run with the right to unshare)"
@@ -52,8 +53,8 @@ NAMESPACES = (
 
 @functools.cache
 def _text(*names: str) -> str:
-    """A program of modules of this folder as one, compiled, for `python -c` without this package. It has its own copy
-    of the built-in functions, which a model's program cannot replace for it.
+    """Modules of this folder, joined and compiled, as a text for `python -c`, which works without this package. The
+    modules use a copy of the built-in functions, so a model's program cannot replace the functions that they call.
     """
     texts = [files("infer.sandbox").joinpath(f"{name}.py").read_text(encoding="utf-8") for name in names]
     joined = "\n".join(re.sub(r"^from infer\.sandbox.*\n", "", text, flags=re.MULTILINE) for text in texts)
@@ -73,14 +74,14 @@ class Limits:
     cpu_seconds: float
     """CPU time, rounded up to whole seconds."""
     wall_seconds: float
-    """Elapsed time, for programs that sleep or wait."""
+    """Elapsed time in seconds, for programs that sleep or wait."""
     memory_bytes: int = 4 << 30
     """Address space of each process."""
     processes: int = 64
-    """Processes and threads together."""
+    """Number of processes and threads together."""
     open_files: int = 64
     file_bytes: int = 16 << 20
-    """Size of each file that it writes."""
+    """Size of each file that the program writes."""
 
 
 @dataclass(frozen=True)
@@ -92,20 +93,20 @@ class Outcome:
     error: str
     """The reason in one line; "" if the program passed."""
     cpu_seconds: float | None
-    """CPU time of solution and tests, without the start of the interpreter. None if the program did not report it."""
+    """CPU time of solution and tests, without the start of the interpreter; None if the program did not report it."""
 
 
 class Sandbox:
-    """Runs programs from any number of threads; `close` it, or use it in a `with` block."""
+    """Runs programs from any number of threads. `close` it, or use it in a `with` block."""
 
     def __init__(self, level: str = "auto"):
-        """level: "bwrap" (bubblewrap), "unshare" (the same by util-linux), "rlimits" (resource limits alone) or "auto":
-        bwrap if installed, else unshare.
+        """level: "bwrap" (bubblewrap), "unshare" (the same isolation by util-linux), "rlimits" (resource limits only),
+        or "auto" (bwrap if installed, else unshare).
 
         Runs a self-test. Raises ConfigError for a level that is unknown, not installed, or fails its self-test.
         """
         self.level = _choose(level)
-        self._runs = itertools.count(os.getpid() * 97)  # two evaluations at a time start at different users
+        self._runs = itertools.count(os.getpid() * 97)  # concurrent evaluations start with different users
         self._running: set[subprocess.Popen] = set()
         self._judge: _JudgeProcess | None = None
         self._closed, self._lock = False, threading.Lock()
@@ -119,8 +120,8 @@ class Sandbox:
 
     @property
     def report(self) -> dict[str, Any]:
-        """What a score depends on: the level, the version of its tool, network access, the interpreter, and how
-        verdicts are reached.
+        """The facts about the sandbox that a score depends on: the level, the version of its tool, network access, the
+        interpreter, and the method of judging.
         """
         tool = self.level.tools[0] if self.level.tools else None
         version = (
@@ -148,11 +149,12 @@ class Sandbox:
         entry_point: str | None = None,
         context: str = "",
     ) -> Outcome:
-        """Runs `solution`, then `test` outside of it; passed if neither raises or ends the program.
+        """Runs `solution`, then `test` in a separate process. The verdict is "passed" if neither raises nor ends its
+        process early.
 
-        The names of the test are those that `context` defines, a program that runs before the test; `entry_point` and
-        all further ones are the solution's, whose functions and objects are called by message. longest_error: in
-        characters. The limits hold for the solution and for the test, each.
+        context: a program that runs before the test and defines names for it. `entry_point` and all other names that
+        the test uses are those of the solution, whose functions and objects the test calls by message. longest_error:
+        limit on `Outcome.error`, in characters. The limits apply to the solution and to the test separately.
 
         Raises HarnessError if the program could not be started, and after `close`.
         """
@@ -160,11 +162,11 @@ class Sandbox:
         bounds = {
             "RLIMIT_AS": limits.memory_bytes,
             "RLIMIT_CPU": math.ceil(limits.cpu_seconds),
-            # Without isolation all processes of the user count.
+            # Without isolation, all processes of the user count.
             "RLIMIT_NPROC": limits.processes if self.level.tools else 8 * limits.processes,
             "RLIMIT_NOFILE": limits.open_files,
             "RLIMIT_FSIZE": limits.file_bytes,
-            # Of zero bytes, a program that collects core files would be started all the same: man 5 core.
+            # With a limit of 0, the kernel would still start a program that collects core files: man 5 core.
             "RLIMIT_CORE": 1,
         }
         common = {"limits": bounds, "alarm": math.ceil(limits.wall_seconds) + 5, "longest_error": longest_error}
@@ -190,7 +192,7 @@ class Sandbox:
             return _outcome(report, (take_error.read(REPORT_BYTES) or b"") + judge.error(), status, limits, took)
 
     def close(self) -> None:
-        """Kills running programs; no more can be run."""
+        """Kills running programs. No program can be run after this."""
         with self._lock:
             self._closed = True
             for process in self._running:
@@ -210,11 +212,12 @@ class Sandbox:
         run = next(self._runs)
         prelude = self.level.prelude(self._stage, run)
         launch = "" if prelude is None else f"{_text('launch')}enter({prelude!r})\n"
-        # Without site (-S): its files of this machine would run in every sandbox. child.py does the rest of its work.
+        # Without site (-S), because it would run files of this machine in every sandbox. child.py does the rest of its
+        # work.
         return [*self.level.command(self._stage, run), "-BSP", "-c", launch + _text("wire", module), *args]
 
     def _judging(self) -> "_JudgeProcess":
-        """The process that runs the tests, started if there is none."""
+        """The process that runs the tests. Starts it if none is running."""
         with self._lock:
             if self._closed:
                 raise HarnessError("the sandbox was closed")
@@ -234,7 +237,9 @@ class Sandbox:
             return process
 
     def _wait(self, process: subprocess.Popen, report: int, deadline: float) -> tuple[bytes, int | None]:
-        """The judge's report, and the exit status of the program; None if it did not end."""
+        """Waits for a program. Returns the judge's report, and the exit status of the program or None if it did not end
+        by itself. report: descriptor of the report. deadline: time.monotonic().
+        """
         handle, text, ended = os.pidfd_open(process.pid), b"", False
         try:
             poll = select.poll()
@@ -247,13 +252,13 @@ class Sandbox:
                     text += part
                     if not part:
                         break
-                elif handle in ready:  # what it sent is still judged, but its children may keep the pipes open
+                elif handle in ready:  # its answers are still judged, but its children may keep the pipes open
                     ended = True
                     poll.unregister(handle)
                     self._end(process)
             found = _verdict(text)
             if not ended and time.monotonic() < deadline and (not found or BROKEN in found):
-                poll.unregister(report)  # how the program ended shortly follows
+                poll.unregister(report)  # wait shortly for the end of the program, to report how it ended
                 ended = bool(poll.poll(1000 * LAST_SECONDS))
         finally:
             os.close(handle)
@@ -264,7 +269,7 @@ class Sandbox:
         return text, status if ended else None
 
     def _end(self, process: subprocess.Popen) -> None:
-        with self._lock:  # before it is reaped, while no other process can have its id
+        with self._lock:  # before the process is reaped, so that its id cannot belong to another process
             _kill(process)
 
     def _self_test(self) -> None:
@@ -289,7 +294,7 @@ class Sandbox:
                 remedy = (
                     f"{NAMESPACES}; or use --sandbox rlimits in a virtual machine"
                     if self.level.tools
-                    else "this Python or its numpy does not work"
+                    else "check that this Python and its numpy work"
                 )
                 try:
                     outcome = self.run(solution, test, Limits(cpu_seconds=20, wall_seconds=90))
@@ -322,12 +327,14 @@ def _choose(name: str) -> Level:
 
 
 def _kill(process: subprocess.Popen) -> None:
-    """Kills the process and its group; its namespace ends with it."""
+    """Kills a process and its group. Its namespace ends with it."""
     os.killpg(process.pid, signal.SIGKILL)
 
 
 def _popen(command: list[str], folder: str | Path, stdin, stdout, stderr) -> subprocess.Popen:
-    """Starts a process. Without preexec_fn this is vfork and exec, which is safe beside the threads of JAX."""
+    """Starts a process. Without preexec_fn, Python uses vfork and exec, which is safe beside the threads of JAX. Raises
+    HarnessError.
+    """
     how = {"stdin": stdin, "stdout": stdout, "stderr": stderr, "cwd": folder}
     try:
         return subprocess.Popen(command, env=ENVIRONMENT, start_new_session=True, **how)
@@ -338,7 +345,9 @@ def _popen(command: list[str], folder: str | Path, stdin, stdout, stderr) -> sub
 
 
 class _JudgeProcess:
-    """The process that runs tests. It dies with the thread that starts it, so that is a thread which waits for it."""
+    """The process that runs tests. It dies with the thread that started it, so a dedicated thread starts it and waits
+    for it.
+    """
 
     def __init__(self, command: list[str], folder: Path):
         self._control, self._other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -369,17 +378,17 @@ class _JudgeProcess:
         return not self._thread.is_alive()
 
     def take(self, *handles) -> None:
-        """Hands one program's descriptors over: the spec's file, requests, replies, report."""
-        with contextlib.suppress(OSError):  # it has ended: there will be no report
+        """Passes the descriptors of one program to the process: the spec's file, requests, replies, report."""
+        with contextlib.suppress(OSError):  # the process has ended, so no report will arrive
             socket.send_fds(self._control, [b"."], [handle.fileno() for handle in handles])
 
     def error(self) -> bytes:
-        """What it wrote before it served; nothing after `close`."""
+        """Standard error of the process before it began to serve; empty after `close`."""
         return b"" if self._stderr.closed else os.pread(self._stderr.fileno(), REPORT_BYTES, 0)
 
     def close(self) -> None:
         if not self.ended:
-            with contextlib.suppress(ProcessLookupError):  # it ended just now
+            with contextlib.suppress(ProcessLookupError):  # the process ended in the meantime
                 _kill(self._process)
         self._thread.join()
         self._control.close()
@@ -387,13 +396,17 @@ class _JudgeProcess:
 
 
 def _verdict(report: bytes) -> dict[str, Any]:
-    """The verdict of a judge's report; empty if it is not there."""
+    """The verdict in a judge's report; empty if the report has none."""
     lines = report.splitlines()
     return json.loads(lines[1]) if len(lines) == 2 else {}
 
 
 def _outcome(report: bytes, stderr: bytes, status: int | None, limits: Limits, took: float) -> Outcome:
-    """The outcome, from the judge's report and how the program ended."""
+    """The outcome of a program.
+
+    report: the judge's report. stderr: standard error of the program and of the judge. status: the program's exit
+    status, None if it did not end. took: elapsed seconds. Raises HarnessError if the program did not start.
+    """
     late = took >= limits.wall_seconds
     if not report:
         if late:
@@ -404,7 +417,7 @@ def _outcome(report: bytes, stderr: bytes, status: int | None, limits: Limits, t
         raise HarnessError(f"a program did not start: {said[-500:] or f'status {status}'}")
     found = _verdict(report)
     if found and BROKEN not in found:
-        most = 2 * math.ceil(limits.cpu_seconds) + 2  # the program reports its part of the time
+        most = 2 * math.ceil(limits.cpu_seconds) + 2  # a bound, because the program itself reports its part of the time
         return Outcome(found["verdict"], found["error"], min(found["cpu"], most))
     if late and status is None:
         return Outcome("timeout", f"no end after {limits.wall_seconds:.0f} s", None)

@@ -1,9 +1,9 @@
 """The filter of system calls that every isolating level loads, as a program for the kernel's packet filter.
 
-It refuses sockets of all families but AF_UNIX (a network namespace does not confine AF_VSOCK), new namespaces and
-mounts, and calls that reach into other processes or large parts of the kernel. Numbers are those of Linux's
-arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h; the layout of `struct seccomp_data` and
-the return values those of include/uapi/linux/seccomp.h.
+It refuses sockets of all families except AF_UNIX (a network namespace does not confine AF_VSOCK), new namespaces and
+mounts, and calls that reach into other processes or large parts of the kernel. The numbers of system calls are from
+Linux's arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h. The layout of `struct
+seccomp_data` and the return values are from include/uapi/linux/seccomp.h.
 """
 
 import errno
@@ -19,9 +19,9 @@ NAMESPACES = 0x20000 | 0x2000000 | 0x4000000 | 0x8000000 | 0x10000000 | 0x200000
 KILL, ERRNO, ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
 LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
 NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16  # offsets in struct seccomp_data
-X32 = 0x40000000  # calls of the x32 interface have this bit
+X32 = 0x40000000  # bit that marks calls of the x32 interface
 
-# Name -> number on x86-64 and on 64-bit ARM; None where the call does not exist.
+# Name -> number on x86-64 and on 64-bit ARM; None if the call does not exist there.
 SPECIAL = {"socket": (41, 198), "socketpair": (53, 199), "clone": (56, 220), "clone3": (435, 435)}
 REFUSED = {
     "ptrace": (101, 117),
@@ -87,7 +87,9 @@ MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column, AU
 
 @dataclass(frozen=True)
 class Jump:
-    """A conditional jump to a label; the next instruction follows otherwise, or the label `otherwise`."""
+    """A conditional jump to `label`. If the condition is false, it jumps to `otherwise`, or continues with the next
+    instruction if that is "".
+    """
 
     code: int
     value: int
@@ -96,7 +98,10 @@ class Jump:
 
 
 def filter_program(machine: str | None = None) -> bytes:
-    """The filter as an array of `struct sock_filter`, for a machine as in `os.uname`. Raises ConfigError for others."""
+    """The filter as an array of `struct sock_filter`.
+
+    machine: as in `os.uname`; by default this machine. Raises ConfigError for a machine that is not in MACHINES.
+    """
     machine = machine or os.uname().machine
     if machine not in MACHINES:
         raise ConfigError(
@@ -114,12 +119,13 @@ def filter_program(machine: str | None = None) -> bytes:
     code += [(RETURN, ALLOW)]
     code += ["family", (LOAD, ARGUMENTS), Jump(EQUAL, AF_UNIX, "allow"), (RETURN, ERRNO | errno.EAFNOSUPPORT)]
     code += ["clone", (LOAD, ARGUMENTS), Jump(ANY_BIT, NAMESPACES, "refuse", "allow")]
-    code += ["clone3", (RETURN, ERRNO | errno.ENOSYS)]  # its flags are in memory; the C library then calls clone
+    code += ["clone3", (RETURN, ERRNO | errno.ENOSYS)]  # its flags are in memory; the C library falls back to clone
     code += ["kill", (RETURN, KILL), "refuse", (RETURN, ERRNO | errno.EPERM), "allow", (RETURN, ALLOW)]
     return _assemble(code)
 
 
 def _assemble(code: list) -> bytes:
+    """Encodes instructions, jumps and labels (strings)."""
     labels, at = {}, 0
     for line in code:
         if isinstance(line, str):

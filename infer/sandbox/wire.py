@@ -1,12 +1,13 @@
 """Messages between the judge and a program: values as plain data, rebuilt from their types and never unpickled.
 
-A message is two lengths, JSON text and bytes. In the text, numbers, strings, booleans, None and lists are themselves;
-every other value is an object of one member, whose name is the type: {"tuple": [...]}, {"dict": [keys, values]},
-{"set": [...]}. Containers that can be changed are numbered in the order of their appearance, and {"ref": number} is
-one that appeared before, so that shared and cyclic containers stay shared. {"bytes": [start, size]} is part of the
-bytes after the text.
+A message consists of two lengths, JSON text and bytes. In the text, numbers, strings, booleans, None and lists
+represent themselves. Every other value is an object with one member, whose name is the type: {"tuple": [...]}, {"dict":
+[keys, values]}, {"set": [...]}. Mutable containers are numbered in the order of their appearance, and {"ref": number}
+refers to one that appeared before, so that shared and cyclic containers remain shared. {"bytes": [start, size]} refers
+to the bytes after the text.
 
-The sandbox passes the text of this file to interpreters that have no package; it imports the standard library alone.
+The sandbox passes the text of this file to interpreters without this package, so it may import the standard library
+only.
 """
 
 import builtins
@@ -18,9 +19,11 @@ import re
 import struct
 import sys
 
-MOST_TEXT, MOST_BYTES = 256 << 20, 1 << 30  # bytes of a message's JSON, and of the data beside it
-MOST_DEPTH = 100  # of nested containers
-FEWEST_ROWS, MOST_CODES = 4096, 256  # equal tuples of few values, in a long list, are written as codes of a byte
+MOST_TEXT, MOST_BYTES = 256 << 20, 1 << 30  # bytes of a message's JSON, and of the data after it
+MOST_DEPTH = 100  # levels of nested containers
+# A list of at least this many tuples of equal length, with at most this many different values, is written as codes of
+# one byte.
+FEWEST_ROWS, MOST_CODES = 4096, 256
 LONGEST_INT = 4096  # in bits; longer ones are written in base 16, which takes linear time
 HEAD = struct.Struct("<IQ")
 SCALARS = frozenset({int, float, str, bool, type(None)})
@@ -28,7 +31,7 @@ MAPPINGS = frozenset({dict, collections.Counter, collections.OrderedDict, collec
 MUTABLE = MAPPINGS | {list, set, bytearray, collections.deque}
 TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 DTYPE = re.compile(r"[<>|=]?[biufcUSmM]\d+(\[\w+\])?", re.ASCII)
-# Programs may replace the functions of modules.
+# Copies of functions that programs may replace.
 _text_of, _value_of = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode, json.JSONDecoder().decode
 _write, _read = os.write, os.read
 
@@ -38,7 +41,7 @@ class WireError(Exception):
 
 
 def send(handle, message):
-    """Writes a message, which is a list of bytes, to a file descriptor."""
+    """Writes a message, a list of byte strings, to a file descriptor."""
     for part in message:
         rest = memoryview(part)
         while rest:
@@ -46,8 +49,8 @@ def send(handle, message):
 
 
 def receive(handle):
-    """The next message of a file descriptor: JSON's values, and the bytes beside them; None at its end. Raises
-    WireError.
+    """The next message from a file descriptor, as (value of the JSON text, bytes after the text); None at its end.
+    Raises WireError.
     """
     head = _exactly(handle, HEAD.size)
     if head is None:
@@ -65,6 +68,7 @@ def receive(handle):
 
 
 def _exactly(handle, size):
+    """Reads `size` bytes; None if the descriptor ends before."""
     parts = []
     while size:
         part = _read(handle, min(size, 1 << 20))
@@ -76,7 +80,7 @@ def _exactly(handle, size):
 
 
 def dump(make, known, unusual):
-    """The message of `make(writer)`, with the Writer of these arguments."""
+    """The message with the value `make(writer)`. known, unusual: arguments of the Writer. Raises WireError."""
     for exact in (False, True):
         writer = Writer(known, unusual, exact)
         try:
@@ -91,8 +95,11 @@ def dump(make, known, unusual):
 
 
 class Writer:
-    """Makes JSON's values of Python's. known: containers with the numbers from 0. unusual: called with the writer, a
-    value of any other type and its depth, for its JSON.
+    """Converts Python values to JSON values.
+
+    known: containers that already have the numbers from 0. unusual: function that converts values of all other types;
+    its arguments are the writer, the value and its depth. exact: whether to write long integers in base 16 and
+    non-ASCII strings as bytes, which works for every integer and string.
     """
 
     def __init__(self, known, unusual, exact=False):
@@ -132,7 +139,7 @@ class Writer:
         return value
 
     def data(self, part):
-        """Puts bytes beside the text."""
+        """Appends bytes after the text, and returns their start and size."""
         start, self.size = self.size, self.size + len(part)
         self.parts.append(part)
         return [start, len(part)]
@@ -142,7 +149,7 @@ class Writer:
             first, flat = values[: FEWEST_ROWS // 4], itertools.chain.from_iterable
             if 0 < len({*flat(first)} if simple(flat(first)) else ()) <= MOST_CODES and simple(flat(values)):
                 found = [*{*flat(values)}]
-                # Equal numbers may differ: 0.0 and -0.0.
+                # 0.0 and -0.0 are equal but differ, so floats with a zero are not written as codes.
                 if len(found) <= MOST_CODES and (0.0 not in found or type(found[0]) is not float):
                     codes = {value: code for code, value in enumerate(found)}
                     data = self.data(bytes(map(codes.__getitem__, flat(values))))
@@ -154,7 +161,7 @@ class Writer:
 
 
 def simple(values):
-    """Whether all are texts, all integers, or all floating-point numbers."""
+    """Whether all values are strings, all are integers, or all are floats."""
     kinds = {*map(type, values)}
     return len(kinds) == 1 and kinds <= {str, int, float}
 
@@ -188,7 +195,7 @@ WRITERS = {
 
 
 def write_library(writer, value):
-    """JSON of decimal and fractional numbers, of NumPy's arrays and numbers, and of built-in types; None for others."""
+    """JSON of decimals, fractions, NumPy arrays and numbers, and built-in types; None for any other value."""
     if isinstance(value, type):
         return {"builtin": value.__name__} if TYPES.get(value.__name__) is value else None
     numpy, decimal, fractions = map(sys.modules.get, ("numpy", "decimal", "fractions"))
@@ -204,8 +211,11 @@ def write_library(writer, value):
 
 
 class Reader:
-    """Makes Python's values of JSON's. known: containers with the numbers from 0. unusual: called with any other type
-    and its content, for a value. beside: the bytes beside the JSON. Malformed data raises some exception.
+    """Converts JSON values to Python values.
+
+    known: containers that already have the numbers from 0. unusual: function that makes values of all other types; its
+    arguments are the name of the type and the content. beside: the bytes after the JSON text. Malformed data raises an
+    exception of any kind.
     """
 
     def __init__(self, known, unusual, beside=b""):
@@ -334,12 +344,12 @@ READERS = {
 
 
 def contents(value):
-    """The content of a container that can be changed, as a flat tuple; of a mapping the keys, then the values."""
+    """The content of a mutable container as a flat tuple; for a mapping the keys, then the values."""
     return (*value, *value.values()) if type(value) in MAPPINGS else (*value,)
 
 
 def restore(value, content):
-    """Gives a container the content that `contents` returned."""
+    """Replaces the content of a container by `content`, in the form of `contents`."""
     if type(value) in MAPPINGS:
         half = len(content) // 2
         value.clear()
