@@ -1,4 +1,4 @@
-"""The time of an agent's task, and the share of it that goes into generating tokens."""
+"""The time of an agent's task, and the share of it that generating tokens takes."""
 
 import math
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ class AgentTask:
     """A task: rounds of generating, running tools and running tests. The times are examples: measure your own."""
 
     tokens: int = 50_000
-    """Tokens that the whole task generates."""
+    """Number of tokens that the whole task generates."""
     iterations: int = 10
-    """Rounds."""
+    """Number of rounds."""
     tool_seconds: float = 1.0
     """Time of tools in each round (edits, searches, reading prompts), s; an example, not a measurement."""
     test_seconds: float = 5.0
@@ -31,18 +31,22 @@ class AgentTask:
                 raise ConfigError(f"--{name}-seconds must be at least 0, got {value:g}")
 
     def split(self, rate: float) -> tuple[float, float, float]:
-        """Seconds of generating, of tools and of tests at a rate in tokens per second."""
+        """Seconds of generating, of tools and of tests. rate: tokens per second."""
         return self.tokens / rate, self.iterations * self.tool_seconds, self.iterations * self.test_seconds
 
     @property
     def even_rate(self) -> float | None:
-        """Tokens per second at which generating takes as long as the rest; None if there is no rest."""
+        """Tokens per second at which generating takes as long as tools and tests together; None if these take no
+        time.
+        """
         _, *rest = self.split(1)
         return self.tokens / sum(rest) if sum(rest) else None
 
 
 def agent_table(task: AgentTask, rates: dict[str, tuple[float, str]]) -> Table:
-    """The split of the task's time at each speed. rates: name -> (tokens per second, origin)."""
+    """A table of the split of the task's time at each speed. rates: name -> (tokens per second, origin). Raises
+    ConfigError for a task with a value outside its range.
+    """
     task.check()
     rows = []
     for name, (rate, origin) in rates.items():
@@ -75,5 +79,5 @@ def agent_table(task: AgentTask, rates: dict[str, tuple[float, str]]) -> Table:
 
 
 def usual_rates() -> dict[str, tuple[float, str]]:
-    """Speeds for comparison, in the form that `agent_table` takes."""
+    """Speeds for comparison, in the form of the argument of `agent_table`."""
     return {f"{rate:,.0f} tok/s": (rate, "example") for rate in SPEEDS}

@@ -1,13 +1,13 @@
-"""Accelerators and nodes of them for the roofline; every figure has a source or is marked as an assumption."""
+"""Accelerators and nodes of accelerators for the roofline. Every figure has a source or is marked as an assumption."""
 
 import math
 from dataclasses import dataclass
 
 from laneformer.errors import ConfigError
 
-# Share of the specified bandwidth that long reads reach. An assumption; a copy on an H200 reaches 4.3 of 4.8 TB/s.
+# Share of the specified bandwidth that long reads reach. An assumption: a copy on an H200 reaches 4.3 of 4.8 TB/s.
 SHARE = 0.80
-LAUNCH = 4.5e-6  # seconds for launch and cleanup of one kernel. Kog, "Laneformer 2B", measured on MI300X.
+LAUNCH = 4.5e-6  # seconds for launch and cleanup of one kernel, measured on MI300X (Kog, "Laneformer 2B")
 CUSTOM = "custom"
 GIB = 2**30
 
@@ -23,21 +23,23 @@ class Device:
 
     name: str
     kind: str | None = None
-    """`device_kind` of the JAX device; None for a device not yet sold, which the planning of training leaves out."""
+    """`device_kind` of the JAX device; None for a device that is not sold yet, which the planning of training leaves
+    out.
+    """
     peak_flops: float | None = None
-    """Dense bfloat16 products, FLOP/s."""
+    """Peak of dense bfloat16 products, FLOP/s."""
     memory: float
-    """Memory, bytes."""
+    """Size of the memory, bytes."""
     bandwidth: float
     """Memory bandwidth as specified, bytes/s."""
     link: float
     """Bandwidth to the other devices of the node, all links together, bytes/s."""
     per_node: int
-    """Number of devices that the fast links join."""
+    """Number of devices that the fast links connect."""
     network: float | None = None
     """Bandwidth to other nodes, bytes/s; None if it depends on how the node is built."""
     exchange: float
-    """Latency of one exchange between devices, without the time of its bytes, s. Assumed."""
+    """Latency of one exchange between devices, without the transfer time of its bytes, s. Assumed."""
     sync: float
     """Time from the end of one operation to the start of a dependent one, inside a kernel, s. Assumed unless measured
     on this device.
@@ -48,10 +50,10 @@ class Device:
     sync_source: str
 
 
-# The only table of accelerators; train/planning/cluster.py reads it to plan training and for peaks of MFU.
+# The only table of accelerators. train/planning/cluster.py also reads it, to plan training and for the peaks of MFU.
 # Makers specify NVLink, Infinity Fabric and UALink as the sum of both directions; the table has half of that. NVIDIA
-# specifies bfloat16 with 2:4 sparsity, twice the dense peak. Memory of devices on sale is in GiB where makers write GB;
-# NVIDIA's is what the driver reports (target_config/specs of github.com/openxla/xla).
+# specifies bfloat16 with 2:4 sparsity, twice the dense peak. For devices on sale, GB of a maker's specification are GiB
+# here; NVIDIA's memory sizes are those that the driver reports (target_config/specs of github.com/openxla/xla).
 DEVICES: dict[str, Device] = {
     # 1,979 TFLOPS sparse, NVLink 900 GB/s. DGX H100: 8 x 400 Gb/s InfiniBand.
     "h100": Device(
@@ -177,12 +179,12 @@ class Node:
     name: str
     devices: int
     bandwidth: float
-    """Bandwidth that reads of weights reach, bytes/s."""
+    """Bandwidth that reads of weights reach, bytes/s per device."""
     spec: float | None
-    """Bandwidth as the maker specifies it, bytes/s; None if unknown."""
+    """Bandwidth as the maker specifies it, bytes/s per device; None if unknown."""
     memory: float | None
     link: float | None
-    """Bandwidth to the other devices, bytes/s; None if unknown: then the bytes of an exchange are not counted."""
+    """Bandwidth to the other devices, bytes/s. If it is None (unknown), the bytes of an exchange are not counted."""
     per_node: int | None
     exchange: float
     sync: float
@@ -190,7 +192,7 @@ class Node:
     """Kernel launches per token."""
     launch: float
     assumptions: tuple[str, ...]
-    """The origin of each figure."""
+    """Description of the origin of each figure."""
 
     @property
     def total_bandwidth(self) -> float:
@@ -198,8 +200,8 @@ class Node:
         return self.devices * self.bandwidth
 
     def exchange_seconds(self, sent_values: float = 0) -> float:
-        """Seconds of one exchange in which every device pushes that many float32 values to every other; 0 on one
-        device.
+        """Seconds of one exchange in which every device pushes `sent_values` float32 values to every other device; 0 on
+        one device.
         """
         if self.devices == 1:
             return 0.0
@@ -218,10 +220,11 @@ def make_node(
     launches: float = 0,
     launch: float = LAUNCH,
 ) -> Node:
-    """A node of devices of the table or of "custom" ones; figures given here (bytes/s, seconds) replace the table's.
+    """A node of devices of the table, or of "custom" devices. Other arguments (bytes/s, seconds) replace figures of the
+    table.
 
-    Raises ConfigError for an unknown device, for a number outside its range, and for a figure that a custom device
-    lacks.
+    Raises ConfigError for an unknown device, for a number outside its range, and for a missing figure of a custom
+    device.
     """
     if device != CUSTOM and device not in DEVICES:
         raise ConfigError(f"unknown --device {device}: choose {', '.join(DEVICES)}, or {CUSTOM} for your own figures")
@@ -237,7 +240,8 @@ def make_node(
         raise ConfigError("--device custom needs --sync-us, the time from one operation to a dependent one; 0 for none")
     if known is not None and devices > known.per_node:
         raise ConfigError(
-            f"--devices must be at most {known.per_node}, as the links of {known.name} join, got {devices}"
+            f"--devices must be at most {known.per_node}, the number that the links of {known.name} connect, got"
+            f" {devices}"
         )
     used = (1.0 if bandwidth is not None else SHARE) if share is None else share
     base = known.bandwidth if bandwidth is None else bandwidth
@@ -277,6 +281,7 @@ def make_node(
 
 
 def _check(devices, bandwidth, share, link, exchange, sync, launches, launch) -> None:
+    """Raises ConfigError for a number outside its range."""
     if devices < 1:
         raise ConfigError(f"--devices must be at least 1, got {devices}")
     for name, value, scale in (("--bandwidth", bandwidth, 1e9), ("--bandwidth-share", share, 1), ("--link", link, 1e9)):

@@ -1,4 +1,6 @@
-"""A config.json that `infer roofline` is given: a mixture of experts by its dimensions, or a model that runs here."""
+"""The config.json given to `infer roofline`: of a mixture of experts, read by its dimensions, or of a model that this
+package runs.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,17 +18,17 @@ class ConfigFile:
 
     file: Path
     name: str
-    """The model's name: the file's, or its folder's where the file is called config.json."""
+    """Name of the model: that of the file, or of its folder if the file is called config.json."""
     values: Mapping[str, Any]
 
     @property
     def is_moe(self) -> bool:
-        """Whether it is read by `moe`: every model that laneformer cannot run."""
+        """Whether to read the file with `moe`: its family has dimensions for the roofline, or is unknown."""
         family = FAMILIES.get(str(self.values.get("model_type")))
         return family is None or family.dimensions is not None
 
     def moe(self) -> MoeModel:
-        """What a token reads. Raises ConfigError, naming the field, for an unknown architecture."""
+        """The model by its dimensions. Raises ConfigError with the name of the field for an unknown architecture."""
         try:
             dimensions = dimensions_from_hf(self.values)
         except ConfigError as error:
@@ -37,7 +39,7 @@ class ConfigFile:
 
 
 def read_config_file(path: str) -> ConfigFile:
-    """A config.json, under any name, or that of a folder. Raises InputError."""
+    """Reads a config.json. path: the file, which may have any name, or its folder. Raises InputError."""
     file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
     if not file.exists():
         raise InputError(f"{file} does not exist: give the config.json of a model on the Hugging Face hub")

@@ -1,10 +1,9 @@
-"""The projected time of one token: reading bytes from memory, plus what waiting adds.
+"""The projected time of one token: the time of reading bytes from memory, plus all waits.
 
     seconds = bytes / bandwidth + dependent operations x sync + waits for exchanges + launches x time of a launch
 
-The terms are added, as if no weight were read during a wait: a kernel that streams weights across its waits is faster.
-Exchanges overlap the modules between their issue and their landing; a landing waits for the part that those modules do
-not cover.
+The terms are added, which assumes that no weight is read during a wait. A kernel that streams weights across its waits
+is faster. An exchange overlaps the modules between its start and its landing; the landing waits for the rest of it.
 """
 
 import math
@@ -23,34 +22,36 @@ from laneformer.state import state_bytes_per_token
 from laneformer.weights import kv_bytes_per_token, module_weights, parameter_table
 
 EDGES = "dependent operations"
-EDGES_PER_LAYER = 5  # of models known only by their bytes: q k v, attention, wo; w1 w3, w2
+EDGES_PER_LAYER = 5  # for models known only by their bytes: q k v, attention, wo; w1 w3, w2
 OUTER_EDGES = 2  # head, sampled token
 EXCHANGES_PER_LAYER = 2  # plain tensor parallelism, for models known only by their bytes
-# Shares of the effective bandwidth that Kog measured at 4 GB per token: 2,100 of 7,680 tok/s on 8 H200, 3,000 of 8,400
-# on 8 MI300X.
+# Shares of the effective bandwidth that Kog measured at 4 GB per token: 2,100 of 7,680 tok/s on 8 H200, and 3,000 of
+# 8,400 tok/s on 8 MI300X.
 PUBLIC_SHARES = (2100 / 7680, 3000 / 8400)
 
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one token: precision of weights and of keys and values, and the number of positions before it."""
+    """The conditions of one token: the precision of weights, that of keys and values, and the number of positions
+    before it.
+    """
 
     weights: str = "bfloat16"
     kv: str = "bfloat16"
     context: int = 0
     packed: Mapping[str, float] = field(default_factory=dict)
-    """Bytes of one weight of each matrix that is in another format, by its path."""
+    """Bytes per weight of each matrix that has another format, by its path."""
 
     @property
     def words(self) -> str:
-        """The precision of the weights, for reports."""
+        """Description of the precision of the weights, for reports."""
         if not self.packed:
             return self.weights
         bits = ", ".join(f"{8 * size:g}" for size in sorted(set(self.packed.values())))
         return f"{len(self.packed):,} matrices in {bits} bits as published, the others {self.weights}"
 
     def bytes_of(self, weights: Mapping[str, Weight]) -> dict[str, float]:
-        """Bytes that one token reads of each weight, by path; without the rows that it looks up."""
+        """Bytes that one token reads of each weight, by path, without the rows of tables that it looks up."""
         usual = FORMATS[self.weights].bytes
         return {path: weight.read * self.packed.get(path, usual) for path, weight in weights.items()}
 
@@ -72,6 +73,7 @@ class Term:
     detail: str
     seconds: float
     count: int = 1
+    """Number of equal parts that `seconds` is the sum of."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class Token:
     """The time of one token and its summands."""
 
     bytes: float
+    """Bytes that the token reads and writes."""
     node: Node
     terms: tuple[Term, ...]
 
@@ -93,18 +96,18 @@ class Token:
 
     @property
     def ceiling(self) -> float:
-        """Tokens per second if reading took all the time."""
+        """Tokens per second if reading were the only summand."""
         return self.node.total_bandwidth / self.bytes
 
     def sync_for(self, rate: float) -> float | None:
-        """Seconds per dependent operation at which the sum gives that many tokens per second; None if no time does."""
+        """Seconds per dependent operation at which the speed would be `rate` tokens per second; None if at none."""
         edges = next((term for term in self.terms if term.name == EDGES), None)
         left = None if edges is None else 1 / rate - (self.seconds - edges.seconds)
         return None if left is None or left < 0 else left / edges.count
 
 
 def bytes_by_part(config: ModelConfig, work: Work) -> dict[str, float]:
-    """Bytes that one token reads and writes, by part; the sum is weight_bytes_per_token + kv_bytes_per_token."""
+    """Bytes that one token reads and writes, by part. Their sum is weight_bytes_per_token + kv_bytes_per_token."""
     table = parameter_table(config)
     read = work.bytes_of(table)
     parts = {part: sum(size for path, size in read.items() if table[path].part == part) for part in PARTS}
@@ -117,7 +120,9 @@ def bytes_by_part(config: ModelConfig, work: Work) -> dict[str, float]:
 
 
 def module_bytes(config: ModelConfig, work: Work) -> list[float]:
-    """Bytes of each module, attention of layer 0 first; the rest of `bytes_by_part` is read outside the layers."""
+    """Bytes that one token reads and writes in each module, in order. The rest of `bytes_by_part` is read outside the
+    layers.
+    """
     blocks = [options for layer in config.layers for options in layer]
     return [
         sum(work.bytes_of(weights).values())
@@ -128,11 +133,12 @@ def module_bytes(config: ModelConfig, work: Work) -> list[float]:
 
 
 def _looked_up(weights: Mapping[str, Weight], work: Work) -> float:
+    """Bytes of the rows of tables that one token looks up."""
     return sum(weight.looked_up for weight in weights.values()) * FORMATS[work.weights].bytes
 
 
 def module_seconds(config: ModelConfig, node: Node, work: Work) -> list[float]:
-    """Seconds of each module, without exchanges."""
+    """Seconds that one token takes in each module, without exchanges."""
     sizes = module_bytes(config, work)
     return [
         size / node.total_bandwidth + edges * node.sync for size, edges in zip(sizes, module_edges(config), strict=True)
@@ -141,12 +147,12 @@ def module_seconds(config: ModelConfig, node: Node, work: Work) -> list[float]:
 
 @cache
 def module_edges(config: ModelConfig) -> tuple[int, ...]:
-    """Results that a whole device waits for in each module."""
+    """Number of dependent operations in each module: results that a whole device waits for."""
     return tuple(module.edges for layer in decoder_ops(config).layers for module in layer.modules)
 
 
 def waits(schedule: Schedule, modules: Sequence[float], node: Node, hidden_size: int) -> float:
-    """Seconds that landings wait for exchanges, beyond what the modules in between cover."""
+    """Total seconds that landings wait for exchanges. modules: seconds of each module."""
     clock, waited, ready = 0.0, 0.0, {}
     last = len(modules) - 1
     for m, seconds in enumerate(modules):
@@ -162,7 +168,9 @@ def waits(schedule: Schedule, modules: Sequence[float], node: Node, hidden_size:
 
 
 def hidden_up_to(schedule: Schedule, modules: Sequence[float]) -> float | None:
-    """Seconds of the longest exchange that all delayed landings hide; None if no landing is delayed."""
+    """Seconds of the longest exchange that every delayed landing would hide; None if no landing is delayed. modules:
+    seconds of each module.
+    """
     last, exposed = len(modules) - 1, set(schedule.exposed)
     return min(
         (
@@ -175,7 +183,7 @@ def hidden_up_to(schedule: Schedule, modules: Sequence[float]) -> float | None:
 
 
 def check_devices(config: ModelConfig, devices: int) -> None:
-    """Raises ConfigError unless the lanes spread evenly over that many devices."""
+    """Raises ConfigError unless the lanes spread evenly over `devices` devices."""
     if config.num_lanes % devices:
         fitting = [n for n in range(1, config.num_lanes + 1) if config.num_lanes % n == 0]
         raise ConfigError(
@@ -185,7 +193,9 @@ def check_devices(config: ModelConfig, devices: int) -> None:
 
 
 def token(config: ModelConfig, node: Node, work: Work) -> Token:
-    """The time of one token of a Laneformer or a dense model cut into lanes. Raises ConfigError."""
+    """The time of one token of a Laneformer, or of a dense model cut into lanes. Raises ConfigError for devices or a
+    context that the model does not allow.
+    """
     check_devices(config, node.devices)
     if work.context > config.max_position_embeddings:
         raise ConfigError(f"--context {work.context}: the model's longest context is {config.max_position_embeddings}")
@@ -214,8 +224,8 @@ def token(config: ModelConfig, node: Node, work: Work) -> Token:
 
 
 def token_of_bytes(size: float, node: Node, layers: int | None) -> Token:
-    """The time of one token of which only bytes and layers are known, under plain tensor parallelism; with layers None
-    no waits are counted.
+    """The time of one token if only its bytes and the number of layers are known, with plain tensor parallelism. With
+    `layers` None, no waits are counted.
     """
     terms = [_reading(size, node)]
     if layers is not None:
@@ -244,6 +254,6 @@ def _launches(node: Node) -> list[Term]:
 
 
 def weights_in_memory(config: ModelConfig, work: Work) -> float:
-    """Bytes of all weights."""
+    """Bytes of all weights of a model."""
     usual = FORMATS[work.weights].bytes
     return sum(weight.size * work.packed.get(path, usual) for path, weight in parameter_table(config).items())

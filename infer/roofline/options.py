@@ -1,4 +1,4 @@
-"""The options of `infer roofline`, and which of them exclude each other. Imports no JAX."""
+"""The options of `infer roofline`, and the check of their combinations. This file must not import JAX."""
 
 import math
 from dataclasses import dataclass
@@ -24,73 +24,83 @@ Sweep = Literal["layout", "lanes", "delay", "context", "precision"]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Project the speed of a model on a node at batch 1: bytes per token, the ceiling, and what waiting adds."""
+    """Project the speed of a model on a node at batch 1: bytes per token, the ceiling, and the time of waits."""
 
     config: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="CONFIG.json")]] = ""
     """config.json of a published model, or its folder: a mixture of experts (Mixtral, Qwen3-MoE, Qwen3-Next, gpt-oss,
     DeepSeek V3 and V4, Kimi K2), or a model that this package runs.
     """
     checkpoint: str = ""
-    """Instead: HF folder or its config.json, training run, or recipe of `python -m train`. No weights are read."""
+    """Instead of CONFIG.json: HF folder or its config.json, training run, or recipe of `python -m train`. No weights
+    are read.
+    """
     moe: str = ""
-    """Instead a mixture of experts: qwen3-coder-next, gpt-oss-120b, deepseek-v4-flash, kimi-k2.6, or all."""
+    """Instead of CONFIG.json, a mixture of experts: qwen3-coder-next, gpt-oss-120b, deepseek-v4-flash, kimi-k2.6, or
+    all.
+    """
     gigabytes: Number = None
-    """Instead only the bytes that one token reads, 10^9 bytes."""
+    """Instead of a model, the number of bytes that one token reads, 10^9 bytes."""
     layers: Integer = None
-    """With --gigabytes: number of layers, to count the waits."""
+    """With --gigabytes, the number of layers, to count the waits."""
     lanes: Integer = None
-    """Cut a dense checkpoint, or a recipe of one lane, into this many; the number is fixed for a Laneformer."""
+    """Cut a dense checkpoint, or a recipe of one lane, into this many lanes; those of a Laneformer are fixed."""
     layout: str = ""
-    """Replace the model's layout, as in tp or "dtp(4)"."""
+    """Replace the model's layout, for example by tp or "dtp(4)"."""
     device: str = "h200"
     """h100, h200, b200, rubin, mi300x, mi355x or mi450; or custom, with your own figures."""
     devices: Integer = None
-    """Devices of the node; by default one per lane, up to what the fast links join, and 8 for other models."""
+    """Number of devices of the node; by default one per lane, at most as many as the fast links connect, and 8 for
+    other models.
+    """
     bandwidth: GBs = None
-    """Measured memory bandwidth of one device, 10^9 bytes/s, instead of the table's; all of it counts."""
+    """Measured memory bandwidth of one device, 10^9 bytes/s, instead of the table's; reads reach all of it."""
     bandwidth_share: Number = None
     """Share of the bandwidth that reads reach; by default 0.8 of the table's, and 1 of --bandwidth."""
     link: GBs = None
     """Bandwidth from one device to the others, one direction, 10^9 bytes/s, instead of the table's."""
     exchange_us: Microseconds = None
-    """Latency of one exchange between devices, without the time of its bytes, us, instead of the table's."""
+    """Latency of one exchange between devices, without the transfer time of its bytes, us, instead of the table's."""
     sync_us: Microseconds = None
     """Time from the end of one operation to the start of a dependent one, us, instead of the table's."""
     launches: float = 0
-    """Kernel launches per token; a persistent kernel has none."""
+    """Number of kernel launches per token; a persistent kernel has none."""
     launch_us: float = 1e6 * LAUNCH
     """Time of one launch, us."""
     precision: str = PUBLISHED
-    """Precision of the weights: published (quantized matrices of a folder, a recipe or a config.json in their formats,
-    all else bfloat16), or of all: float32, bfloat16, float16, bf12, fp8, int8, int4 (4.5 bits), mxfp4 (4.25 bits),
-    nvfp4 (4.5 bits). --moe models have their own mixture.
+    """Precision of the weights. published: quantized matrices of a folder, a recipe or a config.json keep their
+    formats, the others are bfloat16. For all weights: float32, bfloat16, float16, bf12, fp8, int8, int4 (4.5 bits),
+    mxfp4 (4.25 bits), nvfp4 (4.5 bits). --moe models always have their published mixture.
     """
     kv_precision: str = "bfloat16"
     """Precision of keys and values."""
     context: Integer = None
-    """Positions before the token; by default 1536, or the model's longest context if that is shorter."""
+    """Number of positions before the token; by default 1536, or the model's longest context if that is shorter."""
     kv_megabytes: Number = None
-    """With --moe NAME: cache and state that one token reads and writes, 10^6 bytes, instead of the table's."""
+    """With --moe NAME, the cache and state that one token reads and writes, 10^6 bytes, instead of the table's."""
     rate: Number = None
-    """Known tokens per second, to report its share of the bandwidth and the --sync-us that explains it."""
+    """Known speed, tokens per second, to report its share of the bandwidth and the --sync-us that explains it."""
     rate_status: Literal["measured", "simulated"] = MEASURED
     """Origin of --rate."""
     sweep: tuple[Sweep, ...] = ()
-    """Add tables of the speed against these, as in layout lanes."""
+    """Add a table of the speed against each of these, for example layout lanes."""
     agent: bool = False
-    """Split the time of an agent's task at several speeds."""
+    """Report how the time of an agent's task splits at several speeds."""
     task: tyro.conf.OmitArgPrefixes[AgentTask] = AgentTask()  # noqa: RUF009  frozen
-    """The task of --agent."""
+    """Task of --agent."""
     references: bool = False
-    """Compare public figures of others with the same arithmetic here."""
+    """Compare public figures of other projects with the same arithmetic here."""
     json: File = None
     """Write all tables to this file."""
     png: File = None
-    """Draw the speed against context, lanes and layouts, or of MoE models; with --agent the split of its time."""
+    """Draw the speed against context, lanes and layouts, or the bytes and speeds of MoE models; with --agent also the
+    split of its time.
+    """
 
 
 def check(options: Options, described: ConfigFile | None) -> None:
-    """Raises ConfigError for values outside their range and options that exclude each other. described: CONFIG.json."""
+    """Raises ConfigError for values outside their range, and for options that exclude each other. Makes the folders of
+    the output files. described: the parsed CONFIG.json, if given.
+    """
     is_moe = bool(options.moe) or (described is not None and described.is_moe)
     is_model = bool(options.checkpoint) or (described is not None and not is_moe)
     given = {

@@ -1,4 +1,4 @@
-"""Pictures of the roofline as one PNG, which is marked as projected."""
+"""Draws the pictures of the roofline as one PNG, marked as projected."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,11 +16,11 @@ from laneformer.errors import ConfigError, InputError
 PUBLIC_DEVICES = 8
 # Prefixes of the names of parts; all other parts are attention.
 KINDS = ("routed experts", "shared expert", "dense layer", "router", "head")
-Panel = Callable[[Any], None]  # draws into the axes that it is given
+Panel = Callable[[Any], None]  # draws into the axes that are its argument
 
 
 def draw(path: Path, title: str, panels: Sequence[Panel], assumptions: str) -> None:
-    """Writes the picture. Raises InputError if matplotlib is missing."""
+    """Writes the panels as a PNG. Raises InputError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -35,7 +35,9 @@ def draw(path: Path, title: str, panels: Sequence[Panel], assumptions: str) -> N
 
 
 def laneformer_panels(config: ModelConfig, node: Node, work: Work, options: dict) -> list[Panel]:
-    """Speed against context for several numbers of devices, against lanes for three layouts, and of every layout."""
+    """Panels of the speed against context for several numbers of devices, against lanes for up to three layouts, and of
+    every layout. options: arguments of `make_node`.
+    """
     return [
         _context_panel(config, node, work, options),
         _lanes_panel(config, node, work, options),
@@ -72,7 +74,7 @@ def _context_panel(config: ModelConfig, node: Node, work: Work, options: dict) -
 
 
 def _device_counts(config: ModelConfig, node: Node) -> list[int]:
-    """Powers of two up to the lanes, and the node's own number."""
+    """Numbers of devices to draw: powers of two that divide the lanes, and the number of the node."""
     counts = {node.devices}
     for power in range(config.num_lanes.bit_length()):
         try:
@@ -137,8 +139,8 @@ def _layout_panel(config: ModelConfig, node: Node, work: Work) -> Panel:
 
 
 def moe_panels(models: Sequence[MoeModel], node: Node, device: str) -> list[Panel]:
-    """Bytes by part and speeds of each model, weights alone. device: the key of the nominal figures to draw, which are
-    for eight devices.
+    """Panels of the bytes by part and of the speeds of each model, weights only. device: key of the nominal figures to
+    draw; they are for eight devices.
     """
     public = node.devices == PUBLIC_DEVICES and any(device in model.nominal for model in models)
 
@@ -180,11 +182,12 @@ def moe_panels(models: Sequence[MoeModel], node: Node, device: str) -> list[Pane
 
 
 def _kind(part: str) -> str:
+    """The kind of a part, by its name."""
     return next((kind for kind in KINDS if part.startswith(kind)), "attention")
 
 
 def agent_panel(task: AgentTask, rates: dict[str, tuple[float, str]]) -> Panel:
-    """How the time of the task splits at each speed."""
+    """A panel of the split of the task's time at each speed. rates: name -> (tokens per second, origin)."""
 
     def draw(axes):
         names = list(rates)

@@ -1,5 +1,5 @@
-"""Published mixture-of-experts models: the fields of their config.json that decide what a token reads, and the public
-nominal figures beside them.
+"""Published mixture-of-experts models: the fields of their config.json that determine what a token reads, and their
+public nominal figures.
 """
 
 from dataclasses import dataclass, field
@@ -10,27 +10,27 @@ from laneformer.formats import FORMATS
 from laneformer.hf import dimensions_from_hf
 from laneformer.hf.dimensions import Dimensions, Part
 
-MODELS_READ = "2026-11"  # when the sources below were read
+MODELS_READ = "2026-11"  # date when the sources below were read
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoeModel:
-    """One model at batch 1: what a token reads, and what its makers publish."""
+    """One model at batch 1: the bytes that a token reads, and the public figures."""
 
     name: str
     dimensions: Dimensions
     source: str
-    """Where the dimensions are from."""
+    """Source of the dimensions."""
     precision_source: str
-    """Where the formats are from."""
+    """Source of the formats."""
     checkpoint: float | None = None
-    """Bytes of the published checkpoint; None: not known."""
+    """Bytes of the published checkpoint; None if unknown."""
     nominal: dict[str, float] = field(default_factory=dict)
-    """Public nominal tokens per second on 8 of a device, at 0.357 of the effective bandwidth."""
+    """Key of a device -> public nominal tokens per second on 8 of them, at 0.357 of the effective bandwidth."""
     nominal_rule: str = ""
-    """Bytes behind the nominal figure, found by trying."""
+    """The rule that gives the bytes behind the nominal figure, found by trial."""
     difference: str = ""
-    """Why the bottom-up figure is another."""
+    """The reason why the bottom-up figure differs."""
 
     @property
     def layers(self) -> int:
@@ -46,7 +46,9 @@ class MoeModel:
         return sum(part.bytes for part in self.parts)
 
     def kv_bytes(self, context: int, precision: str) -> float | None:
-        """Bytes of cache read and of state, float32, read and written for one token; None where this is not known."""
+        """Bytes of the cache that one token reads, plus those of the float32 state that it reads and writes; None if
+        unknown.
+        """
         found = self.dimensions
         if found.kv_full is None:
             return None if context else 0.0
@@ -130,7 +132,7 @@ DEEPSEEK_V4_FLASH: dict[str, Any] = {
     "moe_intermediate_size": 2048,
     "index_n_heads": 64,
     "index_head_dim": 128,
-    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],  # the last one is of the block for multi-token prediction
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0],  # the last one is for the block of multi-token prediction
     "expert_dtype": "fp4",
     "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
 }
@@ -238,7 +240,7 @@ MOE: dict[str, MoeModel] = {
 
 
 def find_moe(name: str) -> list[MoeModel]:
-    """The model of that name, or all of them. Raises ConfigError."""
+    """The model called `name`, or every model for "all". Raises ConfigError for an unknown name."""
     if name == "all":
         return list(MOE.values())
     if name not in MOE:

@@ -1,17 +1,17 @@
-"""Public figures of others, and the results of the same arithmetic here."""
+"""Public figures of other projects, and the results of the same arithmetic here."""
 
 from infer.roofline.agent import AgentTask
 from infer.roofline.devices import make_node
 from infer.roofline.model import token_of_bytes
 from infer.roofline.table import MEASURED, PROJECTED, Column, Table
 
-# Bytes per token in the public figures: 2 B weights of 16 bits. Counted from its dimensions the 2B reads 4.44 GB.
+# Bytes per token in the public figures: 2 B weights of 16 bits. By its dimensions, the 2B reads 4.44 GB.
 NOMINAL = 4e9
-MI300X_READ = 4.2e12  # bytes/s of one MI300X behind the public ceiling, 79.2 % of 5.3 TB/s
+MI300X_READ = 4.2e12  # bytes/s of one MI300X that the public ceiling assumes, 79.2 % of 5.3 TB/s
 
 
 def references() -> Table:
-    """A table of each public figure and ours."""
+    """A table of the public figures, with the figures computed here."""
     h200, mi300x = (
         token_of_bytes(NOMINAL, make_node("h200", 8), None),
         token_of_bytes(NOMINAL, make_node("mi300x", 8), None),
@@ -71,5 +71,5 @@ def share(rate: float, token) -> float:
 
 
 def share_of_spec(rate: float, token) -> float | None:
-    """The same as a share of the specified bandwidth; None if that is unknown."""
+    """Bytes per token x tokens per second, as a share of the specified bandwidth; None if that is unknown."""
     return rate * token.bytes / (token.node.devices * token.node.spec) if token.node.spec else None

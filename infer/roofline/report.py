@@ -1,4 +1,4 @@
-"""The report of `infer roofline`: tables of the bytes by part, the time by summand and the speeds of each model."""
+"""The report of `infer roofline`: tables of bytes by part, time by summand, and speeds of each model."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from infer.roofline.references import MI300X_READ, references, share, share_of_s
 from infer.roofline.table import PROJECTED, Column, Table
 from laneformer.config import ModelConfig
 
-USUAL_CONTEXT = 1536  # mean context of `infer bench`: a prompt of 512 tokens and 2,048 after it
+USUAL_CONTEXT = 1536  # mean context of `infer bench`: a prompt of 512 tokens and an answer of 2,048
 USUAL_DEVICES = 8
 USUAL_PRECISION = "bfloat16"
 PLAIN = (
@@ -36,7 +36,7 @@ _SHARES = "shares of the ceiling that Kog measured on 8 H200 and 8 MI300X with a
 
 
 def bytes_table(parts: dict[str, float | None], title: str, assumed: str) -> Table:
-    """The bytes of each part and its share. parts: part -> bytes, None if unknown."""
+    """A table of the bytes of each part and its share. parts: part -> bytes, None if unknown."""
     known = sum(size for size in parts.values() if size is not None)
     rows = [(name, size and size / 1e9, size and 100 * size / known) for name, size in parts.items()]
     columns = (Column("part"), Column("GB/token", ",.4f", PROJECTED), Column("%", ".1f", PROJECTED))
@@ -44,7 +44,7 @@ def bytes_table(parts: dict[str, float | None], title: str, assumed: str) -> Tab
 
 
 def time_table(found: Token, assumed: Sequence[str]) -> Table:
-    """The summands of a token's time, and the speed if each were the only one."""
+    """A table of the summands of a token's time, and of the speed if each were the only one."""
     rows = [
         (
             term.name,
@@ -68,8 +68,9 @@ def time_table(found: Token, assumed: Sequence[str]) -> Table:
 
 
 def speed_table(found: Token, known: tuple[float, str] | None, in_memory: float | None) -> Table:
-    """The ceiling, the speed of the sum of all terms, the public shares of the ceiling, and a known speed with its
-    status, if there is one.
+    """A table of speeds: the ceiling, the sum of all terms, the public shares of the ceiling, and a known speed.
+
+    known: (tokens per second, status), or None. in_memory: bytes of all weights, None if unknown.
     """
     speeds = [
         ("ceiling: reading alone", found.ceiling, PROJECTED),
@@ -112,7 +113,7 @@ def _memory(node: Node, size: float | None) -> str:
 
 
 def laneformer_assumptions(work: Work) -> tuple[str, ...]:
-    """What `token` assumes besides the node."""
+    """The assumptions of `token`, besides those about the node."""
     return (
         f"weights: {work.words}; keys and values {work.kv}",
         "bytes spread evenly over the devices",
@@ -128,18 +129,20 @@ def moe_parts(model: MoeModel, work: Work) -> dict[str, float | None]:
 
 
 def moe_assumptions(model: MoeModel) -> str:
-    """Sources of the bytes."""
-    read = f"read {MODELS_READ}; " if model.nominal else ""  # other models were read just now
+    """The sources of a model's bytes, and an assumption."""
+    read = f"read {MODELS_READ}; " if model.nominal else ""  # other models are read from a file just now
     return f"dimensions from {model.source}; {model.precision_source}; {read}experts cut evenly over the devices"
 
 
 def public_nodes() -> dict[str, Node]:
-    """The nodes of the public figures, with the bandwidths behind these."""
+    """The nodes of the public figures, with the bandwidths that those figures assume."""
     return {"h200": make_node("h200", 8), "mi300x": make_node("mi300x", 8, bandwidth=MI300X_READ)}
 
 
 def nominal_table(models: Sequence[MoeModel], asked: Node) -> Table:
-    """Public nominal figures and bottom-up ones, weights alone, on the public nodes and the one asked for."""
+    """A table of public nominal figures and of bottom-up figures, weights only, on the public nodes and on `asked`, the
+    node of the options.
+    """
     rows = []
     nodes = public_nodes()
     if not any(
@@ -188,18 +191,18 @@ def nominal_table(models: Sequence[MoeModel], asked: Node) -> Table:
 
 
 def differences(models: Sequence[MoeModel]) -> list[str]:
-    """Why nominal and bottom-up figures differ, a line each."""
+    """One line per model that explains why its nominal and bottom-up figures differ."""
     return [f"{model.name}: nominal from {model.nominal_rule}; {model.difference}." for model in models]
 
 
 @dataclass
 class Report:
-    """What is printed, written and drawn."""
+    """The tables, notes and pictures that the command prints, writes and draws."""
 
     tables: list[Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     speeds: dict[str, tuple[float, str]] = field(default_factory=dict)
-    """Name -> (tokens per second, status), for the agent's task."""
+    """Name -> (tokens per second, status), for the table of the agent's task."""
     panels: list[plot.Panel] = field(default_factory=list)
     title: str = "An agent's task"
     assumptions: str = "speeds are examples"
@@ -208,10 +211,10 @@ class Report:
 def make_report(
     options: Options, model: ModelConfig | Sequence[MoeModel] | None, name: str, packed: Mapping[str, float]
 ) -> Report:
-    """The report that the options ask for.
+    """The report for the options.
 
-    model: the model of --checkpoint or CONFIG.json, those of --moe, or None for --gigabytes and for no model. name,
-    packed (see Work): of a ModelConfig.
+    model: the model of --checkpoint or CONFIG.json, the models of --moe, or None for --gigabytes and without a model.
+    name, packed: name and `Work.packed` of a model that is a ModelConfig.
     """
     report = Report()
     if options.references:
@@ -230,7 +233,7 @@ def make_report(
 
 
 def _node_options(options: Options, devices: int) -> dict:
-    """Arguments of `make_node`. devices: without --devices."""
+    """Arguments of `make_node`. devices: default of --devices."""
 
     def scaled(value: float | None, scale: float) -> float | None:
         return None if value is None else value * scale
@@ -251,7 +254,7 @@ def _node_options(options: Options, devices: int) -> dict:
 def _report_laneformer(
     options: Options, report: Report, config: ModelConfig, name: str, packed: Mapping[str, float]
 ) -> None:
-    """A model that this package runs."""
+    """Adds the tables and pictures of a model that this package runs."""
     context = min(USUAL_CONTEXT, config.max_position_embeddings) if options.context is None else options.context
     published = options.precision == PUBLISHED
     work = Work(
@@ -282,7 +285,7 @@ def _report_laneformer(
 
 
 def _report_moe(options: Options, report: Report, models: Sequence[MoeModel]) -> None:
-    """Mixture-of-experts models."""
+    """Adds the tables and pictures of mixture-of-experts models."""
     context = USUAL_CONTEXT if options.context is None else options.context
     work = Work(kv=options.kv_precision, context=context)
     node = make_node(**_node_options(options, USUAL_DEVICES))
@@ -312,7 +315,7 @@ def _report_moe(options: Options, report: Report, models: Sequence[MoeModel]) ->
 
 
 def _report_bytes(options: Options, report: Report) -> None:
-    """A token of a given number of bytes."""
+    """Adds the tables of a token that reads --gigabytes."""
     node = make_node(**_node_options(options, USUAL_DEVICES))
     found = token_of_bytes(1e9 * options.gigabytes, node, options.layers)
     assumed = PLAIN if options.layers else ("waits are not counted; give --layers to count them",)
@@ -326,7 +329,7 @@ def _known_rate(options: Options) -> tuple[float, str] | None:
 
 
 def _finish(options: Options, report: Report, name: str, found: Token) -> None:
-    """Adds the speeds for the agent's task and titles the picture."""
+    """Adds the speeds for the agent's task, and sets the title and the assumptions of the picture."""
     report.speeds[f"{name}, {found.node.name}"] = found.rate, PROJECTED
     if options.rate is not None:
         report.speeds[f"{name}, given"] = options.rate, options.rate_status

@@ -23,11 +23,14 @@ SPEED = (
 
 
 def _speed(found: Token) -> tuple[float, float, float]:
+    """The values of the columns SPEED."""
     return 1e6 * found.seconds, found.rate, found.ceiling
 
 
 def layouts_of(config: ModelConfig) -> list[str]:
-    """The config's layout and every other one; layouts with arguments get the first of TRIED_ARGUMENTS that fits."""
+    """The config's layout, and every other layout that fits. A layout with an argument gets the first of
+    TRIED_ARGUMENTS that fits.
+    """
     found = [config.layout]
     for name, make in LAYOUTS.items():
         wanted = list(inspect.signature(make).parameters)[2:]
@@ -47,10 +50,12 @@ def _fits(config: ModelConfig, layout: str) -> bool:
 
 
 def _waiting(found: Token) -> float:
+    """Microseconds of waits for exchanges."""
     return 1e6 * sum(term.seconds for term in found.terms if term.name.startswith("waits"))
 
 
 def _exchange_row(config: ModelConfig, node: Node, work: Work) -> tuple:
+    """The values of the columns EXCHANGES."""
     found, schedule = token(config, node, work), config.schedule
     hidden = hidden_up_to(schedule, module_seconds(config, node, work))
     hides = "-" if hidden is None else 1e6 * hidden
@@ -67,7 +72,7 @@ EXCHANGES = (
 
 
 def by_layout(config: ModelConfig, node: Node, work: Work) -> Table:
-    """The speed of every layout, with the same weights and lanes."""
+    """A table of the speed of every layout, with the same weights and lanes."""
     rows = [(name, *_exchange_row(config.replace(layout=name), node, work)) for name in layouts_of(config)]
     return Table(
         "layout",
@@ -79,7 +84,7 @@ def by_layout(config: ModelConfig, node: Node, work: Work) -> Table:
 
 
 def by_delay(config: ModelConfig, node: Node, work: Work) -> Table:
-    """The speed of layout dtp(d) for several delays d."""
+    """A table of the speed of layout dtp(d) for several delays d."""
     delays = [d for d in (0, 1, 2, 3, 4, 6, 8, 12, 16) if d < 2 * config.num_hidden_layers]
     rows = [(d, *_exchange_row(config.replace(layout=f"dtp({d})"), node, work)) for d in delays]
     return Table(
@@ -92,9 +97,8 @@ def by_delay(config: ModelConfig, node: Node, work: Work) -> Table:
 
 
 def by_lanes(config: ModelConfig, node: Node, work: Work, options: dict) -> Table:
-    """The speed with one lane per device, for every power of two that divides the model and that the node's links join.
-
-    options: arguments of `make_node`.
+    """A table of the speed with one lane per device, for every power of two that divides the model and that the node's
+    links connect. options: arguments of `make_node`.
     """
     rows, lanes, used = [], 1, node
     while lanes <= min(config.num_attention_heads, node.per_node or config.num_attention_heads):
@@ -115,7 +119,7 @@ def by_lanes(config: ModelConfig, node: Node, work: Work, options: dict) -> Tabl
 
 
 def by_context(config: ModelConfig, node: Node, work: Work) -> Table:
-    """The speed at several contexts, up to the model's longest."""
+    """A table of the speed at several contexts, up to the model's longest."""
     longest = config.max_position_embeddings
     rows = []
     for context in contexts(longest):
@@ -140,7 +144,9 @@ def contexts(longest: int) -> list[int]:
 
 
 def by_precision(config: ModelConfig, node: Node, work: Work) -> Table:
-    """The speed with all weights in each precision, and in the published ones; keys and values keep theirs."""
+    """A table of the speed with all weights in each precision, and as published. Keys and values keep their
+    precision.
+    """
     table = parameter_table(config)
     works = {name: Work(name, work.kv, work.context) for name in sorted(FORMATS, key=lambda n: -FORMATS[n].bytes)}
     if work.packed:
@@ -163,7 +169,7 @@ _PRECISION = (Column("weights"), Column("bits", "g"), Column("GB/token", ",.3f",
 
 
 def moe_by_precision(model: MoeModel, node: Node) -> Table:
-    """The speed with the published mixture of precisions, and with all weights in each one."""
+    """A table of the speed with the published mixture of precisions, and with all weights in each precision."""
     sizes = {"as published": (None, model.weight_bytes)}
     weights = sum(part.read for part in model.parts)
     sizes |= {

@@ -1,15 +1,15 @@
-"""Tables of the roofline: a status below each heading, and the assumptions below each table."""
+"""Tables of the roofline, with a status below each heading and the assumptions below each table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-MEASURED, PROJECTED = "measured", "projected"  # a speed that the user gives may also be "simulated"
+MEASURED, PROJECTED = "measured", "projected"  # the user's --rate may also be "simulated"
 
 
 @dataclass(frozen=True)
 class Column:
-    """A heading with the format of its numbers and their status: measured, simulated or projected, or "" for inputs and
+    """A heading, the format of its numbers, and their status: measured, simulated or projected, or "" for inputs and
     words.
     """
 
@@ -27,7 +27,7 @@ class Table:
     columns: tuple[Column, ...]
     rows: Sequence[tuple[Any, ...]]
     assumptions: str
-    """What the figures assume, in one line."""
+    """The assumptions behind the figures, in one line."""
 
     def text(self) -> str:
         """The table as text for the terminal."""
@@ -67,4 +67,4 @@ def _cell(value: Any, column: Column) -> str:
         return "unknown"
     if isinstance(value, str):
         return value
-    return format(value, ",.1f" if "tok/s" in column.name and value < 100 else column.format)  # for slow machines
+    return format(value, ",.1f" if "tok/s" in column.name and value < 100 else column.format)  # slow speeds: a decimal
