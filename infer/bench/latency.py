@@ -1,8 +1,8 @@
-"""Measures the latency of decoding: whole requests at batch 1, several engines in turn, and between them how fast the
-machine reads and multiplies.
+"""Measures the latency of decoding: whole requests at batch 1, on several engines in turn. Between the requests it
+measures how fast the machine reads and multiplies.
 
-Each figure names its measurement point. The engine's host records when a token arrived, alone or in a group; native
-backends also record when the kernel drew it.
+Each figure names its measurement point. The engine's host records when tokens arrive, alone or in a group. Native
+backends also record when the kernel drew each token.
 """
 
 import os
@@ -24,24 +24,26 @@ from laneformer.formats import FORMATS
 from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
 
 WINDOW = 256  # tokens of the fastest stretch
-MANY = 10_000  # samples that p99.9 needs
-PASSES = 5  # measurements of the machine before and after a run, of which the median is used
+MANY = 10_000  # samples required for p99.9
+PASSES = 5  # measurements of the machine before and after each run; the median is used
 LARGEST_READ = 4 << 30  # bytes; far larger than any cache, and leaves room for the model
-MULTIPLY_ADDS = 1 << 28  # of each thread in a pass: some milliseconds
+MULTIPLY_ADDS = 1 << 28  # per thread in a pass, which takes some milliseconds
 
 
 class Text(NamedTuple):
-    """A known text that is measured: the answer is forced to it, whatever the model draws."""
+    """A known text to measure: the answer is forced to it, regardless of what the model would draw."""
 
     prompt: tuple[int, ...]
+    """Token ids of the prompt."""
     answer: tuple[int, ...]
+    """Token ids of the answer."""
     source: str
-    """Where it is from, for records."""
+    """Description of the origin of the text, for records."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is measured: a size of request and a number of runs."""
+    """A measurement: a size of request and a number of runs."""
 
     prompt_tokens: int
     output_tokens: int
@@ -49,9 +51,9 @@ class Case:
     warmup_runs: int
     sampling: Sampling = Sampling()  # noqa: RUF009  frozen
     tokens_per_dispatch: int | None = None
-    """Tokens per dispatch; None for the engine's choice."""
+    """Number of tokens per dispatch; None for the engine's choice."""
     text: Text | None = None
-    """Instead of random prompts and of what the model draws."""
+    """Text to measure instead of random prompts and drawn answers."""
 
     def check(self, context: int) -> None:
         """Raises ConfigError for a value outside its range, and if the request exceeds the model's context."""
@@ -68,12 +70,12 @@ class Case:
 
     @property
     def prompts(self) -> str:
-        """What the prompts are, for records."""
+        """Description of the prompts, for records."""
         return f"random token ids, seed {self.sampling.seed}" if self.text is None else self.text.source
 
     def prompt(self, number: int, vocabulary: int) -> np.ndarray:
-        """Ids for a run, int32 [prompt_tokens]: of the text, or random ones, a function of the sampling's seed and the
-        run's number.
+        """Token ids of the prompt of a run, int32 [prompt_tokens]: those of the text, or random ids that depend only on
+        the seed and the number of the run.
         """
         if self.text is not None:
             return np.array(self.text.prompt, np.int32)
@@ -81,38 +83,44 @@ class Case:
 
 
 class Speeds(NamedTuple):
-    """How fast the machine was before and after a run, the mean of both; None for what cannot be measured."""
+    """Speeds of the machine, averaged over measurements before and after a run; None for a speed that cannot be
+    measured.
+    """
 
     bandwidth: float | None = None
     """Bytes/s that the engine's threads read."""
     multiply_adds: float | None = None
-    """Float32 multiply-adds/s that the engine's threads make in registers."""
+    """Float32 multiply-adds/s that the engine's threads do in registers."""
     read_pass: float | None = None
-    """Seconds in which the backend's workers only read a token's weights; None for backends that cannot do that."""
+    """Seconds that the backend's workers take to read the weights of a token without computing; None for backends
+    without workers.
+    """
 
     @classmethod
     def mean(cls, before: "Speeds", after: "Speeds") -> "Speeds":
+        """The mean of two measurements."""
         return cls(*(None if b is None else (b + a) / 2 for b, a in zip(before, after, strict=True)))
 
 
 @dataclass(frozen=True)
 class Run:
-    """One measured request. Times in seconds from its acceptance, at the engine's host."""
+    """One measured request. Times are in seconds from the acceptance of the request, at the engine's host."""
 
     tokens: tuple[int, ...]
     arrivals: np.ndarray
-    """Arrival of each dispatch, float64 [dispatches]."""
+    """Arrival time of each dispatch, float64 [dispatches]."""
     counts: np.ndarray
-    """Tokens in each dispatch; the first one is alone."""
+    """Number of tokens in each dispatch, int [dispatches]; the first token is a dispatch alone."""
     drawn: np.ndarray | None
-    """Time at which the kernel drew each token, from the first one, float64 [tokens]; None if unknown."""
+    """Seconds from the first token until the kernel drew each token, float64 [tokens]; None if unknown."""
     speeds: Speeds = Speeds()  # noqa: RUF009  a tuple
-    """Of the machine around the run."""
+    """Speeds of the machine around the run."""
     drafting: custom_calls.Drafting | None = None
-    """Passes and their drafts; None on backends without drafts."""
+    """Counts of passes and drafts; None on backends without drafts."""
 
     @classmethod
     def of(cls, result: Result, drawn: np.ndarray | None, speeds: Speeds) -> "Run":
+        """The run of a result. drawn: time at which the kernel drew each token, on any clock, float64 [tokens]."""
         counts = np.array(result.tokens_per_dispatch)
         arrivals = np.array(result.token_times)[np.cumsum(counts) - 1]
         since_first = None if drawn is None else drawn - drawn[0]
@@ -144,16 +152,18 @@ class Measured:
     case: Case
     machine: "Machine"
     first_request: float
-    """Seconds of the first short request of this size, including compilation."""
+    """Seconds that the first short request of this size took, including compilation."""
     second_request: float
-    """Seconds of the same request again."""
+    """Seconds that the same request took again."""
     load_before: tuple[float, ...] = field(default_factory=os.getloadavg)
     load_after: tuple[float, ...] = ()
     runs: list[Run] = field(default_factory=list)
 
 
 def measure(engines: Sequence[Engine], case: Case, progress: Callable[[str], None]) -> list[Measured]:
-    """Runs the case on the engines in turn, with the same prompts. progress: called with lines. Raises ConfigError."""
+    """Runs the case on the engines in turn, with the same prompts. progress: called with each line of progress. Raises
+    ConfigError for a case that does not fit an engine.
+    """
     for engine in engines:
         case.check(engine.config.max_position_embeddings)
     measured = []
@@ -181,6 +191,7 @@ def measure(engines: Sequence[Engine], case: Case, progress: Callable[[str], Non
 
 
 def _run(engine: Engine, case: Case, number: int, machine: "Machine | None") -> Run:
+    """Runs one request. machine: measures the speeds around it; None for warm-up runs."""
     prompt = case.prompt(number, engine.config.vocab_size)
     before = machine.speeds() if machine else Speeds()
     result = engine.generate(
@@ -197,11 +208,12 @@ def _run(engine: Engine, case: Case, number: int, machine: "Machine | None") -> 
 
 
 class Machine:
-    """Measures the bounds of an engine's speed: how fast this machine reads as many bytes as the engine reads per
-    token, and how fast it multiplies.
+    """Measures the bounds of an engine's speed: how fast this machine reads the number of bytes that the engine reads
+    per token, and how fast it multiplies.
     """
 
     def __init__(self, engine: Engine, num_bytes: float):
+        """num_bytes: bytes that the engine reads per token."""
         self._session = engine.session
         self.num_bytes = min(int(num_bytes), LARGEST_READ)
         self.unavailable = (
@@ -214,7 +226,7 @@ class Machine:
 
     @property
     def sources(self) -> tuple[str, str]:
-        """How the bandwidth and the multiply-adds were measured."""
+        """Descriptions of how the bandwidth and the multiply-adds were measured."""
         return (
             f"custom_calls.read_bandwidth: {self.threads} threads over {self.num_bytes:,} bytes, before and after"
             " each run",
@@ -222,7 +234,9 @@ class Machine:
         )
 
     def speeds(self) -> Speeds:
-        """Medians of PASSES passes each: over a buffer, in registers, over the backend's packed weights."""
+        """Measures each speed as the median of PASSES passes: over a buffer, in registers, and over the backend's
+        packed weights.
+        """
         read_pass = None if self._session is None else _median(self._session.read_pass)
         if self.unavailable:
             return Speeds(read_pass=read_pass)
@@ -238,7 +252,7 @@ def _median(measure: Callable[[], float]) -> float:
 
 
 def bytes_per_token(engine: Engine, case: Case) -> float:
-    """Bytes read per token: weights, and keys and values at the mean context of the case, in the backend's dtypes."""
+    """Bytes read per token: weights, keys and values, in the backend's dtypes, averaged over the tokens of the case."""
     return weight_bytes(engine) + kv_bytes(engine, case)
 
 
@@ -248,8 +262,9 @@ def weight_bytes(engine: Engine) -> float:
 
 
 def packed_weight_bytes(config: ModelConfig, dtype: str, facts: Mapping[str, Any]) -> float:
-    """Bytes of weights read per token. facts: the conditions of a backend, which count the weights that it holds in 12
-    bits and their exceptions, of which each takes 4 bytes in a list as well, and the quantized ones with their bytes.
+    """Bytes of weights read per token. dtype: dtype of weights in no other format. facts: the conditions of a backend.
+    They count the weights in 12 bits, their exceptions (each takes another 4 bytes in a list), and the quantized
+    weights with their bytes.
     """
     size = jnp.dtype(dtype).itemsize
     quantized = facts.get("quantized_bytes", 0) - size * facts.get("quantized_weights", 0)
@@ -258,9 +273,9 @@ def packed_weight_bytes(config: ModelConfig, dtype: str, facts: Mapping[str, Any
 
 
 def kv_bytes(engine: Engine, case: Case) -> float:
-    """Bytes of keys and values that decoding one token reads and writes, mean over the case's tokens."""
+    """Bytes of keys and values that decoding one token reads and writes, averaged over the tokens of the case."""
     size = jnp.dtype(engine.conditions["kv_dtype"]).itemsize
-    # The prefill draws the first token.
+    # The prefill draws the first token, so it does not count.
     contexts = range(case.prompt_tokens, case.prompt_tokens + case.output_tokens - 1)
     return float(np.mean([kv_bytes_per_token(engine.config, context, size) for context in contexts]))
 
@@ -271,7 +286,9 @@ def mean_context(case: Case) -> float:
 
 
 def summary(samples) -> dict[str, float | None]:
-    """Percentiles (linear between samples), mean, standard deviation and number of samples; p99.9 from MANY on."""
+    """Percentiles (linear between samples), extremes, mean, standard deviation and number of samples. p99.9 is None for
+    fewer than MANY samples.
+    """
     samples = np.asarray(samples, np.float64)
     percentiles = {f"p{p}": float(np.percentile(samples, p)) for p in (50, 90, 95, 99)}
     percentiles["p99.9"] = float(np.percentile(samples, 99.9)) if samples.size >= MANY else None
@@ -285,8 +302,8 @@ def summary(samples) -> dict[str, float | None]:
 
 
 def peak(arrivals: np.ndarray, counts: np.ndarray, window: int = WINDOW) -> tuple[float, int] | None:
-    """Tokens per second of the fastest stretch between two arrivals with at least `window` tokens, and its number of
-    tokens. None if there are too few tokens.
+    """Tokens per second of the fastest stretch of at least `window` tokens between two arrivals, and the number of
+    tokens in it. None if there are too few tokens.
     """
     so_far = np.cumsum(counts)
     begins = np.arange(len(so_far))
@@ -306,7 +323,7 @@ def share(samples: Sequence[float]) -> dict | None:
 
 
 def first_difference(a: Sequence[Run], b: Sequence[Run]) -> int | None:
-    """The smallest index of a token in which runs of the same prompts differ; None if none does."""
+    """The smallest index of a token in which runs with the same prompts differ; None if no token differs."""
     firsts = [
         n for x, y in zip(a, b, strict=True) for n, (s, t) in enumerate(zip(x.tokens, y.tokens, strict=True)) if s != t
     ]

@@ -1,4 +1,4 @@
-"""The hardware and software with which a figure was measured."""
+"""The hardware and software that a figure was measured with."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
 
 def hardware() -> dict:
-    """Facts about host and accelerators besides their name and number; None if unknown."""
+    """Facts about host and accelerators, except the accelerators' name and number. A value is None if unknown."""
     gpu = {} if on_host() else _nvidia()
     return {
         "host_cpu": device_name(jax.devices("cpu")[0]),
@@ -31,7 +31,7 @@ def hardware() -> dict:
 
 
 def software() -> dict:
-    """Versions of the software; the commit is that of this source tree, None outside a git repository."""
+    """Versions of the software. `git_sha` is the commit of this source tree, None outside a git repository."""
     inside = _output("git", "-C", str(ROOT), "rev-parse", "--show-toplevel") == str(ROOT)
     changed = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") if inside else None
     return {
@@ -75,7 +75,7 @@ def _cpu_clocks() -> str | None:
 
 
 def _output(*command: str) -> str | None:
-    """The output of a program; None if it is missing or fails."""
+    """The output of a program, without surrounding white space; None if the program is missing or fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)

@@ -1,5 +1,5 @@
-"""The report of `bench --mixed`: what several requests at once gain, what a first token waits for, how a long prompt
-and requests that run disturb each other, what prompt length costs, and peak against sustained speed.
+"""The report of `bench --mixed`: the gain of several concurrent requests, the parts of the time to the first token, how
+a long prompt and running requests slow each other down, the cost of prompt length, and peak against sustained speed.
 """
 
 import statistics
@@ -17,8 +17,8 @@ from infer.engine.generation import Generation
 SHORT, LONG = 16, 512  # tokens of prompts
 LENGTHS = (64, 512, 4096)
 WINDOW = 32  # tokens of the fastest stretch
-SETTLED = 8  # tokens of each running request before a newcomer
-ENOUGH = 4096  # tokens of a request that outlasts a newcomer's prompt
+SETTLED = 8  # tokens that each running request has drawn before a new request arrives
+ENOUGH = 4096  # tokens of a request that runs longer than a new request's prompt
 
 
 class Row(NamedTuple):
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
 @dataclass
 class _Client:
-    """A request whose tokens are taken on a separate thread; times on the clock of time.perf_counter."""
+    """A request whose tokens are read on a separate thread. Times are on the clock of time.perf_counter."""
 
     generation: Generation
     began: float
@@ -46,29 +46,33 @@ class _Client:
             self.times.append(time.perf_counter())
 
     def wait(self, count: int) -> None:
-        """Until that many tokens have come, or all."""
+        """Waits until `count` tokens have arrived, or the request has ended."""
         while len(self.times) < count and self._thread.is_alive():
             time.sleep(0.001)
 
     def end(self) -> None:
+        """Waits until the request has ended."""
         self._thread.join()
 
     def rate(self, first: float, last: float) -> float:
-        """Tokens per second in a stretch of time."""
+        """Tokens per second from time `first` to time `last`."""
         return sum(first < each <= last for each in self.times) / (last - first)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is measured."""
+    """The size of the measurement."""
 
     output_tokens: int = 64
     runs: int = 3
     seed: int = 0
+    """Seed of the random prompts."""
 
 
 def report(engine: Engine, load: Load, progress: Callable[[str], None] = lambda _: None) -> list[Row]:
-    """The rows; figures are medians of `load.runs` rounds, in which the cases of a question take turns."""
+    """Measures all rows. Figures are medians of `load.runs` rounds; in each round the cases of a question take turns.
+    progress: called with each row as a line.
+    """
     rows: list[Row] = []
     for question in (_several, _first_token, _mixed, _lengths, _sustained):
         found = question(engine, load)
@@ -79,12 +83,13 @@ def report(engine: Engine, load: Load, progress: Callable[[str], None] = lambda 
 
 
 def table(rows: Sequence[Row]) -> str:
-    """As Markdown."""
+    """The rows as a Markdown table."""
     lines = ["| question | case | measured |", "|---|---|---|"]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
 
 
 def _start(engine: Engine, load: Load, number: int, prompt: int, output: int) -> _Client:
+    """Starts a request with a random prompt. prompt, output: numbers of tokens. number: selects the prompt."""
     ids = np.random.default_rng([load.seed, number]).integers(0, engine.config.vocab_size, prompt, np.int32)
     began = time.perf_counter()
     ask = {"max_new_tokens": output, "stop_tokens": (), "tokens_per_dispatch": 1, "cache_prompt": False}
@@ -92,7 +97,7 @@ def _start(engine: Engine, load: Load, number: int, prompt: int, output: int) ->
 
 
 def _together(engine: Engine, load: Load, count: int) -> list[float]:
-    """Tokens/s of each of `count` requests, while all of them decode; none if at no time they do."""
+    """Tokens/s of each of `count` concurrent requests, while all of them decode; [] if at no time all of them do."""
     clients = [_start(engine, load, number, SHORT, load.output_tokens) for number in range(count)]
     for client in clients:
         client.end()
@@ -101,6 +106,7 @@ def _together(engine: Engine, load: Load, count: int) -> list[float]:
 
 
 def _several(engine: Engine, load: Load) -> list[Row]:
+    """The speed of several concurrent requests."""
     counts = [count for count in (1, 2, 4, 8, 16) if count <= engine.parallel]
     rates: dict[int, list[list[float]]] = {count: [] for count in counts}
     for run in range(load.runs + 1):
@@ -126,7 +132,7 @@ def _several(engine: Engine, load: Load) -> list[Row]:
 
 
 def _first(engine: Engine, load: Load, number: int, prompt: int) -> tuple[float, float]:
-    """Seconds to the first token, and the backend's part of them."""
+    """Seconds to the first token, and the backend's part of them. prompt: number of tokens."""
     client = _start(engine, load, number, prompt, 2)
     client.end()
     result = client.generation.result
@@ -134,6 +140,7 @@ def _first(engine: Engine, load: Load, number: int, prompt: int) -> tuple[float,
 
 
 def _first_token(engine: Engine, load: Load) -> list[Row]:
+    """The parts of the time to the first token."""
     prompt = min(LONG, engine.config.max_position_embeddings // 2)
     found = {length: [_first(engine, load, run, length) for run in range(load.runs + 1)][1:] for length in (1, prompt)}
     whole, backend, least = (
@@ -146,7 +153,7 @@ def _first_token(engine: Engine, load: Load) -> list[Row]:
 
 
 def _mixed(engine: Engine, load: Load) -> list[Row]:
-    """A long prompt arrives while two requests decode."""
+    """The effects of a long prompt that arrives while two requests decode; [] if three requests cannot run together."""
     if engine.parallel < 3:
         return []
     context = engine.config.max_position_embeddings
@@ -178,6 +185,7 @@ def _mixed(engine: Engine, load: Load) -> list[Row]:
 
 
 def _lengths(engine: Engine, load: Load) -> list[Row]:
+    """The speed for several lengths of the prompt."""
     rows = []
     for prompt in LENGTHS:
         if prompt + load.output_tokens > engine.config.max_position_embeddings:
@@ -195,6 +203,7 @@ def _lengths(engine: Engine, load: Load) -> list[Row]:
 
 
 def _sustained(engine: Engine, load: Load) -> list[Row]:
+    """The sustained speed, and that of the fastest stretch."""
     output = min(4 * load.output_tokens, engine.config.max_position_embeddings - SHORT)
     window = min(WINDOW, output - 1)
     whole, peaks = [], []

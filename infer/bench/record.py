@@ -1,4 +1,4 @@
-"""Records of measurements: made from runs, written to files beside the raw times, and read back."""
+"""Records of measurements: made from runs, written to files, with the raw times in a file beside, and read back."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ from laneformer.config import recorded_fields
 from laneformer.errors import InputError
 from laneformer.weights import parameter_count, parameters_per_token, prompt_multiply_adds
 
-SUSTAINED = 1000  # output tokens from which a rate counts as sustained
+SUSTAINED = 1000  # output tokens from which on a rate counts as sustained
 HOST, KERNEL = "engine_host", "kernel"  # measurement points
 
 
@@ -30,8 +30,8 @@ def make_record(
     beside: Measured | None = None,
     notes: Sequence[str] = (),
 ) -> dict:
-    """A complete record. bandwidth_spec: of one device as its maker specifies it, bytes/s. beside: runs of the same
-    prompts on another engine.
+    """A complete record. bandwidth_spec: memory bandwidth of one device as its maker specifies it, bytes/s. beside:
+    runs with the same prompts on another engine, to compare the tokens with. notes: further notes.
     """
     record = {
         "schema": SCHEMA,
@@ -48,14 +48,14 @@ def make_record(
 
 
 def weights_of(facts: Mapping[str, Any]) -> str:
-    """The format of the weights by the conditions of a backend."""
+    """Description of the format of the weights. facts: the conditions of a backend."""
     if formats := facts.get("quantized_formats"):
         return ", ".join([*formats, facts["weights_dtype"]])
     return "bf12" if "bf12_weights" in facts else facts["weights_dtype"]
 
 
 def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float | None) -> dict:
-    """What the figures depend on."""
+    """The conditions of a record: everything that its figures depend on."""
     engine, case = measured.engine, measured.case
     config, facts = engine.config, engine.conditions
     bandwidth, multiply_adds = (
@@ -132,7 +132,7 @@ def conditions(measured: Measured, random_weights: bool, bandwidth_spec: float |
 
 
 def metrics(measured: Measured, bandwidth_spec: float | None) -> dict:
-    """The figures."""
+    """The metrics of a record."""
     engine, case, runs = measured.engine, measured.case, measured.runs
     num_bytes, multiply_adds = (
         latency.bytes_per_token(engine, case),
@@ -140,7 +140,7 @@ def metrics(measured: Measured, bandwidth_spec: float | None) -> dict:
     )
     prompt_rates = [case.prompt_tokens / run.arrivals[0] for run in runs]
     rates, totals = [run.rate for run in runs], [run.seconds for run in runs]
-    reading = [] if engine.conditions.get("speculation") else runs  # runs that read all of this for each token
+    reading = [] if engine.conditions.get("speculation") else runs  # runs that read `num_bytes` for each token
     gaps = [gaps for run in runs if (gaps := run.gaps) is not None]
     peaks = [found for run in runs if (found := latency.peak(run.arrivals, run.counts)) is not None]
     peak, peak_tokens = max(peaks, default=(None, None))
@@ -197,7 +197,7 @@ def metrics(measured: Measured, bandwidth_spec: float | None) -> dict:
 
 
 def _groups(runs: Sequence[latency.Run]) -> dict | None:
-    """Times between arrivals of groups of tokens; None if each token arrived alone."""
+    """Statistics of the times between arrivals of groups of tokens; None if each token arrived alone."""
     if all((run.counts == 1).all() for run in runs):
         return None
     gaps = 1e6 * np.concatenate([np.diff(run.arrivals) for run in runs])
@@ -244,7 +244,9 @@ def _notes(measured: Measured, random_weights: bool) -> list[str]:
 
 
 def write(path: Path, records: Sequence[dict], measured: Sequence[Measured]) -> None:
-    """Writes the records as a JSON list, and the times of their runs to an .npz beside it, whose hash they contain."""
+    """Writes the records as a JSON list, and the times of their runs to an .npz beside it. Each record contains the
+    hash of the .npz.
+    """
     raw = path.with_suffix(".npz")
     arrays, prefixes = {}, []
     for n, one in enumerate(measured):
@@ -268,7 +270,7 @@ def write(path: Path, records: Sequence[dict], measured: Sequence[Measured]) -> 
 
 
 def read(path: Path) -> list[dict]:
-    """The records of a file with one or a list of them. Raises InputError for an incomplete record."""
+    """The records of a JSON file, which contains one record or a list. Raises InputError for an incomplete record."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -1,4 +1,6 @@
-"""Schema laneformer.bench/1: the fields of a record of a measurement, which has no figure without its conditions."""
+"""Schema laneformer.bench/1: the fields of a record of a measurement. A record contains no figure without its
+conditions.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +9,7 @@ from laneformer.errors import InputError
 
 SCHEMA = "laneformer.bench/1"
 STATUSES = ("measured", "simulated", "projected")
-RANDOM = "random"  # as the origin of weights
+RANDOM = "random"  # origin of the weights, in place of a checkpoint
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ STATISTICS = {
     "n": int,
 }
 SHARE = Null({"median": NUMBER, "min": NUMBER, "samples": list})
-# A record has these keys and no other. Values: a type, several of them, a dict of further keys, or Null of these.
+# A record has exactly these keys. Values: a type, a tuple of types, a dict of further keys, or Null of one of these.
 FIELDS = {
     "schema": str,
     "kind": str,
@@ -123,7 +125,9 @@ FIELDS = {
 
 
 def check(record: Any, where: str = "record") -> None:
-    """Raises InputError, which names the field, unless the record is complete. where: the record's name in messages."""
+    """Raises InputError with the name of the field unless the record is complete. where: name of the record in
+    messages.
+    """
     _check(record, FIELDS, where, "")
     if record["schema"] != SCHEMA:
         raise InputError(f"{where}: schema must be {SCHEMA}, got {record['schema']!r}")

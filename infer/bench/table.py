@@ -1,4 +1,4 @@
-"""Tables of records for the terminal and for documents; below each row of figures are its conditions."""
+"""Tables of records for the terminal and for documents, with the conditions below each row of figures."""
 
 from collections.abc import Sequence
 
@@ -45,7 +45,9 @@ def terminal(records: Sequence[dict]) -> str:
 
 
 def layouts(records: Sequence[dict]) -> list[str]:
-    """The cost of each layout's exchanges as lines of a Markdown table, from records of one shape in one run."""
+    """The lines of a Markdown table of the cost of each layout's exchanges. records: of the same sizes, from one run of
+    the benchmark.
+    """
     heads = (
         "layout, backend",
         "prompt",
@@ -90,7 +92,7 @@ def layouts(records: Sequence[dict]) -> list[str]:
 
 
 def cells(record: dict) -> tuple[str, ...]:
-    """One row; cells with a figure have the marks that `legend` explains."""
+    """The cells of a record's row. Cells with a figure end in the marks that `legend` explains."""
     c, m = record["conditions"], record["metrics"]
     marks = "".join(_marks(record))
     rate, itl, group, ttft, prompt = (m[name] for name in ("decode_tps", "itl_us", "group_us", "ttft_ms", "prompt_tps"))
@@ -165,7 +167,7 @@ def condition_line(record: dict) -> str:
 
 
 def legend(records: Sequence[dict]) -> list[str]:
-    """The meaning of the columns, and of the marks that occur, a line each."""
+    """Lines that explain the columns, and the marks that occur in the table."""
     texts = {
         RANDOM_MARK: "random weights: the speed of the architecture, not of a trained model",
         SHORT_MARK: f"fewer than {SUSTAINED:,} output tokens: not a sustained rate",

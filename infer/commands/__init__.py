@@ -1,1 +1,1 @@
-"""The commands of `python -m infer`, one file each; nothing imports this folder."""
+"""The commands of `python -m infer`, one file each. No other folder imports this one."""

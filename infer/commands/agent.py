@@ -34,29 +34,31 @@ File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Let a model solve a task: it writes code, the tests run in the sandbox, and it corrects what fails. The exit code
-    is 0 if the tests pass in the end, else 1. docs/agent.md has the details.
+    """Let a model solve a task: it writes code, the tests run in the sandbox, and it corrects its code until they pass.
+    The exit code is 0 if the tests pass at the end, else 1. docs/agent.md has the details.
     """
 
     task: tyro.conf.Positional[Annotated[Path, tyro.conf.arg(metavar="TASK_DIR")]]
     """Folder with task.md, files to start from and tests (test*.py); it is not changed."""
     base_url: str = ""
-    """Server with OpenAI's API, as in http://127.0.0.1:8000/v1."""
+    """URL of a server with OpenAI's API, for example http://127.0.0.1:8000/v1."""
     model: str = ""
     """Model of that server; by default its only one."""
     api_key: str = ""
-    """Key for that server; the environment variable OPENAI_API_KEY hides it from lists of processes."""
+    """Key for that server. The environment variable OPENAI_API_KEY keeps it out of process lists."""
     engine: tyro.conf.OmitArgPrefixes[EngineOptions] = NO_ENGINE
-    """Instead of --base-url: start `infer serve` with --checkpoint and these options."""
+    """Instead of --base-url, start `infer serve` with --checkpoint and these options."""
     mode: Literal["auto", "chat", "completion"] = "auto"
-    """chat: ask in messages. completion: continue a text. auto: chat, unless our server reports no chat template."""
+    """chat: ask in messages. completion: continue a text. auto: chat, unless our server reports that it has no chat
+    template.
+    """
     history: History = "auto"
-    """Earlier turns in a prompt. last: the last answer and its failure. whole: all turns while they fit the context, so
-    that each prompt continues the one before. auto: whole if the server reports that it keeps prompts, else last.
+    """Earlier turns in each prompt. last: the last answer and its failure. whole: all turns while they fit the context,
+    so that each prompt continues the previous one. auto: whole if the server reports that it keeps prompts, else last.
     """
     tools: Literal["auto", "on", "off"] = "auto"
-    """Tools to read and write files and to run the tests, beside whole files in answers. auto: if our server reports
-    that the chat template has a form for calls.
+    """Give the model tools to read and write files and to run the tests, besides whole files in answers. auto: if our
+    server reports that the chat template has a format for calls.
     """
     max_turns: Integer = None
     """Maximum number of answers; by default 6, or 24 with tools."""
@@ -67,17 +69,17 @@ class Options:
     seed: Integer = None
     """Sampling seed, for servers that accept one."""
     test_seconds: float = 60.0
-    """CPU time for the tests, s, on a machine of nominal speed."""
+    """Limit on the CPU time of the tests, s, on a machine of nominal speed."""
     timeout: float = 600.0
     """Maximum time of an answer, s."""
     sandbox: Literal["auto", "bwrap", "unshare", "rlimits"] = "auto"
-    """How to isolate the tests. auto: bubblewrap if installed, else unshare. rlimits: limits alone, only for VMs."""
+    """How to isolate the tests. auto: bubblewrap if installed, else unshare. rlimits: limits only, for use in VMs."""
     workspace: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """New folder for the model's copy of the task, the transcript and the record; by default in runs/agent."""
     json: File = None
-    """Record of the run; by default record.json in the workspace."""
+    """Write the record of the run to this file; by default record.json in the workspace."""
     html: File = None
-    """Page of the run to look at: turns, tokens, times, and what the tests said."""
+    """Write a page about the run to this file: turns, tokens, times, and the output of the tests."""
 
 
 def run(options: Options) -> int:
@@ -85,31 +87,31 @@ def run(options: Options) -> int:
     task = load_task(options.task)
     folder = find_workspace(options, task)
     with contextlib.ExitStack() as stack:
-        # SIGTERM unwinds the stack, which also ends the server and running programs.
+        # SIGTERM unwinds the stack, which also stops the server and running programs.
         stack.callback(signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, _interrupt))
-        if options.base_url:  # first: a wrong URL fails at once
+        if options.base_url:  # first, so that a wrong URL fails at once
             key = options.api_key or os.environ.get(KEY) or "none"
             model = Model(options.base_url, key, options.model, options.mode, options.timeout)
         judge = stack.enter_context(Judge(options.sandbox, workers=1))
         workspace = Workspace(task, folder / "files")
         check_start(workspace, judge, options.test_seconds)
-        if options.engine.checkpoint:  # last: loading a model takes long
+        if options.engine.checkpoint:  # last, because loading a model takes long
             model = own_model(options, folder, stack)
         return work(options, task, workspace, model, judge, folder)
 
 
 def check(options: Options) -> None:
-    """Raises ConfigError for values outside their range and options that exclude each other."""
+    """Raises ConfigError for values outside their range, and for options that exclude each other."""
     if bool(options.base_url) == bool(options.engine.checkpoint):
         raise ConfigError("give either --base-url of a server, or --checkpoint to start one")
     if options.base_url and (given := changed(options.engine)):
-        raise ConfigError(f"--{next(iter(given))} needs --checkpoint, and does not apply to --base-url")
+        raise ConfigError(f"--{next(iter(given))} needs --checkpoint; it does not apply to --base-url")
     if options.engine.checkpoint and (options.model or options.api_key):
         raise ConfigError(
-            f"--{'model' if options.model else 'api-key'} needs --base-url, and does not apply to --checkpoint"
+            f"--{'model' if options.model else 'api-key'} needs --base-url; it does not apply to --checkpoint"
         )
     if options.tools == "on" and options.mode == "completion":
-        raise ConfigError("--tools on needs a chat, and --mode is completion")
+        raise ConfigError("--tools on needs --mode chat or auto, got completion")
     for name, least in (("max_turns", 1), ("max_new_tokens", 1), ("temperature", 0)):
         if getattr(options, name) is not None and not getattr(options, name) >= least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
@@ -125,21 +127,23 @@ def changed(options: EngineOptions) -> dict[str, Any]:
 
 
 def find_workspace(options: Options, task: Task) -> Path:
-    """A path for a new folder outside the task. Raises ConfigError for a folder that is not empty or is in the task."""
+    """The path of the new workspace. Raises ConfigError for a folder that is not empty or is inside the task."""
     folder = options.workspace
     if folder is None:
         number = 1
         while (folder := RUNS / f"{task.name}-{number}").exists():
             number += 1
     if folder.resolve().is_relative_to(options.task.resolve()):
-        raise ConfigError(f"--workspace {folder} is in the task's folder, which is not changed: name another")
+        raise ConfigError(
+            f"--workspace {folder} is in the task's folder, which must not change: name a folder elsewhere"
+        )
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"--workspace {folder} exists already: name a new folder")
     return folder
 
 
 def own_model(options: Options, folder: Path, stack: contextlib.ExitStack) -> Model:
-    """The model of the checkpoint on `infer serve`, which runs until `stack` is closed."""
+    """Starts `infer serve` with the checkpoint and returns its model. The server runs until `stack` is closed."""
     args = [
         word
         for name, value in changed(options.engine).items()
@@ -152,7 +156,7 @@ def own_model(options: Options, folder: Path, stack: contextlib.ExitStack) -> Mo
 
 
 def work(options: Options, task: Task, workspace: Workspace, model: Model, judge: Judge, folder: Path) -> int:
-    """Runs the loop and writes its transcript and record; the exit code."""
+    """Runs the loop, writes its transcript and record, and returns the exit code."""
     asked = {"max_tokens": options.max_new_tokens, "temperature": options.temperature}
     asked |= {} if options.seed is None else {"seed": options.seed}
     tools = has_tools(options, model)
@@ -215,14 +219,14 @@ def work(options: Options, task: Task, workspace: Workspace, model: Model, judge
 
 
 def has_tools(options: Options, model: Model) -> bool:
-    """Whether the model gets tools. Raises ConfigError where it cannot."""
+    """Whether the model gets tools. Raises ConfigError if --tools is on but the model is not asked in a chat."""
     if options.tools == "on" and model.mode != "chat":
-        raise ConfigError("--tools on needs a chat, and the model has no chat template")
+        raise ConfigError("--tools on needs a chat template, which the model does not have")
     return options.tools == "on" or (options.tools == "auto" and model.mode == "chat" and model.tool_form is not None)
 
 
 def save(path: Path, text: str) -> None:
-    """Writes a file. Raises ConfigError."""
+    """Writes a file and its folder. Raises ConfigError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8", errors="replace")
@@ -231,7 +235,7 @@ def save(path: Path, text: str) -> None:
 
 
 class Live:
-    """A line on standard error that follows the answer as it arrives; on a terminal only."""
+    """A line on standard error that shows the progress of the current answer, on a terminal only."""
 
     def __init__(self, turns: int):
         self._turns, self._shown, self._next = turns, False, 0.0
@@ -242,7 +246,7 @@ class Live:
             print(f"\r\x1b[Kturn {turn}/{self._turns}: {characters:,} characters", end="", file=sys.stderr, flush=True)
 
     def end(self, line: str = "") -> None:
-        """Replaces the line by a finished one, if any."""
+        """Removes the line, and prints `line` in its place if it is not empty."""
         if self._shown:
             print("\r\x1b[K", end="", file=sys.stderr)
             self._shown = False

@@ -1,4 +1,4 @@
-"""python -m infer bench: measure the latency of decoding; print a table, and write a record and a trace on request."""
+"""python -m infer bench: measure the latency of decoding, print a table, and write a record and a trace on request."""
 
 import dataclasses
 import itertools
@@ -33,42 +33,42 @@ File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Measure time to first token, time per token and tokens per second at batch 1, with all conditions."""
+    """Measure time to first token, time per token and tokens per second at batch 1, and record all conditions."""
 
     engine: tyro.conf.OmitArgPrefixes[JobEngineOptions] = JobEngineOptions(checkpoint="")  # noqa: RUF009  frozen
     """The engine to measure."""
     compare: str = ""
-    """Measure several backends in turn, in one process, with the same prompts, as in cpu,xla."""
+    """Measure several backends in turn, in one process, with the same prompts, for example cpu,xla."""
     layouts: Annotated[tuple[str, ...], tyro.conf.arg(metavar="LAYOUT [LAYOUT ...]")] = ()
-    """Measure a recipe's model under each of these layouts in turn, with the same weights, as in tp 'dtp(2)' none."""
+    """Measure a recipe's model under several layouts in turn, with the same weights, for example tp 'dtp(2)' none."""
     context: str = "512"
-    """Prompt lengths, tokens, as in 128,512,4096; one record each."""
+    """Prompt lengths, tokens, for example 128,512,4096; one record each."""
     text: File = None
-    """Force every answer to this text, as if the model wrote it: what drafts of backend cpu are worth on it."""
+    """Force every answer to this text, as if the model wrote it, to measure the gain from drafts on backend cpu."""
     prompt_file: File = None
-    """With --text: file with the prompt, instead of random ones."""
+    """With --text, a file with the prompt, instead of random prompts."""
     tokenizer: File = None
-    """With --text: tokenizer.json of a recipe's model."""
+    """With --text and a recipe, the tokenizer.json to use."""
     mixed: bool = False
-    """Report instead what several requests at once gain, how they and a long prompt disturb each other, what a first
-    token waits for, what prompt length costs, and peak against sustained speed.
+    """Report instead the gain of several concurrent requests, how they and a long prompt slow each other down, the
+    parts of the time to the first token, the cost of prompt length, and peak against sustained speed.
     """
     parallel: Integer = None
-    """With --mixed: requests that may run together; by default as in `infer serve`."""
+    """With --mixed, the number of requests that may run together; by default as in `infer serve`."""
     output_tokens: Integer = None
-    """Tokens to generate in each run; by default 2048, or what the model's context has room for."""
+    """Number of tokens to generate in each run; by default 2048, or as many as fit the model's context."""
     runs: int = 10
     """Number of measured runs."""
     warmup_runs: int = 3
-    """Number of runs of full length before them, which are not measured."""
+    """Number of full-length runs before the measured ones."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()  # noqa: RUF009  frozen
-    """How tokens are chosen; the prompts have the same seed."""
+    """How tokens are chosen. The seed is also that of the random prompts."""
     tokens_per_dispatch: Integer = None
-    """Tokens that reach the host together, 1 to time each; by default the engine's choice."""
+    """Number of tokens that reach the host together, 1 to time each; by default the engine's choice."""
     bandwidth_spec: Annotated[float | None, tyro.conf.arg(metavar="GB/S")] = None
     """Specified memory bandwidth of one device, 10^9 bytes/s, to report the share that is used."""
     json: File = None
-    """Write the records to this file, and the times of all tokens beside it as .npz."""
+    """Write the records to this file, and the times of all tokens to an .npz file beside it."""
     trace: File = None
     """Trace one more run of a native backend, op by op, for ui.perfetto.dev; compressed if the name ends in .gz."""
     table: Annotated[tuple[Path, ...], tyro.conf.arg(metavar="FILE [FILE ...]")] = ()
@@ -93,7 +93,7 @@ def run(options: Options) -> int:
         found = measure(engines, case, print_progress)
         records += make_records(options, found)
         measured += found
-        if options.json and is_first_process():  # after each case: a later one may be interrupted
+        if options.json and is_first_process():  # after each case, because a later case may be interrupted
             bench_record.write(options.json, records, measured)
     print(bench_table.terminal(records))
     if options.layouts:
@@ -106,7 +106,9 @@ def run(options: Options) -> int:
 
 
 def check(options: Options) -> None:
-    """Raises ConfigError for wrong options, some of which would otherwise fail only after minutes of measuring."""
+    """Raises ConfigError for wrong options, because some would otherwise fail only after minutes of measuring. Makes
+    the folders of the output files.
+    """
     if options.bandwidth_spec is not None and options.bandwidth_spec <= 0:
         raise ConfigError(
             f"--bandwidth-spec must be above 0, in 10^9 bytes/s of one device, got {options.bandwidth_spec}"
@@ -139,7 +141,9 @@ def check(options: Options) -> None:
 
 
 def report_mixed(options: Options) -> int:
-    """The report of infer/bench/mixed.py. Raises ConfigError for a context that is too short for it."""
+    """Measures and prints the report of infer/bench/mixed.py. Raises ConfigError if the model's context is too
+    short.
+    """
     usual = Load()
     load = Load(options.output_tokens or usual.output_tokens, min(options.runs, usual.runs), options.sampling.seed)
     engine = open_engine(options.engine, prefix_cache=0, speculation=0, parallel=options.parallel or 0)
@@ -164,19 +168,19 @@ def report_mixed(options: Options) -> int:
 
 
 def check_text(options: Options) -> None:
-    """Raises ConfigError unless there is a text where there must be one."""
+    """Raises ConfigError for options that need --text, or that --text needs."""
     if (options.text is None) != (options.prompt_file is None):
         raise ConfigError("give --text and --prompt-file together: an answer and its prompt")
     if options.text is None and options.engine.draft_max:
         raise ConfigError("--draft-max needs --text and --prompt-file: random prompts have nothing to copy")
     if options.text is not None and is_recipe(options.engine.checkpoint) != (options.tokenizer is not None):
-        raise ConfigError("--text needs --tokenizer with a recipe, and the checkpoint's own with a checkpoint")
+        raise ConfigError("--text needs --tokenizer with a recipe; with a checkpoint, leave --tokenizer out")
 
 
 def check_mixed(options: Options) -> None:
-    """Raises ConfigError for options that do not go with --mixed, or only with it."""
+    """Raises ConfigError for options that exclude or need --mixed."""
     if options.parallel is not None and not options.mixed:
-        raise ConfigError(f"--parallel {options.parallel} needs --mixed: other runs are alone")
+        raise ConfigError(f"--parallel {options.parallel} needs --mixed: other measurements run one request at a time")
     if options.parallel is not None and options.parallel < 1:
         raise ConfigError(f"--parallel must be at least 1, got {options.parallel}")
     several = {"--compare": options.compare, "--layouts": options.layouts, "--text": options.text}
@@ -188,12 +192,12 @@ def check_mixed(options: Options) -> None:
 
 
 def backends(options: Options) -> list[str]:
-    """The backends to measure, by name."""
+    """The names of the backends to measure."""
     return options.compare.split(",") if options.compare else [options.engine.backend]
 
 
 def read_text(options: Options, config: ModelConfig) -> Text:
-    """The text to measure. Raises InputError for a file that is not UTF-8."""
+    """The text to measure. Raises InputError for a file that is not UTF-8, ConfigError without a tokenizer."""
     if options.tokenizer is None:
         tokenizer = Tokenizer.find(options.engine.checkpoint, config.bos_token_id)
     else:
@@ -212,8 +216,8 @@ def read_text(options: Options, config: ModelConfig) -> Text:
 
 
 def cases(options: Options, config: ModelConfig) -> list[Case]:
-    """One case for each prompt length, or one for a text. Raises ConfigError if one does not fit the model's
-    context.
+    """The cases to measure: one for each prompt length, or one for a text. Raises ConfigError for a case that exceeds
+    the model's context.
     """
     context = config.max_position_embeddings
     if options.text is not None:
@@ -240,8 +244,8 @@ def cases(options: Options, config: ModelConfig) -> list[Case]:
 
 
 def open_engines(options: Options) -> list[Engine]:
-    """One engine for each layout, backend and way of holding weights. Raises ConfigError if one is not available, or
-    none can be traced.
+    """Opens an engine for each layout, backend and format of weights. Raises ConfigError if one is not available, or if
+    --trace is given and none can be traced.
     """
     made = []
     ways = (options.engine.weights or "").split(",")
@@ -253,21 +257,21 @@ def open_engines(options: Options) -> list[Engine]:
             engine = dataclasses.replace(engine, threads=None, weights=None if name == "xla" else engine.weights)
         plain = options.text is None or (options.compare and name != "cpu")
         drafts = {"speculation": 0} if plain else engine.drafts()
-        made.append(open_engine(engine, layout, prefix_cache=0, **drafts))  # each prompt is computed
+        made.append(open_engine(engine, layout, prefix_cache=0, **drafts))  # every prompt must be computed
     if options.trace and not any(engine.session for engine in made):
         raise ConfigError(f"--trace needs a native backend: backend {made[0].backend} records no spans")
     return made
 
 
 def _label(options: Options, measured: Measured) -> str:
-    """What tells engines of one layout apart."""
+    """A name that distinguishes the engines of one layout."""
     several = "," in (options.engine.weights or "")
     facts, backend = measured.engine.conditions, measured.engine.backend
     return f"{backend} {bench_record.weights_of(facts)}" if several else backend
 
 
 def make_records(options: Options, measured: list[Measured]) -> list[dict]:
-    """The records of one case, with notes of the ratios between backends."""
+    """The records of one case, with notes on the ratios between engines."""
     notes = []
     for layout in dict.fromkeys(one.engine.config.layout for one in measured):
         same = [one for one in measured if one.engine.config.layout == layout]
@@ -295,7 +299,7 @@ def make_records(options: Options, measured: list[Measured]) -> list[dict]:
 
 
 def trace(path: Path, engine: Engine, case: Case) -> None:
-    """Traces one more run of a few tokens. The file has the devices of this process."""
+    """Traces one more run of a few tokens and writes the trace. It contains the devices of this process only."""
     tokens = min(TRACED, case.output_tokens)
     engine.session.trace(spans_needed(engine.config.num_hidden_layers, case.prompt_tokens, tokens))
     try:

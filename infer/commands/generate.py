@@ -35,7 +35,7 @@ class Options:
     prompt_file: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File with the text to continue, UTF-8."""
     prompt_ids: str = ""
-    """Token ids to continue, as in 1,2,3: for a checkpoint without tokenizer.json."""
+    """Token ids to continue, for example 1,2,3, for a checkpoint without tokenizer.json."""
     max_new_tokens: int = 256
     """Maximum number of tokens to generate; the context also ends the text."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()  # noqa: RUF009  frozen
@@ -45,7 +45,7 @@ class Options:
     ignore_eos: bool = False
     """Continue after the model's end-of-text token."""
     top_logprobs: int = 0
-    """With --json: report this many of the most likely tokens at each position, up to 20."""
+    """With --json, report this many of the most likely tokens at each position, up to 20."""
     json: bool = False
     """Print one JSON object at the end instead of streaming the text."""
 
@@ -83,7 +83,7 @@ def run(options: Options) -> int:
 
 
 def read_prompt(options: Options) -> str | list[int]:
-    """The prompt as text or ids. Raises InputError unless exactly one was given."""
+    """The prompt as text or token ids. Raises InputError unless exactly one prompt was given."""
     if sum(map(bool, (options.prompt, options.prompt_file, options.prompt_ids))) != 1:
         raise InputError("give one of --prompt, --prompt-file and --prompt-ids")
     if options.prompt_ids:
@@ -103,9 +103,11 @@ def read_prompt(options: Options) -> str | list[int]:
 
 
 def stream(generation: Generation, prompt: str | list[int], text: bool) -> None:
-    """Streams the text, or ids without tokenizer, to standard output; on a terminal after the dimmed prompt."""
+    """Streams the answer to standard output; on a terminal after the dimmed prompt. text: whether to stream text, or
+    token ids.
+    """
     if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="replace")  # print ? where the terminal cannot encode a character
+        sys.stdout.reconfigure(errors="replace")  # print ? for characters that the terminal cannot encode
     if sys.stdout.isatty():
         print(
             f"{DIM}{prompt if isinstance(prompt, str) else ','.join(map(str, prompt)) + ','}{PLAIN}", end="", flush=True
@@ -115,6 +117,7 @@ def stream(generation: Generation, prompt: str | list[int], text: bool) -> None:
 
 
 def _ids(generation: Generation) -> Iterator[str]:
+    """Yields the token ids, each after the first with a comma before it."""
     for n, token in enumerate(generation):
         yield f"{',' if n else ''}{int(token)}"
 
@@ -151,11 +154,11 @@ def summary(engine: Engine, options: Options, result: Result) -> str:
 
 
 def reading(engine: Engine, result: Result) -> tuple[float, float | None] | None:
-    """Bytes read per pass at the answer's mean context, and the time of only reading them over the time per pass, which
-    is a token unless drafts were right.
+    """Bytes read per pass at the answer's mean context, and the time of reading them as a share of the time per pass.
+    Without correct drafts a pass is a token. None if there are too few tokens for a rate.
 
-    The reading time is measured now, on native backends; a share below 1 shows time that is not spent streaming. None
-    without a rate.
+    On native backends the time of reading is measured now. A share below 1 means that part of the time is not spent
+    streaming. On other backends the share is None.
     """
     if result.time_per_token is None:
         return None
@@ -171,6 +174,7 @@ def reading(engine: Engine, result: Result) -> tuple[float, float | None] | None
 
 
 def _reading(engine: Engine, result: Result) -> str:
+    """The result of `reading` as part of the summary; "" without a rate."""
     if (read := reading(engine, result)) is None:
         return ""
     num_bytes, share = read
@@ -182,7 +186,7 @@ def _reading(engine: Engine, result: Result) -> str:
 
 
 def drafts(engine: Engine, result: Result) -> str:
-    """What drafts were worth."""
+    """The gain from drafts, as part of the summary."""
     if not engine.conditions.get("speculation"):
         return "no speculative decoding"
     return (
@@ -192,7 +196,7 @@ def drafts(engine: Engine, result: Result) -> str:
 
 
 def report(engine: Engine, options: Options, result: Result, compiled: float) -> dict:
-    """The object of --json; times in seconds."""
+    """The object that --json prints. Times are in seconds."""
     num_bytes, share = reading(engine, result) or (None, None)
     return {
         **dataclasses.asdict(result),

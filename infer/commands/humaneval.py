@@ -1,4 +1,6 @@
-"""python -m infer humaneval: solve programming problems with a checkpoint and score the solutions, or score samples."""
+"""python -m infer humaneval: solve programming problems with a checkpoint and score the solutions, or score existing
+samples.
+"""
 
 import json
 import sys
@@ -25,36 +27,38 @@ OPTIONAL = {"metavar": "FILE"}
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Generate and score solutions of HumanEval, HumanEval+, MBPP or MBPP+; with --samples alone only score. Run the
-    same command again to resume.
+    """Generate and score solutions of HumanEval, HumanEval+, MBPP or MBPP+; with --samples but without --checkpoint
+    only score. Run the same command again to resume.
     """
 
     data: str
-    """Problems: a file (.jsonl, .jsonl.gz, .json; for HumanEval+ and MBPP+ the -OriginFmt one), or humaneval,
+    """Problems: a file (.jsonl, .jsonl.gz, .json; for HumanEval+ and MBPP+ the -OriginFmt file), or humaneval,
     humaneval+, mbpp, mbpp-sanitized or mbpp+ to download them with `datasets`.
     """
     engine: tyro.conf.OmitArgPrefixes[JobEngineOptions] = JobEngineOptions(checkpoint="")  # noqa: RUF009  frozen
-    """What generates the samples; without --checkpoint nothing is generated."""
+    """Engine that generates the samples; without --checkpoint nothing is generated."""
     samples: Annotated[Path | None, tyro.conf.arg(**OPTIONAL)] = None
-    """Samples, JSON lines of task_id and completion or solution; --checkpoint writes them, beside --json by default."""
+    """File of samples, JSON lines with task_id and completion or solution; with --checkpoint they are written to it, by
+    default beside --json.
+    """
     json: Annotated[Path | None, tyro.conf.arg(**OPTIONAL)] = None
-    """Report to write; by default beside the samples, ending in .report.json."""
+    """Write the report to this file; by default beside the samples, with the ending .report.json."""
     mode: Literal["completion", "chat"] = "completion"
     """completion: continue the prompt. chat: ask through the chat template."""
     chat_template: Annotated[Path | None, tyro.conf.arg(**OPTIONAL)] = None
-    """Template for --mode chat instead of the checkpoint's."""
+    """Template for --mode chat, instead of the checkpoint's."""
     samples_per_problem: int = 1
-    """Samples of each problem; pass@k is reported for k = 1, 10, 100 up to this number."""
+    """Number of samples of each problem; pass@k is reported for k = 1, 10, 100 up to this number."""
     limit: Integer = None
-    """Use only this many problems, the first ones."""
+    """Use only the first problems, this many."""
     max_new_tokens: int = 768
     """Maximum number of tokens of a sample; the context also ends it."""
     sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()  # noqa: RUF009  frozen
     """How tokens are chosen (infer/sampling.py has the definition)."""
     sandbox: Literal["auto", "bwrap", "unshare", "rlimits"] = "auto"
-    """How to isolate programs. auto: bubblewrap if installed, else unshare. rlimits: limits alone, only for VMs."""
+    """How to isolate programs. auto: bubblewrap if installed, else unshare. rlimits: limits only, for use in VMs."""
     workers: Integer = None
-    """Programs that run at a time; by default one per core."""
+    """Number of programs that run at a time; by default one per core."""
     generate_only: bool = False
     """Write the samples without running them."""
 
@@ -81,7 +85,7 @@ def run(options: Options) -> int:
             if settings_path(samples_path).exists():
                 settings = json.loads(settings_path(samples_path).read_text(encoding="utf-8"))
         else:
-            judge.verify(chosen.problems, progress=True)  # before generating: a broken sandbox should not cost that
+            judge.verify(chosen.problems, progress=True)  # first: generating is useless if the sandbox is broken
             samples, settings = written(options, problems, chosen, samples_path)
         ids = {problem.task_id for problem in chosen}
         samples = [sample for sample in samples if sample.task_id in ids]
@@ -94,7 +98,7 @@ def run(options: Options) -> int:
 
 
 def check(options: Options) -> None:
-    """Raises ConfigError for values outside their range and options that exclude each other."""
+    """Raises ConfigError for values outside their range, and for options that exclude each other."""
     if not options.engine.checkpoint and options.samples is None:
         raise ConfigError("give --checkpoint to generate samples, --samples to score some, or both")
     for name, given in (("generate-only", options.generate_only), ("distributed", options.engine.distributed)):
@@ -108,14 +112,14 @@ def check(options: Options) -> None:
 
 
 def check_hidden(options: Options, judge: Judge) -> None:
-    """Raises ConfigError for problems in a folder that programs can read."""
+    """Raises ConfigError if the file of problems is in a folder that programs can read."""
     folder = levels.shown(Path(options.data)) if judge.sandbox.level.tools and Path(options.data).exists() else None
     if folder is not None:
         raise ConfigError(f"--data {options.data} is in {folder}, which programs can read: move the file elsewhere")
 
 
 def paths(options: Options, problems: ProblemSet) -> tuple[Path, Path]:
-    """The paths of the samples and of the report; by default each is beside the other."""
+    """The paths of the samples and of the report; by default both are in the same folder."""
     samples, report = options.samples, options.json
     if samples is None:
         samples = (
@@ -129,7 +133,9 @@ def paths(options: Options, problems: ProblemSet) -> tuple[Path, Path]:
 def written(
     options: Options, problems: ProblemSet, chosen: ProblemSet, path: Path
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Generates the samples of the chosen problems that the file lacks; all its samples, and their settings."""
+    """Generates the samples of the chosen problems that the file does not contain yet. Returns all samples of the file,
+    and their settings.
+    """
     checkpoint = Path(options.engine.checkpoint)
     weights = newest_step(checkpoint) if complete_steps(checkpoint) else checkpoint
     engine = open_engine(options.engine)
@@ -148,7 +154,7 @@ def written(
 def scored(
     samples: list[Sample], settings: dict[str, Any] | None, problems: ProblemSet, judge: Judge, path: Path
 ) -> Report:
-    """The report, also written to `path`; until then verdicts are kept beside it."""
+    """Scores the samples and writes the report to `path`. Until then, verdicts are kept in a file beside it."""
     conditions = {"data": data_report(problems), "sandbox": judge.sandbox.report}
     with VerdictFile(path.with_name(path.name + ".verdicts.jsonl"), conditions) as verdicts:
         if verdicts.known:

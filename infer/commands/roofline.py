@@ -22,7 +22,7 @@ SCHEMA = "laneformer.roofline/1"
 def run(options: Options) -> int:
     file = read_config_file(options.config) if options.config else None
     check(options, file)
-    from infer.roofline import plot  # imports JAX, which --help and a wrong option do not need
+    from infer.roofline import plot  # here, because it imports JAX, which --help and wrong options do not need
     from infer.roofline.report import make_report
 
     model = find_model(options, file)
@@ -57,8 +57,8 @@ def find_model(options: Options, file: ConfigFile | None) -> "ModelConfig | list
 def find_packed(
     options: Options, file: ConfigFile | None, model: "ModelConfig | list[MoeModel] | None"
 ) -> dict[str, float]:
-    """Bytes of one weight of each quantized matrix of the model, by its path; empty for one known by its parts. Raises
-    ConfigError.
+    """Bytes per weight of each quantized matrix of the model, by its path; empty for a model that is known only by its
+    parts. Raises ConfigError.
     """
     if model is None or isinstance(model, list):
         return {}
@@ -73,7 +73,7 @@ def find_packed(
 
 
 def read_file(file: ConfigFile, lanes: int | None) -> "ModelConfig":
-    """The model of a config.json."""
+    """The config of the model of a config.json. Raises ConfigError with the name of the file."""
     from laneformer.hf import config_from_hf
 
     try:
@@ -83,7 +83,7 @@ def read_file(file: ConfigFile, lanes: int | None) -> "ModelConfig":
 
 
 def read_checkpoint(checkpoint: str, lanes: int | None) -> "ModelConfig":
-    """The model of --checkpoint, which may also be the config.json of an HF folder."""
+    """The config of the model of --checkpoint, which may also be the config.json of an HF folder."""
     from infer.engine.sources import model_config
 
     path = Path(checkpoint)

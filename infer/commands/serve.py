@@ -22,12 +22,14 @@ KEY = "LANEFORMER_API_KEY"
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Serve a checkpoint over HTTP with OpenAI's completions and chat completions. docs/serving.md has the details."""
+    """Serve a checkpoint over HTTP with OpenAI's APIs for completions, chat completions and responses. docs/serving.md
+    has the details.
+    """
 
     engine: tyro.conf.OmitArgPrefixes[JobEngineOptions]
     """The engine that answers."""
     host: str = "127.0.0.1"
-    """Address to listen on. One that other machines can reach needs a key."""
+    """Address to listen on. An address that other machines can reach needs a key."""
     port: int = 8000
     """Port to listen on; 0 for any free one."""
     model_name: str = ""
@@ -37,7 +39,7 @@ class Options:
     api_key_file: File = None
     """File with the key that clients must send; or set the environment variable LANEFORMER_API_KEY."""
     insecure: bool = False
-    """Listen on --host without a key: any client that reaches it may use it."""
+    """Listen on --host without a key, so that any client that reaches it may use it."""
     allowed_host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """Accept requests for this host name besides localhost and IP addresses; may be repeated."""
     chat_template: File = None
@@ -51,17 +53,17 @@ class Options:
     stream_interval_ms: float = 0.0
     """Minimum time between two events of a stream, ms; longer times give fewer and larger events."""
     tokens_per_dispatch: Integer = None
-    """Tokens after which a disconnected client is noticed; by default the engine's choice."""
+    """Number of tokens after which a disconnected client is noticed; by default the engine's choice."""
     prefix_cache: bool = True
-    """Keep the last conversations for prompts that go on from them, on a backend that can; answers stay the same."""
+    """Keep the last conversations for prompts that continue them, if the backend supports it. Answers do not change."""
     prefix_slots: Integer = None
-    """How many conversations to keep, each with its own caches; by default as many as --parallel."""
+    """Number of conversations to keep, each with its own caches; by default as many as --parallel."""
     parallel: Annotated[Integer, tyro.conf.arg(aliases=["-np"])] = None
-    """Requests that may run together; the answers are those of requests alone. By default on backend cpu as many as fit
-    a quarter of the free memory, at most 4, and on others 1.
+    """Number of requests that may run together. Answers are the same as if each ran alone. By default on backend cpu as
+    many as fit a quarter of the free memory, at most 4, and on other backends 1.
     """
     most_slowdown: float = 1.5
-    """Let requests run together while none takes longer than this many times its time alone."""
+    """Let requests run together while each takes at most this many times its time alone."""
 
 
 def run(options: Options) -> int:
@@ -98,7 +100,7 @@ def run(options: Options) -> int:
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            engine.close()  # first: otherwise uvicorn waits for open streams
+            engine.close()  # first, because uvicorn would wait for open streams
             await super().shutdown(sockets)
 
     api = Api(engine, metrics, name, options.stream_interval_ms / 1000, options.any_model_name)
@@ -119,7 +121,7 @@ def run(options: Options) -> int:
             timeout_graceful_shutdown=1,
         )
     )
-    for number in (signal.SIGINT, signal.SIGTERM):  # after a clean shutdown uvicorn raises the signal again
+    for number in (signal.SIGINT, signal.SIGTERM):  # because uvicorn raises the signal again after a clean shutdown
         signal.signal(number, lambda *_: None)
     host, port = listening.getsockname()[:2]
     print(f"http://{f'[{host}]' if ':' in host else host}:{port}: loading {name}", file=sys.stderr, flush=True)
@@ -131,7 +133,7 @@ def run(options: Options) -> int:
 
 
 def backend_options(options: Options) -> dict[str, Any]:
-    """Options of the backend that only a server has; those that are left out are the backend's to choose."""
+    """Options of the backend that only a server sets. The backend chooses the options that are left out."""
     slots = options.prefix_slots if options.prefix_cache else 0
     together = {"parallel": options.parallel or 0, "most_slowdown": options.most_slowdown}
     return options.engine.drafts() | together | ({} if slots is None else {"prefix_cache": slots})
@@ -139,7 +141,7 @@ def backend_options(options: Options) -> dict[str, Any]:
 
 def _is_first() -> bool:
     """Whether this process of the job is the one that listens."""
-    from laneformer.processes import job_index  # imports JAX, which the web process does not need
+    from laneformer.processes import job_index  # here, because it imports JAX, which the web process does not need
 
     return job_index() == 0
 
@@ -166,7 +168,7 @@ def check(options: Options) -> None:
 
 
 def read_key(options: Options) -> str | None:
-    """The key that clients must send, if any. Raises ConfigError for an unusable key."""
+    """The key that clients must send; None if they need no key. Raises ConfigError for an unusable key."""
     if options.api_key_file is not None and KEY in os.environ:
         raise ConfigError(f"give either --api-key-file or {KEY}, not both")
     if options.api_key_file is not None:
@@ -184,7 +186,7 @@ def read_key(options: Options) -> str | None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens on the address. Raises ConfigError."""
+    """A socket that listens on the address. Raises ConfigError if the address cannot be used."""
     try:
         return socket.create_server((host, port), family=socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0])
     except OSError as error:
