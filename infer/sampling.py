@@ -184,7 +184,7 @@ def _biases(given) -> tuple[tuple[int, float], ...]:
             raise ConfigError(f"logit_bias[{token}] = {bias!r}: give a number from -100 to 100")
     made = {int(token): float(bias) for token, bias in pairs}
     if len(made) < len(pairs):
-        raise ConfigError("logit_bias repeats a token id: give each id once")
+        raise ConfigError("logit_bias has a token id twice: give each id once")
     return tuple(made.items())
 
 

@@ -1,1 +1,1 @@
-"""An agent that works on a task until its tests pass."""
+"""An agent that works on a programming task until its tests pass."""

@@ -1,4 +1,6 @@
-"""Files from an answer: each code block is the content of the file that it names, or of the only file to edit."""
+"""Extracts files from an answer: each code block is the content of the file that it names, or of the only file to
+edit.
+"""
 
 import ast
 import re
@@ -10,12 +12,12 @@ from infer.evaluate.problems import parse
 
 BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n]*)\n(.*?)(?:^[ \t]*\1[`~]*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 NAME = re.compile(r"[\w./-]*\w\.\w+")
-LONGEST_NAME = 200  # bytes, of the 255 that file systems have for a part of a path
+LONGEST_NAME = 200  # bytes; file systems allow 255 for a part of a path
 
 
 @dataclass(frozen=True)
 class Edits:
-    """Files to write, and notes for the model about those that cannot be written."""
+    """Files to write, and notes for the model about files that cannot be written."""
 
     files: dict[str, str]
     """Name -> complete content."""
@@ -25,8 +27,8 @@ class Edits:
 def read_edits(text: str, editable: Collection[str], protected: Collection[str], added: Collection[str] = ()) -> Edits:
     """The files of an answer in a chat.
 
-    editable: existing files that may be changed; an answer may also add files. protected: files that stay unchanged.
-    added: files that earlier answers have added.
+    editable: existing files that the answer may change; it may also add files. protected: files that it must not
+    change. added: files that earlier answers have added.
     """
     named, unnamed, notes, end = {}, [], [], 0
     known = {*editable, *protected}
@@ -43,7 +45,7 @@ def read_edits(text: str, editable: Collection[str], protected: Collection[str],
             named[name] = block[3]
     if not named and not notes:
         if not unnamed and _is_program(text):
-            unnamed = [text]  # an answer that is code without fences
+            unnamed = [text]  # the answer is code without fences
         if unnamed and len(editable) == 1:
             [name] = editable
             named[name] = max(unnamed, key=len)  # shorter blocks are usage examples
@@ -55,7 +57,11 @@ def read_edits(text: str, editable: Collection[str], protected: Collection[str],
 
 
 def _name(info: str, before: str, code: str, known: Collection[str]) -> str | None:
-    """The file of a block: named after the fence, alone in the line before it, or in a comment in its first line."""
+    """The file that a block names: after the fence, alone in the line before the fence, or in a comment in the block's
+    first line; None if it names no file.
+
+    info: text after the opening fence. before: text before the block. known: files of the task.
+    """
     if found := NAME.search(info):
         return plain(found[0])
     line = before.rstrip().rpartition("\n")[2]
@@ -67,20 +73,21 @@ def _name(info: str, before: str, code: str, known: Collection[str]) -> str | No
 
 
 def _is_program(text: str) -> bool:
-    try:  # a single word is an expression
+    """Whether a text is Python with at least one statement that is not an expression, as a single word would be."""
+    try:
         return any(not isinstance(statement, ast.Expr) for statement in parse(text).body)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
 
 
 def plain(name: str) -> str:
-    """A name in the one spelling that it is compared and written by."""
+    """The normal form of a file name, for comparisons and for writing."""
     return str(PurePosixPath(name))
 
 
 def refusal(name: str, files: Collection[str]) -> str | None:
-    """The reason why a name, in its plain spelling, is not allowed for a file in the workspace; None if it is allowed.
-    files: those in the workspace.
+    """The reason why a file in the workspace must not have this name; None if it may. name: in its plain form. files:
+    files in the workspace.
     """
     path = PurePosixPath(name)
     if not name.isprintable():

@@ -1,4 +1,4 @@
-"""The model behind an agent: on any server with OpenAI's API, or on `infer serve` in a child process."""
+"""The agent's model: on any server with OpenAI's API, or on `infer serve` in a child process."""
 
 import os
 import re
@@ -18,35 +18,37 @@ from laneformer.errors import ConfigError, InputError
 
 Mode = Literal["chat", "completion"]
 SERVER_KEY = "LANEFORMER_API_KEY"
-PATIENCE_SECONDS = 10.0  # for our server to end
+PATIENCE_SECONDS = 10.0  # time for our server to end before it is killed
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer and its times as measured by the client, in seconds."""
+    """An answer, with its times in seconds, measured by the client. Counts are None if the server does not report
+    them.
+    """
 
     text: str
     finish_reason: str | None
     prompt_tokens: int | None
-    """None if the server does not report it."""
     cached: int | None
-    """Tokens of the prompt that the server did not compute, as it reports."""
+    """Number of prompt tokens that the server did not compute."""
     tokens: int | None
+    """Number of generated tokens."""
     first: float
-    """Time from sending the request to the first text, without the server's queue if that is reported."""
+    """Time from sending the request to the first text, without the time in the server's queue if that is reported."""
     decode: float
     """Time from the first text to the last."""
     queue: float
     """Time in the server's queue; 0 if the server does not report it."""
     server: dict[str, Any] | None
-    """Measurements of the server: vLLM's `metrics`."""
+    """Measurements of the server, in vLLM's field `metrics`; None if it reports none."""
     calls: tuple[tuple[str, str, str], ...] = ()
-    """Id, name and arguments of each call of a tool."""
+    """Id, name and arguments of each tool call."""
     reasoning: str = ""
 
     @property
     def drafting(self) -> dict[str, Any] | None:
-        """Passes and right drafts, as our server reports them; None without drafts."""
+        """Counts of passes and correct drafts, as our server reports them; None without drafts."""
         return (self.server or {}).get("speculative_decoding")
 
 
@@ -54,7 +56,8 @@ class Model:
     """A model on a server."""
 
     def __init__(self, base_url: str, key: str, name: str, mode: Literal["auto", "chat", "completion"], timeout: float):
-        """name: "" for the server's only model. mode: auto is chat unless the server reports that the model cannot.
+        """name: name of the model; "" for the server's only model. mode: auto is chat, unless the server reports that
+        the model has no chat template. timeout: seconds for a request.
 
         Raises ConfigError or InputError without the client library, and for an unknown server or model.
         """
@@ -82,10 +85,12 @@ class Model:
         self.conditions: dict[str, Any] | None = described.get("conditions")
         """Conditions of the engine, as our server reports them; None for other servers."""
         self.tool_form: str | None = described.get("tools")
-        """Form of calls in the chat template, as our server reports; None if it has none, and for other servers."""
+        """Name of the chat template's tool format, as our server reports it; None without one, and for other
+        servers.
+        """
         context = described.get("max_model_len")
         self.context: int | None = context if isinstance(context, int) else None
-        """Tokens of prompt and answer together, as our server and vLLM report."""
+        """Limit on the tokens of prompt and answer together, as our server and vLLM report it; None if unknown."""
         self.mode: Mode = mode if mode != "auto" else "completion" if described.get("chat") is False else "chat"
 
     def ask(
@@ -97,8 +102,9 @@ class Model:
     ) -> Reply:
         """Streams an answer.
 
-        prompt: text in completion mode, messages in chat mode. progress: called with the number of characters so far.
-        options: max_tokens, temperature and so on. Raises InputError if the server refuses or fails.
+        prompt: text in completion mode, messages in chat mode. stop: stop strings. progress: called with the number of
+        characters so far. options: max_tokens, temperature and so on. Raises InputError if the server refuses the
+        request or fails.
         """
         fields = {"model": self.name, "stream": True, "stream_options": {"include_usage": True}, **options}
         if stop:
@@ -147,14 +153,14 @@ class Model:
 
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:
-        """Turns the library's errors into ours, except 404."""
+        """Turns the library's errors into ConfigError or InputError, except 404."""
         openai, url = self._openai, self.base_url
         try:
             yield
         except openai.NotFoundError:
             raise
         except openai.APITimeoutError:
-            raise InputError(f"{url} timed out: give more seconds with --timeout") from None
+            raise InputError(f"{url} timed out: raise --timeout") from None
         except openai.APIConnectionError as error:
             why = error.__cause__ or error
             raise InputError(
@@ -171,7 +177,7 @@ class Model:
 
 
 def _texts(choice: Any) -> tuple[str, str]:
-    """The text of the answer, and of the reasoning before it, in one chunk."""
+    """The text of the answer in one chunk, and that of the reasoning."""
     delta = getattr(choice, "delta", None)
     if delta is None:
         return getattr(choice, "text", None) or "", ""
@@ -180,7 +186,9 @@ def _texts(choice: Any) -> tuple[str, str]:
 
 
 def _add_calls(calls: dict[int, list[str]], choice: Any) -> bool:
-    """Adds what a chunk has of calls: index -> id, name and arguments. Whether it has any."""
+    """Adds the parts of tool calls in a chunk to `calls`: index -> id, name and arguments. Returns whether the chunk
+    has any.
+    """
     parts = getattr(getattr(choice, "delta", None), "tool_calls", None) or ()
     for part in parts:
         call = calls.setdefault(part.index, ["", "", ""])
@@ -192,18 +200,18 @@ def _add_calls(calls: dict[int, list[str]], choice: Any) -> bool:
 
 
 def _message(error: Any) -> str:
-    """The server's message, in one line."""
+    """The server's error message in one line."""
     body = error.body if isinstance(error.body, dict) else {}
     return " ".join(str(body.get("message") or error.message).split())
 
 
 class OwnServer:
-    """`python -m infer serve` on a free port of this machine, with a key known only to this process. Use it in a
+    """Runs `python -m infer serve` on a free port of this machine, with a key that only this process has. Use it in a
     `with` block.
     """
 
     def __init__(self, options: Sequence[str], log: Path):
-        """options: command line of `infer serve`. log: file for its output."""
+        """options: further words of the command line of `infer serve`. log: file for its output."""
         self.key, self._log = secrets.token_urlsafe(24), log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
@@ -215,10 +223,12 @@ class OwnServer:
             )
 
     def wait(self) -> str:
-        """The base URL, once the model is loaded. Raises ConfigError with the server's error if loading fails."""
+        """Waits until the model is loaded and returns the base URL. Raises ConfigError with the server's error if
+        loading fails.
+        """
         url = None
         while True:
-            ended = self._process.poll() is not None  # before the log is read, which is then complete
+            ended = self._process.poll() is not None  # before the log is read, so that it is complete then
             output = self._log.read_text(encoding="utf-8", errors="replace").strip()
             if ended:
                 found = re.search(r"^error: (.*)", output, re.MULTILINE)

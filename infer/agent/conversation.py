@@ -1,4 +1,4 @@
-"""What the model is asked: the task, and as much of the turns so far as `--history` says."""
+"""The prompts for the model: the task, and the earlier turns that `--history` selects."""
 
 import json
 from typing import Any, Literal
@@ -35,29 +35,29 @@ TOOLS_FAILED = """The tests fail:
 {output}
 ```
 {notes}Correct the files with the tools."""
-MARGIN = 1.25  # of estimated tokens: output of tests has more of them in a character than text has
+MARGIN = 1.25  # factor on estimated tokens, because output of tests has more tokens per character than other text
 
 
 class Conversation:
-    """The prompt of each turn: messages in a chat; otherwise a Python text up to the file to write."""
+    """The prompt of each turn: messages in a chat, otherwise Python text that ends where the file to write begins."""
 
     def __init__(self, workspace: Workspace, model: Model, history: History, room: int, tools: bool = False):
-        """room: most tokens of an answer. tools: whether the model has tools. Raises InputError for a task that this
-        model cannot answer.
+        """room: limit on the tokens of an answer. tools: whether the model has tools. Raises InputError for a task that
+        this model cannot answer.
         """
         self._workspace, self._model, self._history, self._room = workspace, model, history, room
         self._tools = tools
         task = workspace.task
         if model.mode != "chat" and len(task.editable) != 1:
             raise InputError(
-                f"{task.name}: a model that cannot chat writes one file, and the task has "
-                f"{', '.join(task.editable) or 'none'} to write: give a task with one, or a chat model"
+                f"{task.name}: a model without chat writes one file, but the task has "
+                f"{', '.join(task.editable) or 'none'} to write: give a task with one file, or a chat model"
             )
         self.prompt: Prompt = self._request() if model.mode == "chat" else _unfinished(task)
 
     def add(self, turn: Turn) -> None:
-        """Makes the prompt of the next turn. It begins with the last one and its answer if all turns are wanted and
-        fit the context; otherwise it has the last turn alone, and turns are added to that from there on.
+        """Makes the prompt of the next turn. If the history is whole and fits the context, the prompt continues the
+        previous prompt and its answer. Otherwise it contains only the last turn, and later turns are added to that.
         """
         longer = self._longer(turn)
         if not self._is_whole(turn.reply) or not self._fits(longer, turn.reply):
@@ -65,18 +65,20 @@ class Conversation:
         self.prompt = longer
 
     def _is_whole(self, reply: Reply) -> bool:
-        """Whether earlier turns are wanted."""
+        """Whether the prompt should contain all earlier turns."""
         if self._history != "auto":
             return self._history == "whole"
-        if self._tools:  # earlier turns have what was read
+        if self._tools:  # earlier turns contain the files that were read
             return True
         keeps = (self._model.conditions or {}).get(
             "prefix_cache", True
-        )  # our server reports cached tokens without, too
+        )  # our server reports cached tokens even without a prefix cache
         return reply.cached is not None and bool(keeps)
 
     def _fits(self, prompt: Prompt, reply: Reply) -> bool:
-        """Whether a prompt leaves room for an answer, as far as is known."""
+        """Whether a prompt leaves room for an answer, by an estimate. True if the sizes are unknown. reply: the answer
+        to the previous prompt.
+        """
         context = self._model.context
         if context is None or reply.prompt_tokens is None or reply.tokens is None:
             return True
@@ -85,6 +87,7 @@ class Conversation:
         return reply.prompt_tokens * (1 + MARGIN * added / before) + reply.tokens + self._room <= context
 
     def _longer(self, turn: Turn) -> Prompt:
+        """The previous prompt, its answer and the failure."""
         if isinstance(self.prompt, list):
             return self.prompt + self._answered(turn)
         [target] = self._workspace.task.editable
@@ -92,6 +95,7 @@ class Conversation:
         return self.prompt + turn.reply.text + failing
 
     def _request(self) -> list[dict[str, Any]]:
+        """The messages of the first prompt of a chat."""
         task, tests = self._workspace.task, ", ".join(self._workspace.task.tests)
         if self._tools:
             text = TOOL_REQUEST.format(text=task.text, tests=tests, files=", ".join(self._workspace.files))
@@ -102,7 +106,7 @@ class Conversation:
         return [{"role": "user", "content": content}]
 
     def _answered(self, turn: Turn) -> list[dict[str, Any]]:
-        """The messages that a turn adds: the answer, and the results of its calls or what the tests reported."""
+        """The messages that a turn adds: the answer, and the results of its calls or the output of the tests."""
         notes = "".join(f"{note}\n" for note in turn.notes)
         if not turn.calls:
             form = TOOLS_FAILED if self._tools else FAILED
@@ -119,6 +123,7 @@ class Conversation:
         return [{"role": "assistant", "content": turn.reply.text, **thought, "tool_calls": calls}, *results]
 
     def _short(self, turn: Turn) -> Prompt:
+        """A prompt with the last turn only."""
         task = self._workspace.task
         if isinstance(self.prompt, list):
             return self._request() + self._answered(turn)
@@ -152,11 +157,12 @@ def _text(content: bytes) -> str:
 
 
 def _object(arguments: str) -> str:
-    """Arguments as a server accepts them in a message: a JSON object."""
+    """The arguments of a call as a JSON object, because servers accept nothing else in a message."""
     return "{}" if read_object(arguments) is None else arguments
 
 
 def _characters(prompt: Prompt) -> int:
+    """Number of characters in a prompt."""
     if isinstance(prompt, str):
         return len(prompt)
     called = (json.dumps(message["tool_calls"]) for message in prompt if "tool_calls" in message)

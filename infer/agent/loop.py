@@ -1,4 +1,4 @@
-"""An agent's loop: ask for code, write it to a copy of the task, run the tests in the sandbox, report the failure."""
+"""The agent's loop: ask for code, write it to a copy of the task, run the tests in the sandbox, report the failure."""
 
 import time
 from collections.abc import Callable
@@ -15,11 +15,11 @@ from infer.evaluate.scoring import Judge
 from infer.sandbox.sandbox import Outcome
 from laneformer.errors import InputError
 
-COMPLETION_STOPS = ("\nif __name__", "\n# test", "\nimport unittest", "\n```")  # OpenAI allows four
+COMPLETION_STOPS = ("\nif __name__", "\n# test", "\nimport unittest", "\n```")  # at most four, OpenAI's limit
 
 
 def check_start(workspace: Workspace, judge: Judge, seconds: float) -> None:
-    """Raises InputError for a task whose tests pass from the start, or that has none."""
+    """Raises InputError for a task whose tests pass at the start, or that has no tests."""
     outcome, output = workspace.test(judge, seconds)
     if outcome.verdict == "passed":
         raise InputError(f"the tests of {workspace.task.name} already pass: add a test that fails")
@@ -41,9 +41,9 @@ def solve(
     progress: Callable[[int, int], None],
     report: Callable[[Turn, Prompt], None],
 ) -> None:
-    """Fills `run` turn by turn, so that an interruption keeps the finished turns.
+    """Fills `run` turn by turn, so that finished turns are kept if it is interrupted.
 
-    history: what a prompt has of earlier turns. options: of the requests. tools: whether the model has tools.
+    history: earlier turns that a prompt contains. options: options of the requests. tools: whether the model has tools.
     progress: called with the turn and the number of characters so far. report: called with each finished turn and its
     prompt. Raises InputError or HarnessError if the server or the sandbox fails.
     """
@@ -78,7 +78,9 @@ def _act(
     run_tests: Callable[[], tuple[Outcome, str]],
     start: float,
 ) -> Turn:
-    """Does what an answer asks for: executes its calls; or writes its whole files and runs the tests."""
+    """Carries out an answer: executes its tool calls, or writes its files and runs the tests. start: time at which the
+    turn started.
+    """
     if reply.calls:
         work = execute(reply.calls, workspace, run_tests)
         end = time.perf_counter()
@@ -96,5 +98,6 @@ def _act(
 
 
 def _continued(task: Task, text: str) -> Edits:
+    """The edits of an answer in completion mode, which is the content of the only file."""
     [target] = task.editable
     return Edits({target: whole_statements(text)})

@@ -1,4 +1,4 @@
-"""A page of an agent's run to look at: its turns, tokens, times, and what the tests said. It needs no other file."""
+"""An HTML page about an agent's run: its turns, tokens, times, and the output of the tests. It needs no other file."""
 
 import json
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ summary { cursor: pointer; } small { opacity: .75; }
 
 
 def page(run: Run, conditions: dict[str, Any], max_turns: int) -> str:
-    """The page as HTML. conditions: as of the record."""
+    """The page as HTML. conditions: see `infer.agent.report.conditions`."""
     tokens = "an unknown number of" if run.tokens is None else f"{run.tokens:,}"
     speed = "" if run.rate is None else f", {run.rate:,.0f} tok/s while decoding"
     longest = max((turn.total for turn in run.turns), default=1.0) or 1.0
@@ -65,7 +65,7 @@ def page(run: Run, conditions: dict[str, Any], max_turns: int) -> str:
 
 
 def _bar(parts: dict[str, float], whole: float, width: float = 100.0) -> str:
-    """The parts of a time, as wide as their share of `width` percent."""
+    """A bar of the parts of a time, each as wide as its share. width: width of the whole bar in percent of the page."""
     pieces = "".join(
         f'<i style="width:{100 * max(seconds, 0) / (whole or 1):.2f}%;background:{COLORS.get(name, OTHER)}"'
         f' title="{escape(name)}: {seconds:,.2f} s"></i>'
@@ -75,6 +75,7 @@ def _bar(parts: dict[str, float], whole: float, width: float = 100.0) -> str:
 
 
 def _key(run: Run) -> str:
+    """The legend of the bars, with the times of the whole run."""
     return "".join(
         f'<span><i style="background:{COLORS.get(name, OTHER)}"></i>{escape(name)} {seconds:,.2f} s'
         f" ({100 * seconds / (run.wall or 1):.1f} %)</span> "
@@ -128,7 +129,9 @@ def _blocks(texts: Iterable[tuple[str, str]]) -> str:
 
 
 def _arguments(text: str) -> str:
-    """Arguments of a call, with the lines of their texts."""
+    """The arguments of a call, one per line, with line ends in strings as they are; the text itself if it is not a JSON
+    object.
+    """
     try:
         values = json.loads(text)
     except (ValueError, RecursionError):

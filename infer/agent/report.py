@@ -15,7 +15,9 @@ SCHEMA = "laneformer.agent/1"
 
 
 def turn_line(turn: Turn, max_turns: int) -> str:
-    """A turn as "turn 2/6: passed; 312 tokens, 1,540 tok/s, first token 35 ms, decode 0.20 s, tests 0.31 s"."""
+    """A turn in one line, for example "turn 2/6: passed; 312 tokens, 1,540 tok/s, first token 35 ms, decode 0.20 s,
+    tests 0.31 s".
+    """
     reply = turn.reply
     result = "no tests" if turn.outcome is None else turn.outcome.verdict
     if turn.calls:
@@ -34,7 +36,7 @@ def turn_line(turn: Turn, max_turns: int) -> str:
 
 
 def split_table(run: Run, conditions: dict[str, Any]) -> Table:
-    """The table of the parts of the wall time."""
+    """The table of the parts of the wall time. conditions: the result of `conditions`."""
     rows = [(name, seconds, 100 * seconds / run.wall) for name, seconds in run.split.items()]
     columns = (Column("part"), Column("s", ",.2f", MEASURED), Column("%", ".1f", MEASURED))
     server = conditions["server"] or {}
@@ -64,7 +66,7 @@ def split_table(run: Run, conditions: dict[str, Any]) -> Table:
 
 
 def projection(run: Run) -> Table | None:
-    """The time of the same loop at other generation speeds; None if the speed of this run is unknown."""
+    """A table of the time of the same loop at other generation speeds; None if the speed of this run is unknown."""
     if run.rate is None:
         return None
     split, rounds = run.split, len(run.turns)
@@ -80,7 +82,11 @@ def projection(run: Run) -> Table | None:
 def conditions(
     model: Model, judge_report: dict[str, Any], sandbox: dict[str, Any], options: dict[str, Any], **more: Any
 ) -> dict[str, Any]:
-    """What the figures depend on."""
+    """The conditions that the figures depend on.
+
+    judge_report, sandbox: reports of the judge and of its sandbox. options: options of the requests. more: further
+    conditions.
+    """
     return {
         "base_url": model.base_url,
         "model": model.name,
@@ -96,7 +102,7 @@ def conditions(
 
 
 def record(run: Run, described: dict[str, Any], task: Task) -> dict[str, Any]:
-    """The record for JSON; times in seconds."""
+    """The record for JSON. Times are in seconds. described: the result of `conditions`."""
     projected = projection(run) if run.turns else None
     return {
         "schema": SCHEMA,

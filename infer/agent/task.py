@@ -1,4 +1,6 @@
-"""An agent's task: a folder with a text, files to start from and tests, and the program that runs these tests."""
+"""An agent's task: a folder with a description, files to start from and tests, and the program that runs these
+tests.
+"""
 
 import base64
 import hashlib
@@ -11,14 +13,14 @@ from pathlib import Path, PurePosixPath
 from laneformer.errors import InputError
 
 TEXTS = ("task.md", "README.md")
-TEST = "test*.py"  # as `python -m unittest` looks for them
+TEST = "test*.py"  # the pattern of `python -m unittest`
 COMMAND = re.compile(r"^Test command: `([^`\n]+)`[ \t]*$", re.MULTILINE)
-MOST_BYTES = 4 << 20  # of all files, which are copied to the sandbox before every run
-MOST_OUTPUT = 4000  # characters of the tests' output to keep, which the model then reads
+MOST_BYTES = 4 << 20  # bytes of all files, because they are copied to the sandbox before every run
+MOST_OUTPUT = 4000  # characters of the tests' output that are kept and sent to the model
 FAILURE = "TestsFailed"
 
-# Writes the files to the sandbox's folder, the current one. The modules that run the tests are imported before, in case
-# a file has the name of one.
+# Writes the files to the current folder, which is in the sandbox. The modules that run the tests are imported first,
+# because a file may have the name of one of them.
 _SETUP = """
 import base64, io, os, subprocess, sys, unittest
 for name, content in {files!r}.items():
@@ -35,7 +37,7 @@ def fail(text):
     most = {most}
     raise {failure}(text if len(text) <= most else text[: most // 3] + "\\n...\\n" + text[-(2 * most // 3 - 5) :])
 """
-# In the same process, so that only tests that ran to their end pass. A skipped test has not passed.
+# The tests run in the same process, so that they pass only if they run to their end. A skipped test does not pass.
 _UNITTEST = """
 out = io.StringIO()
 result = unittest.TextTestRunner(out, buffer=True).run(unittest.defaultTestLoader.discover("."))
@@ -58,21 +60,22 @@ class Task:
 
     name: str
     text: str
+    """Description of the task."""
     files: Mapping[str, bytes]
-    """Name relative to the folder -> content, for all files except the text."""
+    """Name relative to the folder -> content, for all files except the description."""
     tests: tuple[str, ...]
-    """Names of the files that a model must not change."""
+    """Names of the files that the model must not change."""
     command: tuple[str, ...] | None
     """Command that runs the tests; None for Python's unittest."""
 
     @property
     def editable(self) -> tuple[str, ...]:
-        """Names of the files to start from."""
+        """Names of the existing files that the model may change."""
         return tuple(name for name in self.files if name not in self.tests)
 
     @property
     def sha256(self) -> str:
-        """Hash of the text, the names and the contents."""
+        """SHA-256 of the description, the names and the contents, hexadecimal."""
         digest = hashlib.sha256(self.text.encode())
         for name, content in self.files.items():
             digest.update(b"\0" + name.encode() + b"\0" + hashlib.sha256(content).digest())
@@ -80,9 +83,11 @@ class Task:
 
 
 def load_task(folder: Path) -> Task:
-    """Reads a task folder. Raises InputError, which names what is missing."""
+    """Reads a task folder. Raises InputError for a folder that is not a complete task."""
     if not folder.is_dir():
-        raise InputError(f"{folder} is not a folder: give one with {TEXTS[0]}, files to start from and tests ({TEST})")
+        raise InputError(
+            f"{folder} is not a folder: give a folder with {TEXTS[0]}, files to start from and tests ({TEST})"
+        )
     found = sorted(
         path
         for path in folder.rglob("*")
@@ -111,18 +116,19 @@ def load_task(folder: Path) -> Task:
     tests = tuple(name for name in files if PurePosixPath(name).match(TEST) or name in words)
     if not tests:
         raise InputError(
-            f"{folder} has no tests: add some ({TEST}, run with unittest), or name a file that runs them in"
-            f" {name}, as in the line: Test command: `python check.py`"
+            f"{folder} has no tests: add some ({TEST}, run with unittest), or name the file that runs them in"
+            f" {name}, with a line such as: Test command: `python check.py`"
         )
     return Task(folder.resolve().name, text.strip(), files, tests, words or None)
 
 
 def _belongs(path: Path) -> bool:
+    """Whether a file is part of the task: hidden files and __pycache__ are not."""
     return not any(part.startswith(".") or part == "__pycache__" for part in path.parts)
 
 
 def test_program(files: Mapping[str, bytes], command: Iterable[str] | None) -> str:
-    """A program that writes the files and tests them; it raises the tests' output as an exception if they fail."""
+    """A program that writes the files and tests them. If the tests fail, it raises an exception with their output."""
     packed = {name: base64.b64encode(content).decode() for name, content in files.items()}
     setup = _SETUP.format(files=packed, failure=FAILURE, most=MOST_OUTPUT)
     return setup + (_UNITTEST if command is None else _COMMAND.format(command=list(command)))

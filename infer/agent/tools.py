@@ -1,4 +1,4 @@
-"""Tools that the agent gives to a model: read and write files of the task, and run its tests."""
+"""The tools that the agent offers to a model: read and write files of the task, and run its tests."""
 
 import json
 import time
@@ -17,6 +17,7 @@ PASSED = "The tests pass."
 
 
 def _function(name: str, description: str, **properties: str) -> dict[str, Any]:
+    """A tool in OpenAI's form. properties: name -> description of each argument; all are required strings."""
     schema = {
         "type": "object",
         "properties": {key: {"type": "string", "description": text} for key, text in properties.items()},
@@ -35,13 +36,15 @@ TOOLS = (
 
 @dataclass
 class Work:
-    """What the calls of one answer did."""
+    """The effects of the tool calls of one answer."""
 
     calls: list[Call]
     written: list[str]
+    """Names of the files that were written."""
     outcome: Outcome | None = None
-    """Of the last run of the tests; None without one."""
+    """Outcome of the last run of the tests; None if they did not run."""
     output: str = ""
+    """Output of the last run of the tests."""
     tests: float = 0.0
     """Seconds in the sandbox."""
 
@@ -49,10 +52,10 @@ class Work:
 def execute(
     asked: Sequence[tuple[str, str, str]], workspace: Workspace, run_tests: Callable[[], tuple[Outcome, str]]
 ) -> Work:
-    """Executes calls in order; after one by which the tests pass, no further ones.
+    """Executes calls in order, up to a run of the tests that passes.
 
-    asked: (id, name, arguments) of each. A call that cannot be executed has a line that says why as its result. Raises
-    InputError or HarnessError as `Workspace.apply` and the sandbox do.
+    asked: (id, name, arguments) of each call. The result of a call that cannot be executed is a line with the reason.
+    Raises InputError or HarnessError as `Workspace.apply` and the sandbox do.
     """
     work = Work([], [])
     for id, name, arguments in asked:
@@ -71,6 +74,7 @@ def _execute(
     run_tests: Callable[[], tuple[Outcome, str]],
     work: Work,
 ) -> str:
+    """Executes one call and returns its result. values: the arguments, None if they are not a JSON object."""
     known = {tool["function"]["name"]: tool["function"]["parameters"]["properties"] for tool in TOOLS}
     if name not in known:
         return f"error: unknown tool {name[:40]}; the tools are {', '.join(known)}"

@@ -16,33 +16,35 @@ FIRST, DECODE, TESTS, WAITING = "prompt, up to the first token", "decode", "test
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a tool that was executed."""
+    """A tool call that was executed."""
 
     id: str
     name: str
     arguments: str
-    """As the model wrote them, a JSON object if they could be used."""
+    """The arguments as the model wrote them; a JSON object if they are valid."""
     result: str
-    """What the model read."""
+    """The result that was sent to the model."""
     seconds: float
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer, and what it did. Times in seconds."""
+    """One answer and its effects. Times are in seconds."""
 
     number: int
     reply: Reply
     written: tuple[str, ...]
     """Names of the files that the answer changed."""
     notes: tuple[str, ...]
+    """Notes for the model about files that were not written."""
     outcome: Outcome | None
-    """None if the tests did not run."""
+    """Outcome of the tests; None if they did not run."""
     output: str
     """Output of the tests if they fail."""
     tests: float
-    """Time in the sandbox, including its start."""
+    """Time in the sandbox, including the start of the sandbox."""
     total: float
+    """Time of the whole turn."""
     calls: tuple[Call, ...] = ()
 
     @property
@@ -53,7 +55,7 @@ class Turn:
 
 @dataclass
 class Run:
-    """A task and the turns of solving it."""
+    """A task, and the turns of one attempt to solve it."""
 
     task: Task
     turns: list[Turn] = field(default_factory=list)
@@ -75,13 +77,13 @@ class Run:
 
     @property
     def cached_tokens(self) -> int | None:
-        """Those among them that the server did not compute; None if it did not report it."""
+        """Number of prompt tokens that the server did not compute; None if the server did not report it."""
         counts = [turn.reply.cached for turn in self.turns]
         return None if None in counts else sum(counts)
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second after the first token of each answer; None if unknown."""
+        """Tokens per second while decoding, without the first token of each answer; None if unknown."""
         seconds = sum(turn.reply.decode for turn in self.turns)
         return (
             None
@@ -91,8 +93,8 @@ class Run:
 
     @property
     def tokens_per_pass(self) -> float | None:
-        """Tokens after the first of each answer that a reading of the weights gave; None if the server did not report
-        drafts.
+        """Mean number of tokens per pass over the weights, without the first token of each answer; None if the server
+        did not report drafts.
         """
         found = [turn.reply.drafting for turn in self.turns]
         if not found or None in found or not (passes := sum(one["passes"] for one in found)):
@@ -101,7 +103,7 @@ class Run:
 
     @property
     def split(self) -> dict[str, float]:
-        """The parts of the wall time, in seconds, which add up to it."""
+        """The parts of the wall time, in seconds. They add up to it."""
         parts = {
             FIRST: sum(turn.reply.first for turn in self.turns),
             DECODE: sum(turn.reply.decode for turn in self.turns),
@@ -113,15 +115,16 @@ class Run:
 
 
 class Workspace:
-    """The copy of a task to which the model's answers are written."""
+    """The copy of a task that the model's answers are written to."""
 
     def __init__(self, task: Task, folder: Path):
+        """Writes the files of the task to `folder`. Raises InputError if that fails."""
         self.task, self.folder, self.files = task, folder, dict(task.files)
         for name in self.files:
             self._write(name)
 
     def apply(self, edits: Edits) -> None:
-        """Writes the files. Raises InputError for a name that the file system refuses."""
+        """Writes the files of an answer. Raises InputError for a name that the file system refuses."""
         for name, text in edits.files.items():
             self.files[name] = text.encode(errors="replace")
             self._write(name)
@@ -137,6 +140,8 @@ class Workspace:
             ) from None
 
     def test(self, judge: Judge, seconds: float) -> tuple[Outcome, str]:
-        """Runs the tests in the sandbox; the outcome, and their output if they fail."""
+        """Runs the tests in the sandbox. Returns the outcome, and the output of the tests if they fail. seconds: limit
+        on CPU time, on a machine of nominal speed.
+        """
         outcome = judge.run(test_program(self.files, self.task.command), seconds, MOST_OUTPUT + len(FAILURE) + 2)
         return outcome, outcome.error.removeprefix(f"{FAILURE}: ").strip()

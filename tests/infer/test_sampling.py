@@ -283,7 +283,7 @@ def test_biases_are_pairs_or_a_mapping():
     assert pairs == ((3, 1.0), (5, -100.0)) == Sampling(logit_bias=[[3, 1], [5, -100]]).logit_bias
     for wrong, message in (
         ({3: 101}, r"logit_bias\[3\] = 101: give a number from -100 to 100"),
-        ([(3, 1), (3, 2)], "repeats a token id"),
+        ([(3, 1), (3, 2)], "has a token id twice"),
         (dict.fromkeys(range(1025), 1), "has 1025 entries: give at most 1024"),
     ):
         with pytest.raises(ConfigError, match=message):

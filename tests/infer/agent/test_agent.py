@@ -243,7 +243,7 @@ def test_completion_mode_writes_one_file(task, tmp_path, capsys):
     (task / "more.py").write_text("")
     with Scripted(chat=False) as server:
         assert main(agent(task, "--base-url", server.url, "--workspace", tmp_path / "two")) == 2
-    assert "writes one file, and the task has intervals.py, more.py" in capsys.readouterr().err
+    assert "writes one file, but the task has intervals.py, more.py" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("known_judge")
