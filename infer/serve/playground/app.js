@@ -1,5 +1,6 @@
-// The page: connects, completes prompts, holds a conversation, keeps both over a reload. Reading order: form (the request), stream (sending
-// it), recording (the answer), conversation (turns), pane (growing text) and log (turns on the page), meter and histogram (figures), replay.
+// The page: connects to the server, completes prompts, holds a conversation, and keeps both over a reload. Read the files in this order:
+// form (the request), stream (sending it), recording (the answer), conversation (turns), pane (growing text) and log (turns on the page),
+// meter and histogram (figures), replay.
 
 import { copy, download } from "./clipboard.js";
 import { Conversation } from "./conversation.js";
@@ -16,19 +17,19 @@ import { ask, explain, stream } from "./stream.js";
 const byId = (id) => document.getElementById(id);
 const form = byId("request");
 const prompt = form.elements.prompt;
-const METER_MS = 200; // between updates of the figures, so that they can be read
+const METER_MS = 200; // time between updates of the figures, so that they can be read
 const RETRY_MS = 1000;
-const touch = matchMedia("(pointer: coarse)"); // Enter starts a new line there
+const touch = matchMedia("(pointer: coarse)"); // on such devices Enter starts a new line
 
 let key = ""; // kept only in memory
 let model = null;
 let running = null; // AbortController of the request
-let completion = null; // the recording of the last one
+let completion = null; // the recording of the last completion
 let conversation = new Conversation();
 let selected = null; // the turn whose figures are shown
-let replayed = false; // whether the conversation has the replay beside it
+let replayed = false; // whether the replay is shown beside the conversation
 let example = null;
-let wanted = "chat"; // the mode, if the model has it
+let wanted = "chat"; // the mode that the user prefers, if the model supports it
 
 const answer = new Pane(byId("answer"));
 const log = new Log(byId("log"), (name, turn) => ACTIONS[name](turn), change);
@@ -91,7 +92,7 @@ async function complete() {
   await run(completion, answer);
 }
 
-/** Adds a turn and lets the model answer it. If no token arrives the turn is removed: `instead` is shown, and giveBack() called. */
+/** Adds a turn and lets the model answer it. If no token arrives, removes the turn, shows `instead`, and calls giveBack(). */
 async function say(parent, message, giveBack, instead = null) {
   const turn = conversation.add(parent, message);
   turn.recording = new Recording(model, readRequest(model, turn, conversation.key));
@@ -109,7 +110,7 @@ async function say(parent, message, giveBack, instead = null) {
   keep();
 }
 
-/** Receives an answer into its pane. onProgress: called now and then while it grows. Returns the problem that ended it, or null. */
+/** Receives an answer into its pane. onProgress: called every METER_MS while it grows. Returns the problem that ended it, or null. */
 async function run(recording, pane, onProgress = () => {}) {
   const stop = (running = new AbortController());
   showProblem(null);
@@ -203,10 +204,10 @@ addEventListener("keydown", (event) => {
 
 // ---- the conversation
 
-/** Sends a turn's message with another text; returns whether it could. */
+/** Sends a turn's message with another text. Returns whether it was sent. */
 function change(turn, message) {
   if (!ready()) {
-    if (running) showProblem(["An answer is still growing.", "Stop it or wait for its end, then send this."]);
+    if (running) showProblem(["The model is still answering.", "Stop it or wait until it has finished, then send this."]);
     return false;
   }
   say(turn.parent, message, () => log.edit(turn, message), turn);
@@ -214,7 +215,7 @@ function change(turn, message) {
   return true;
 }
 
-/** Shows another version of a turn, with what followed it. */
+/** Shows another version of a turn, and the turns that followed that version. */
 function turnTo(turn, steps, button) {
   const version = turn.versions[turn.number + steps];
   conversation.choose(version);
@@ -297,7 +298,7 @@ function showFigures(recording, elapsed) {
   showDetails(recording);
 }
 
-/** Buttons are marked, not disabled, because a disabled button loses the focus. */
+/** Marks buttons as enabled or disabled. They are not really disabled, because a disabled button loses the focus. */
 function enable() {
   const some = current()?.tokens;
   const able = { run: !running, stop: running || replay.running, play: !running && some, "copy-text": some, download: !running && some,
@@ -363,7 +364,7 @@ byId("theme").addEventListener("click", () => setTheme(THEMES[(THEMES.indexOf(do
 
 byId("tint").addEventListener("change", ({ target }) => byId("stage").classList.toggle("tinted", target.checked));
 
-// ---- what a reload keeps
+// ---- state that a reload keeps
 
 function keep() {
   const data = (brief) => ({
@@ -374,7 +375,7 @@ function keep() {
     conversation: conversation.saved(brief),
     completion: completion?.saved(brief),
   });
-  if (!save(data) && conversation.path.length) showProblem(["A reload would lose this conversation.", "The browser has no room to keep it."]);
+  if (!save(data) && conversation.path.length) showProblem(["A reload would lose this conversation.", "The browser has no room to store it."]);
 }
 
 function restore() {
@@ -386,7 +387,7 @@ function restore() {
   }
   writeSettings(saved.settings);
   wanted = saved.mode;
-  if (wanted === "chat") form.elements.mode[1].checked = true; // at once, without a change when the model is known
+  if (wanted === "chat") form.elements.mode[1].checked = true; // now, so that the page does not change when the model is known
   if (THEMES.includes(saved.theme)) setTheme(saved.theme);
   try {
     const [made, unanswered] = Conversation.restored(saved.conversation);

@@ -1,9 +1,9 @@
-// What leaves the page: copies and downloads.
+// Copies to the clipboard, and downloads.
 
 const COPIED_MS = 1200;
-const KEPT_MS = 1000; // for a download to begin
+const KEPT_MS = 1000; // time for a download to begin
 
-/** Copies a text and says so on the button. */
+/** Copies a text, and shows on the button whether this worked. */
 export async function copy(button, text, announce) {
   const [name, done] = [button.textContent, await copied(text)];
   button.textContent = done ? "Copied" : "Not copied";
@@ -11,7 +11,7 @@ export async function copy(button, text, announce) {
   setTimeout(() => (button.textContent = name), COPIED_MS);
 }
 
-/** Browsers allow the clipboard only for HTTPS and localhost; other pages use execCommand. */
+/** Copies a text; returns whether this worked. Browsers allow the clipboard only for HTTPS and localhost; elsewhere execCommand is used. */
 async function copied(text) {
   try {
     await navigator.clipboard.writeText(text);

@@ -1,18 +1,18 @@
-// A conversation as a tree: an edited message, or another answer to the same one, is a further turn beside the earlier one, so nothing is
-// lost. What is shown and sent is the path of the chosen turns.
+// A conversation as a tree: an edited message, or another answer to the same message, is a new turn beside the earlier one, so nothing is
+// lost. The path of the chosen turns is shown and sent.
 
 import { Recording } from "./recording.js";
 
 /** A message of the user, its answer, and the turns that follow it. */
 export class Turn {
-  /** parent: the turn before; null for the root, which has no message. */
+  /** parent: the previous turn; null for the root, which has no message. */
   constructor(parent, message) {
     this.parent = parent;
     this.message = message;
-    this.draft = null; // of a change to the message that is not sent yet
+    this.draft = null; // the edited message while it is not sent
     this.recording = null;
     this.turns = [];
-    this.chosen = 0; // of its turns
+    this.chosen = 0; // index of the chosen one of its turns
   }
 
   /** The turns with the same parent. */
@@ -36,7 +36,7 @@ function answerMessage({ content, reasoning }) {
 }
 
 export class Conversation {
-  /** key: names the conversation for the server, which keeps what it has read of it. */
+  /** key: names the conversation for the server, which keeps its prefix. */
   constructor(key = newKey()) {
     this.key = key;
     this.root = new Turn(null, null);
@@ -60,7 +60,7 @@ export class Conversation {
     return turn;
   }
 
-  /** Removes a turn that has no answer, and chooses another one in its place. */
+  /** Removes a turn that has no answer, and chooses `instead`, or by default the last of the other versions. */
   remove(turn, instead) {
     turn.parent.turns = turn.versions.filter((other) => other !== turn);
     turn.parent.chosen = Math.max(0, instead ? instead.number : turn.parent.turns.length - 1);
@@ -70,7 +70,7 @@ export class Conversation {
     turn.parent.chosen = turn.number;
   }
 
-  /** As data for JSON. brief: without the tokens of answers. */
+  /** The conversation as data for JSON. brief: whether to leave out the tokens of answers. */
   saved(brief) {
     const plain = ({ message, draft, recording, turns, chosen }) => ({
       message, draft, recording: recording?.saved(brief), turns: turns.map(plain), chosen,
@@ -78,8 +78,8 @@ export class Conversation {
     return { key: this.key, root: plain(this.root) };
   }
 
-  /** The conversation, and the message of a turn on its path that was still without an answer ("" if none). Throws for data that is
-   * not from `saved`. */
+  /** The conversation, and the message of a turn on its path that had no answer yet ("" if none). Throws for data that is not from
+   * `saved`. */
   static restored({ key, root }) {
     const made = new Conversation(key);
     let unanswered = "";

@@ -1,12 +1,12 @@
-// The request in the form, as an object and as a command.
+// The request that the form describes, as an object and as a command.
 
 const form = document.getElementById("request");
 const NUMBERS = ["max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed"];
 
 export const isChat = () => form.elements.mode.value === "chat";
 
-/** A request with the settings in the form; the server chooses the values of empty fields. turn: of a conversation, with its key; without
- * one a completion of the prompt. */
+/** A request with the settings in the form. The server chooses the values of empty fields. turn, key: of a conversation; without them, the
+ * request is a completion of the prompt. */
 export function readRequest(model, turn, key) {
   const asked = turn ? { messages: turn.messages, prompt_cache_key: key } : { prompt: form.elements.prompt.value };
   const body = { model: model.id, ...asked };
@@ -17,7 +17,7 @@ export function readRequest(model, turn, key) {
   return { path: turn ? "v1/chat/completions" : "v1/completions", body: { ...body, stream: true, return_timeline: true } };
 }
 
-/** The settings as data, and back. */
+/** The settings in the form as data; `writeSettings` is the inverse. */
 export const readSettings = () => Object.fromEntries(NUMBERS.map((name) => [name, form.elements[name].value]));
 
 export function writeSettings(settings) {

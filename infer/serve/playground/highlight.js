@@ -1,4 +1,4 @@
-// Colours for Python, made only of elements and text nodes, so that a model's text is never parsed as HTML.
+// Colours Python code with elements and text nodes only, so that a model's text is never parsed as HTML.
 
 const KEYWORDS =
   "and|as|assert|async|await|break|case|class|continue|def|del|elif|else|except|finally|for|from|global|if|import|in|is|lambda|match|" +
@@ -14,7 +14,7 @@ const PYTHON = new RegExp(
   "g",
 );
 const FENCE = /```[^\n]*\n([\s\S]*?)(?:```|$)/dg;
-const MOST = 200_000; // characters; longer texts are not coloured, which would be slow
+const MOST = 200_000; // characters; colouring a longer text would be slow, so it is not coloured
 
 function strings() {
   return String.raw`"""[\s\S]*?(?:"""|$)|'''[\s\S]*?(?:'''|$)|"(?:\\.|[^"\\\n])*"?|'(?:\\.|[^'\\\n])*'?`;
@@ -31,7 +31,7 @@ function* pieces(text, prose) {
   }
 }
 
-/** Stretches [start, end, names] of a text as elements of these classes, coloured in the context of the whole text. */
+/** Stretches [start, end, names] of a text as elements with the classes `names`, coloured in the context of the whole text. */
 export function highlighted(text, stretches, prose) {
   const made = document.createDocumentFragment();
   const colours = text.length > MOST ? [] : [...pieces(text, prose)];

@@ -7,7 +7,7 @@ const HEIGHT = 92;
 const FLOOR = 74; // y of the base line
 const BINS = 50;
 
-/** Counts of sorted values in equal bins; the first and the last bin include the values beyond them. */
+/** Counts of sorted values in bins of equal width. The first and the last bin include the values beyond them. */
 export function bins(sorted) {
   const middle = percentile(sorted, 99) - percentile(sorted, 1);
   const margin = Math.max(middle * 0.15, sorted.at(-1) * 1e-3, 1e-3);

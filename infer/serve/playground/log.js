@@ -1,4 +1,4 @@
-// The conversation on the page: a turn for each message and its answer, with their buttons and figures.
+// The conversation on the page: each turn shows a message and its answer, with buttons and figures.
 
 import { summary } from "./meter.js";
 import { Pane } from "./pane.js";
@@ -39,7 +39,8 @@ class View {
     return row;
   }
 
-  /** Shows what does not change while the answer grows. number: of the turn in the conversation; busy: whether any answer grows. */
+  /** Updates everything that does not change while the answer grows. number: place of the turn in the conversation, from 1. busy: whether
+   * any answer is growing. */
   refresh(number, selected, busy) {
     const { turn, buttons } = this;
     const { recording, versions } = turn;
@@ -48,7 +49,7 @@ class View {
     const names = { edit: `Edit message ${number}`, retry: `Retry answer ${number}`, replay: `Replay answer ${number}`,
                     select: `Show the figures of answer ${number}`, earlier: `Earlier version of turn ${number}`, later: `Later version of turn ${number}` };
     for (const [name, words] of Object.entries(names)) buttons[name].ariaLabel = words;
-    if (turn.draft !== null && !this.said.querySelector("form")) this.edit(); // restored
+    if (turn.draft !== null && !this.said.querySelector("form")) this.edit(); // a draft that a reload restored
     buttons.select.ariaPressed = String(selected);
     const able = { edit: !busy, retry: !busy, replay: !busy && recording?.tokens, select: !busy && recording, earlier: !busy && turn.number > 0,
                    later: !busy && turn.number < versions.length - 1 };
@@ -56,12 +57,12 @@ class View {
     this.versions.hidden = versions.length < 2;
     this.place.textContent = `${turn.number + 1} of ${versions.length}`;
     const ended = { stopped: "Stopped before its end.", incomplete: "Incomplete." };
-    this.note.textContent = recording?.outcome === "complete" && !recording.text ? "An empty answer." : (ended[recording?.outcome] ?? "");
+    this.note.textContent = recording?.outcome === "complete" && !recording.text ? "The answer is empty." : (ended[recording?.outcome] ?? "");
     this.note.hidden = !this.note.textContent;
     this.showFigures();
   }
 
-  /** Shows the turn's draft in place of its message, until it is sent or dropped. Returns the text area. */
+  /** Shows the turn's draft in place of its message until it is sent or cancelled. Returns the text area. */
   edit() {
     const { turn, buttons } = this;
     const form = make("form", "editor");
@@ -125,7 +126,7 @@ export class Log {
     this.views = new Map();
   }
 
-  /** Shows a path of turns. The elements of turns that stay are left alone, with the focus that they may have. */
+  /** Shows a path of turns. The elements of turns that are shown already are not touched, so that they keep the focus. */
   show(path, selected, busy) {
     const shown = new Set(path.map((turn) => this.view(turn).element));
     for (const child of [...this.element.children]) if (!shown.has(child)) child.remove();
@@ -150,7 +151,7 @@ export class Log {
     this.view(turn).buttons[name].focus();
   }
 
-  /** Whether its end, or nearly that, is in view. */
+  /** Whether the log is scrolled to its end, or almost. */
   get atEnd() {
     const { scrollHeight, scrollTop, clientHeight } = this.element;
     return scrollHeight - scrollTop - clientHeight < 100;
@@ -160,7 +161,7 @@ export class Log {
     this.element.scrollTop = this.element.scrollHeight;
   }
 
-  /** Lets the user change a turn's message, beginning with a text. */
+  /** Lets the user change a turn's message. text: initial text. */
   edit(turn, text = turn.message) {
     if (turn.draft !== null) return;
     turn.draft = text;

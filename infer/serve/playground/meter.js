@@ -12,7 +12,7 @@ function put(id, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-/** The conditions of a recording, or of the model alone before the first run. */
+/** Shows the conditions of a recording, or of the model alone before the first run. */
 export function showConditions(current, recording) {
   const model = recording?.model ?? current;
   const facts = model.conditions ?? {};
@@ -49,7 +49,7 @@ function draftsInWords({ timings, metrics: { speculative_decoding: found } }) {
   return found && `${found.tokens_per_pass.toFixed(2)} tokens per pass, ${words}`;
 }
 
-/** The figures that change while tokens arrive. elapsed: ms since Run. */
+/** Shows the figures that change while tokens arrive. elapsed: ms since the start of the run. */
 export function showProgress(recording, elapsed) {
   const { rate, clientRate } = recording;
   put("rate", rate === null ? NONE : figures(rate));
@@ -65,7 +65,7 @@ export function showProgress(recording, elapsed) {
   put("rate-note", recording.elapsed !== null && !recording.final ? "until the early end, by the engine's clock" : note);
 }
 
-/** Before a run. */
+/** Shows that there is no run yet. */
 export function clear() {
   const names = ["rate", "client-rate", "count", "elapsed", "first", "drafted", "company", "prompt-n", "cache-n", "prompt-ms", "prompt-rate",
                  "queue-ms", "decode-n", "decode-ms", "mean-ms", "company-rates", "finish", "p50", "p95", "p99"];
@@ -76,7 +76,7 @@ export function clear() {
   draw(byId("histogram"), [], {}, "Histogram: no run yet");
 }
 
-/** Prefill, decode and the distribution of times between tokens. */
+/** Shows prefill, decode and the distribution of times between tokens. */
 export function showDetails(recording) {
   const { timings, metrics } = recording.final ?? {};
   put("prompt-n", timings ? tokens(timings.prompt_n) : NONE);
@@ -100,7 +100,7 @@ export function showDetails(recording) {
   draw(byId("histogram"), gaps, marks, `Histogram of ${gaps.length} times: ${words.join(", ")}`);
 }
 
-/** The figures of an answer, for the line below it: pairs of name and value. */
+/** The figures for the line below an answer: pairs of name and value. */
 export function summary(recording) {
   const { final, rate } = recording;
   const first = final?.metrics.time_to_first_token_ms ?? recording.times.values[0];
@@ -115,7 +115,7 @@ export function summary(recording) {
   ].filter(([, value]) => value);
 }
 
-/** How many requests have rows in the newest pass while the answer grows; at its end the share of tokens with others. */
+/** The number of other requests in the newest pass while the answer grows; at its end, the share of tokens from shared passes. */
 function companyNow(recording) {
   if (recording.outcome === null) return others(recording.others.last);
   const all = recording.others.values;
@@ -125,7 +125,7 @@ function companyNow(recording) {
 
 const others = (count) => (count ? `${count} other${count > 1 ? "s" : ""}` : "alone");
 
-/** The speeds alone and with others; "" if all passes were its own. */
+/** The speeds alone and with other requests; "" if no pass was shared. */
 function costOfCompany({ company }) {
   const rated = company.filter(({ rate }) => rate !== null);
   return !company.at(-1)?.others ? "" : rated.map(({ others: count, rate }) => `${count ? `with ${others(count)}` : "alone"} ${figures(rate)} tok/s`).join(", ");

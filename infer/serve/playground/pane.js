@@ -1,15 +1,15 @@
-// Growing text: one write per frame into a short last block, so that the cost of a frame does not depend on the length of the text.
+// Growing text: each frame writes once, into a short last block, so that its cost does not depend on the length of the text.
 
 import { element, highlighted } from "./highlight.js";
 
 const BLOCK = 500; // characters after which the next line starts a new block
-const NEAR_END = 40; // pixels from its end within which a pane follows its text
+const NEAR_END = 40; // a pane that is scrolled to within this many pixels of its end follows its text
 
 export const still = matchMedia("(prefers-reduced-motion: reduce)");
-const STILL_MS = 500; // between writes if the user prefers reduced motion
+const STILL_MS = 500; // time between writes if the user prefers reduced motion
 
 export class Pane {
-  /** scroller: what scrolls when the text grows. prose: whether it is the text of a chat, which has code only between ```. */
+  /** scroller: the element that scrolls when the text grows. prose: whether it is the text of a chat, with code only between ```. */
   constructor(element, { scroller = element, prose = false } = {}) {
     this.element = element;
     this.scroller = scroller;
@@ -30,7 +30,7 @@ export class Pane {
   #block;
   #size;
 
-  /** Shows the recording's first `length` characters, of which it shows some already. now: time of the frame. */
+  /** Shows the recording's first `length` characters; appends those that are not shown yet. now: time of the frame. */
   show(recording, length, now) {
     if (length === this.length || (still.matches && now - this.#written < STILL_MS)) return;
     const { scrollHeight, scrollTop, clientHeight } = this.scroller;
@@ -42,7 +42,7 @@ export class Pane {
     if (follows) this.scroller.scrollTop = this.scroller.scrollHeight;
   }
 
-  /** Shows the whole text in colours. */
+  /** Shows the whole text, with coloured code. */
   finish(recording) {
     this.#written = -Infinity;
     this.show(recording, recording.text.length, 0);
@@ -77,8 +77,8 @@ export class Pane {
   }
 }
 
-/** Plays a recording in a pane from its first token on. tokensAt: number of tokens after some ms. Resolves with the duration in ms, or
- * null if it was stopped. */
+/** Plays a recording in a pane from its first token on. tokensAt(ms): number of tokens to show after this time. Resolves with the duration
+ * in ms, or null if it was stopped. */
 export function play(recording, pane, tokensAt, signal, onFrame = () => {}) {
   pane.clear(pane.prompt);
   return new Promise((resolve) => {

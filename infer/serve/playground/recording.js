@@ -1,5 +1,5 @@
-// One answer as received: its text, the end of each token in it, what its tokens come from, and arrival times by the engine's clock and by
-// this page's.
+// One answer as received: its text, the end of each token in it, the origin of each token, and arrival times by the engine's clock and by
+// the clock of this page.
 
 const US = 1000; // per ms
 
@@ -27,23 +27,23 @@ class Series {
 }
 
 export class Recording {
-  /** model: as /v1/models reports it. request: path and body. Times are in milliseconds; places in the text in UTF-16 units. */
+  /** model: as /v1/models reports it. request: path and body. Times are in milliseconds, places in the text in UTF-16 units. */
   constructor(model, request) {
     this.model = model;
     this.request = request;
     this.date = new Date();
-    this.text = ""; // with the reasoning
+    this.text = ""; // including the reasoning
     this.thoughts = []; // [start, end] of each stretch of reasoning in the text
     this.ends = new Series(); // end of each token in the text
     this.times = new Series(); // arrival of each token since the engine started the request, by the engine's clock
-    this.drafted = new Series(); // 1 for each token that was a right draft
-    this.others = new Series(); // other requests in the pass that drew each token
-    this.arrivals = new Series(); // arrival of each read since the request was sent, by this page's clock
+    this.drafted = new Series(); // 1 for each token that was a correct draft, else 0
+    this.others = new Series(); // number of other requests in the pass that drew each token
+    this.arrivals = new Series(); // arrival of each read since the request was sent, by the clock of this page
     this.counts = new Series(); // number of tokens at each of these arrivals
     this.final = null; // the event with the timings
     this.finish = null;
     this.elapsed = null;
-    this.outcome = null; // once it has ended: complete, stopped or incomplete
+    this.outcome = null; // complete, stopped or incomplete; null until it has ended
   }
 
   get tokens() {
@@ -91,26 +91,27 @@ export class Recording {
     return bounds.map((bound, i) => (i % 2 ? "" : this.text.slice(bound, bounds[i + 1]))).join("");
   }
 
-  /** Tokens per second after the first by the engine's clock; the server's figure once it is in. Null with fewer than two tokens. */
+  /** Tokens per second after the first token, by the engine's clock: the server's figure after it has arrived. Null with fewer than two
+   * tokens. */
   get rate() {
     if (this.final) return this.final.timings.predicted_per_second;
     const later = this.tokens - this.tokensAt(0); // tokens that arrived with the first one have no time
     return later ? (1000 * later) / (this.times.last - this.times.values[0]) : null;
   }
 
-  /** The same by this page's clock, over the tokens after the first arrival. */
+  /** Tokens per second after the first arrival, by the clock of this page. Null with fewer than two arrivals. */
   get clientRate() {
     const counts = this.counts.values;
     return counts.length > 1 ? (1000 * (this.counts.last - counts[0])) / (this.arrivals.last - this.arrivals.values[0]) : null;
   }
 
-  /** Tokens that were right drafts. */
+  /** Number of tokens that were correct drafts. */
   get right() {
     return this.drafted.values.reduce((sum, drafted) => sum + drafted, 0);
   }
 
-  /** Tokens after the first arrival by the other requests in their passes, in order: [{others, tokens, rate}], rate in tokens per second.
-   * Tokens that arrived together share the time since those before. */
+  /** Speed by the number of other requests in a pass, for the tokens after the first arrival: [{others, tokens, rate}], sorted by others,
+   * rate in tokens per second. Tokens that arrived together share the time since the previous arrival. */
   get company() {
     const found = new Map();
     const [times, others] = [this.times.values, this.others.values];
@@ -135,12 +136,13 @@ export class Recording {
     return firstAfter(times, times[0] + ms);
   }
 
-  /** Length of the text up to a number of tokens. The last one includes what was held back. */
+  /** Length of the text up to a number of tokens. With the last token it includes the text that was held back. */
   lengthAt(tokens) {
     return tokens >= this.tokens ? this.text.length : tokens ? this.ends.values[tokens - 1] : 0;
   }
 
-  /** Stretches [start, end, names] of a part of the text, in order: names of a right draft, of reasoning, of both or "". */
+  /** Stretches [start, end, names] of a part of the text, in order. names: "draft" for correct drafts, "thought" for reasoning, both, or
+   * "". */
   *stretches(from, to) {
     const [ends, drafted] = [this.ends.values, this.drafted.values];
     for (let token = firstAfter(ends, from); from < to; ) {
@@ -156,7 +158,7 @@ export class Recording {
     }
   }
 
-  /** Whether a place is in the reasoning, and where that changes. */
+  /** Whether a place is in the reasoning, and the next place where this changes. */
   #thought(place) {
     const next = this.thoughts.find(([, end]) => end > place);
     return !next ? [false, Infinity] : place < next[0] ? [false, next[0]] : [true, next[1]];
@@ -210,8 +212,8 @@ export class Recording {
     };
   }
 
-  /** What `restored` needs, in little space: numbers as differences, times in microseconds. Without the messages of the request, and if
-   * `brief` without the tokens. */
+  /** The data that `restored` needs, in compact form: numbers as differences, times in microseconds. It leaves out the messages of the
+   * request and, if `brief`, the tokens. */
   saved(brief) {
     const { messages, ...body } = this.request.body;
     const { model, date, text, thoughts, final, finish, elapsed, outcome } = this;
@@ -228,18 +230,18 @@ export class Recording {
       let sum = 0;
       for (const step of series?.[i] ?? []) made[name].push((sum += step) / unit);
     });
-    made.elapsed ??= made.arrivals.last ?? 0; // of a run that the reload ended
+    made.elapsed ??= made.arrivals.last ?? 0; // for a run that the reload ended
     return made;
   }
 }
 
-const SERIES = [["ends", 1], ["times", US], ["drafted", 1], ["others", 1], ["arrivals", US], ["counts", 1]]; // and units per unit
+const SERIES = [["ends", 1], ["times", US], ["drafted", 1], ["others", 1], ["arrivals", US], ["counts", 1]]; // [name, factor when saved]
 
 function steps(values, unit) {
   return Array.from(values, (value, i) => Math.round(value * unit) - (i ? Math.round(values[i - 1] * unit) : 0));
 }
 
-/** Index of the first of sorted values that is larger. */
+/** Index of the first of the sorted values that is larger than `value`. */
 function firstAfter(values, value) {
   let low = 0;
   let high = values.length;
@@ -251,7 +253,7 @@ function firstAfter(values, value) {
   return low;
 }
 
-/** A percentile of sorted values, interpolated linearly as numpy's. */
+/** A percentile of sorted values, interpolated linearly as by numpy.percentile. */
 export function percentile(sorted, percent) {
   const place = ((sorted.length - 1) * percent) / 100;
   const below = Math.floor(place);

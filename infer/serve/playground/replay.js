@@ -1,9 +1,9 @@
-// The replay of an answer at a chosen speed, beside the same answer at its own.
+// The replay of an answer at a chosen speed, beside the same answer at its original speed.
 
 import { play } from "./pane.js";
 
 const byId = (id) => document.getElementById(id);
-const SHOWN_MS = 200; // between updates of the time, so that it can be read
+const SHOWN_MS = 200; // time between updates of the shown time, so that it can be read
 const [SLOWEST, FASTEST] = [30, 3000];
 const PRESETS = [30, 100, 300, 1000, 3000];
 
@@ -11,7 +11,7 @@ export class Replay {
   #playing = null; // AbortController
   #source = null;
 
-  /** pane: of the replay. changed: called when it starts or ends. announce: for screen readers. */
+  /** pane: shows the replay. changed: called when it starts or ends. announce: announces a text to screen readers. */
   constructor(pane, changed, announce) {
     this.pane = pane;
     this.changed = changed;
@@ -43,12 +43,12 @@ export class Replay {
     return this.#source?.recording ?? null;
   }
 
-  /** Whether there is something to play. */
+  /** Whether there is a recording with tokens to play. */
   get able() {
     return Boolean(this.#source?.recording.tokens);
   }
 
-  /** What to play: a recording and the pane that shows it; null for nothing. */
+  /** Sets what to play: a recording and the pane that shows it; null for nothing. Stops a running replay. */
   use(source) {
     if (this.running) {
       this.stop();
@@ -94,7 +94,7 @@ export class Replay {
 
 const state = (text) => (byId("replay-state").textContent = text);
 
-/** Rounded to two significant digits, the precision of the slider. */
+/** The chosen speed in tokens per second, rounded to two significant digits, the precision of the slider. */
 function chosenSpeed() {
   const value = Math.round(SLOWEST * (FASTEST / SLOWEST) ** (byId("speed").value / byId("speed").max));
   const unit = 10 ** (Math.floor(Math.log10(value)) - 1);

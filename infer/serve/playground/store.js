@@ -1,8 +1,9 @@
-// What a reload of the tab keeps: in sessionStorage, which no other tab reads and which ends with the tab. The key is never in it.
+// Stores the state that a reload of the tab keeps, in sessionStorage: other tabs cannot read it, and it ends with the tab. The key is never
+// stored.
 
 const name = () => `laneformer.playground ${location.pathname}`;
 
-/** What was saved last, or null. */
+/** The data that was saved last, or null. */
 export function load() {
   try {
     return JSON.parse(sessionStorage.getItem(name()));
@@ -11,7 +12,7 @@ export function load() {
   }
 }
 
-/** Saves data(brief), a brief one if the whole one has no room; returns whether any was saved. */
+/** Saves data(false), or data(true), which is smaller, if there is no room. Returns whether any data was saved. */
 export function save(data) {
   for (const brief of [false, true]) {
     try {

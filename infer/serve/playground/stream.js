@@ -1,6 +1,6 @@
 // Requests to the server, its streams, and its errors in plain words.
 
-/** An error answer; status 0 without an answer. */
+/** An error that the server answered with; status 0 if there was no answer. */
 export class Problem extends Error {
   constructor(status, error = {}, retryAfter = null) {
     super(error.message ?? `HTTP status ${status}`);
@@ -11,7 +11,7 @@ export class Problem extends Error {
   }
 }
 
-/** fetch() from the server of this page, relative to the path of the page; raises Problem. */
+/** fetch() from the server of this page, with a path relative to that of the page. Throws Problem. */
 export async function ask(path, key, options = {}) {
   const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
   let response;
@@ -40,8 +40,8 @@ export async function* batches(response) {
   }
 }
 
-/** Sends a request for a stream. onEvents: called with the parsed events of a read. onQueued: called with the number of requests before
- * this one. */
+/** Sends a request for a stream. onEvents: called with the parsed events of each read. onQueued: called with the number of requests before
+ * this one. Throws Problem. */
 export async function stream(request, key, signal, onEvents, onQueued) {
   const headers = { "Content-Type": "application/json" };
   const response = await ask(request.path, key, { method: "POST", headers, body: JSON.stringify(request.body), signal });
@@ -61,11 +61,11 @@ export async function stream(request, key, signal, onEvents, onQueued) {
   if (!complete) throw new Problem(0, { message: "the connection was lost" });
 }
 
-/** The problem and its remedy. */
+/** Two sentences for the user: the problem and its remedy. */
 export function explain(problem) {
   const { status, code, message } = problem;
   if (!(problem instanceof Problem)) return ["This page failed.", `Reload it and try again. (${problem})`];
-  if (status === 0) return ["The server cannot be reached.", "Check in its terminal whether it is running, start it again if not, then try again."];
+  if (status === 0) return ["The server cannot be reached.", "Check in its terminal whether it is running; if not, start it again. Then try again."];
   if (status === 401) return ["The server refused the key.", "Enter the key that it was started with."];
   if (status === 403) return ["The server does not accept this host name.", sentence(message)];
   if (code === "model_not_found") return ["The server has a different model now.", "Reload this page."];
