@@ -180,7 +180,7 @@ class Engine:
         if ids.size == 0:
             raise InputError("the prompt is empty: give at least one token")
         if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
-            raise InputError(f"a prompt must be a text or a list of token ids, got {ids.dtype} {list(ids.shape)}")
+            raise InputError(f"a prompt must be a string or a list of token ids, got {ids.dtype} {list(ids.shape)}")
         if ids.size >= self.config.max_position_embeddings:
             raise InputError(
                 f"the prompt has {ids.size} tokens and the context {self.config.max_position_embeddings}: "
@@ -197,7 +197,7 @@ class Engine:
             text = self.tokenizer.encode(text)[self.tokenizer.bos_token_id is not None :]
         ids = np.asarray(text[: self.config.max_position_embeddings])
         if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
-            raise InputError(f"a prediction must be a text or a list of token ids, got {ids.dtype} {list(ids.shape)}")
+            raise InputError(f"a prediction must be a string or a list of token ids, got {ids.dtype} {list(ids.shape)}")
         if ids.size:
             check_ids(self.config, ids[None])
         return ids.astype(np.int32)
@@ -302,7 +302,7 @@ class Engine:
         self.check_sampling(sampling)
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         if not all(isinstance(string, str) and string for string in strings):
-            raise InputError(f"stop_strings = {strings!r}: each must be a text of at least one character")
+            raise InputError(f"stop_strings = {strings!r}: each must be a string of at least one character")
         if strings and self.tokenizer is None:
             raise InputError("stop strings need a tokenizer, and the model has none: give stop_tokens instead")
         if draft_max is not None:

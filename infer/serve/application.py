@@ -1,6 +1,6 @@
-"""The HTTP application: OpenAI-compatible answers by one engine. Reading order: body, protocol, tools and item_requests
-(requests), engine (the queue and the engine process), worker (inside that process), responses, choices and item_answers
-(answers), guard and connections (access).
+"""The HTTP application: OpenAI-compatible answers by one engine. Read the files in this order: body, protocol, tools
+and item_requests (requests), engine (the queue and the engine process), worker (inside that process), responses,
+choices and item_answers (answers), guard and connections (access).
 """
 
 import asyncio
@@ -34,10 +34,10 @@ log = logging.getLogger("infer")
 
 T = TypeVar("T")
 
-MOST_BYTES = 1 << 20  # of a request
-DISCARD_SECONDS = (
-    2.0  # during which the rest of a refused body is read, as most clients read no answer before they sent all
-)
+MOST_BYTES = 1 << 20  # bytes of a request
+# Time for which the rest of a refused body is read, because most clients send the whole body before they read an
+# answer.
+DISCARD_SECONDS = 2.0
 
 
 class Api:
@@ -51,15 +51,15 @@ class Api:
         stream_interval: float = 0.0,
         any_model_name: bool = False,
     ):
-        """model: its name. stream_interval: minimum seconds between two events of a stream. any_model_name: requests
-        may name any model.
+        """model: name of the model. stream_interval: minimum seconds between two events of a stream. any_model_name:
+        whether requests may name any model.
         """
         self._engine, self._metrics, self._model, self._interval = engine, metrics, model, stream_interval
         self._any_model_name = any_model_name
         self._pages = Pages()
 
     def app(self, key: str | None, hosts: Collection[str]) -> Starlette:
-        """key, hosts: as for Guard."""
+        """The application with all routes. key, hosts: see Guard."""
         return Starlette(
             routes=[
                 Route("/", self.index),
@@ -87,7 +87,7 @@ class Api:
             self._engine.close()
 
     async def index(self, request: Request) -> Response:
-        """The playground for a browser, a list of the routes for other clients."""
+        """The playground for a browser; a list of the routes for other clients."""
         if is_page("/", request.headers):
             return self._pages.response(INDEX, request.headers)
         return JSONResponse(
@@ -110,7 +110,7 @@ class Api:
         return self._pages.response(request.path_params["name"], request.headers)
 
     async def health(self, request: Request) -> Response:
-        """200 if the engine is ready, else 503. Needs no key, so it reports no more than the state."""
+        """200 if the engine is ready, else 503. It needs no key, so it reports only the state."""
         state = self._engine.state
         return JSONResponse({"status": "ok" if state == "ready" else state}, 200 if state == "ready" else 503)
 
@@ -125,7 +125,7 @@ class Api:
         return JSONResponse(self._described())
 
     def _described(self) -> dict:
-        """The model, with the conditions of a measured speed once the engine has reported them."""
+        """The model in OpenAI's form, with the conditions of a measured speed after the engine has reported them."""
         facts = self._engine.facts
         known = (
             {"conditions": facts["conditions"], "chat": facts["chat"], "tools": facts["tool_format"]} if facts else {}
@@ -137,7 +137,7 @@ class Api:
         if model not in (None, self._model) and not self._any_model_name:
             raise ApiError(
                 404,
-                f"unknown model {printable(model)!r}: this server has {self._model!r}; --any-model-name makes it accept"
+                f"unknown model {printable(model)!r}: this server has {self._model!r}; with --any-model-name it accepts"
                 " every name",
                 param="model",
                 code="model_not_found",
@@ -166,17 +166,17 @@ class Api:
         return await self._answer(request, await _read(request, partial(read_call, chat=chat)), Answer)
 
     async def _answer(self, request: Request, call: Call, form: Callable[..., Answer]) -> Response:
-        """Generates the answer to a call, in the form of that class."""
+        """Generates the answer to a call. form: class of the answer."""
         self._require(call.model)
         facts, jobs = self._engine.facts, []
         drafts = bool(facts and facts["conditions"].get("speculation"))
         call = call.warned(*call.without_effect(facts.get("template_variables", ()), drafts))
         if call.tools is not None and facts.get("chat") and facts["tool_format"] is None:
-            call = call.noted("tools are described in words, as the chat template has no form for them that is known")
+            call = call.noted("tools are described in words, because the chat template has no known tool format")
         try:
             for one in calls_of(call):
                 jobs.append(await self._engine.submit(one, admitted=bool(jobs)))
-        except BaseException:  # a cancelled request, too
+        except BaseException:  # also if the request is cancelled
             for job in jobs:
                 self._engine.cancel(job)
             raise
@@ -194,7 +194,7 @@ class Api:
 
 
 class _Stream(Response):
-    """Server-sent events, sent as updates arrive."""
+    """An answer as server-sent events, sent as updates arrive."""
 
     media_type = "text/event-stream"
 
@@ -217,7 +217,7 @@ class _Stream(Response):
 
 @asynccontextmanager
 async def _watched(engine: EngineProcess, jobs: list[Job], receive: Receive) -> AsyncIterator[None]:
-    """Cancels the jobs if their client disconnects, or if the block ends first."""
+    """Context that cancels the jobs when their client disconnects, and when the block ends."""
 
     def cancel() -> None:
         for job in jobs:
@@ -239,8 +239,8 @@ async def _watched(engine: EngineProcess, jobs: list[Job], receive: Receive) -> 
 
 
 class _Refusal(Response):
-    """An answer to a body that is too long. It is sent at once; the connection is closed when the rest has arrived, or
-    after DISCARD_SECONDS.
+    """The answer to a body that is too long. It is sent at once. The connection is closed when the rest of the body has
+    arrived, or after DISCARD_SECONDS.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -254,15 +254,16 @@ class _Refusal(Response):
 
 
 async def _read(request: Request, read: Callable[[dict], T]) -> T:
-    """What `read` makes of the fields of a request. Raises ApiError."""
+    """Applies `read` to the fields of a request and returns its result. Raises ApiError."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        # Browsers let any web page send other types without asking the server first (CORS preflight).
+        # Browsers let any web page send other types without a CORS preflight.
         raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
     body = await _body(request)
     return _parsed(lambda: read(read_json(body)))
 
 
 def _parsed(read: Callable[[], T]) -> T:
+    """The result of `read`. Raises ApiError for fields that are nested too deeply."""
     try:
         return read()
     except RecursionError:
@@ -270,7 +271,7 @@ def _parsed(read: Callable[[], T]) -> T:
 
 
 async def _body(request: Request) -> bytes:
-    """The body of the request. Raises ApiError as soon as it is known to be too long."""
+    """The body of the request. Raises ApiError as soon as it is known to be too long, or if it arrives too slowly."""
     body = bytearray()
     too_long = ApiError(
         413, f"the request has more than {MOST_BYTES} bytes: shorten it", headers={"Connection": "close"}

@@ -15,13 +15,14 @@ ERROR_TYPES = {
     504: "timeout",
 }
 NESTED = "the request is nested too deeply"
-MOST_DIGITS = 100  # of a number
-# What only a closer look can judge: halves of surrogate pairs, long numbers, large exponents, words that are no JSON.
+MOST_DIGITS = 100  # digits of a number
+# Matches text that needs the slow check: halves of surrogate pairs, long numbers, large exponents, and words that are
+# not JSON.
 SUSPECT = re.compile(rf"\\u[dD][89a-fA-F]|\d{{{MOST_DIGITS + 1}}}|[eE]\+?\d{{3}}|NaN|Infinity")
 
 
 class ApiError(Exception):
-    """An error as answer: HTTP status, and a body that OpenAI's clients can read."""
+    """An error as an answer: HTTP status, and a body in OpenAI's form."""
 
     def __init__(
         self,
@@ -39,12 +40,12 @@ class ApiError(Exception):
 
 
 class _Unusable(str):
-    """A number of the request, as it is written there, that no parameter can take."""
+    """A number that no parameter accepts, as text in the spelling of the request."""
 
 
 def read_json(body: bytes) -> dict[str, Any]:
-    """The JSON object in a body: UTF-8, every name once, text without halves of surrogate pairs, finite numbers of at
-    most MOST_DIGITS digits. Raises ApiError, which names the parameter.
+    """The JSON object in a body. Raises ApiError with the name of the parameter unless the body is UTF-8, every name
+    appears once, strings have no halves of surrogate pairs, and numbers are finite and have at most MOST_DIGITS digits.
     """
     try:
         text = body.decode()
@@ -85,7 +86,7 @@ def _number(text: str) -> float | _Unusable:
 
 
 def _problems(value: Any, name: str) -> Iterator[tuple[str, str]]:
-    """Name and fault of each part of a request that is not usable anywhere."""
+    """Yields the name and the fault of each value of a request that no parameter accepts. name: name of `value`."""
     if isinstance(value, _Unusable):
         shown = value if len(value) <= 40 else f"{value[:20]}... ({len(value)} characters)"
         yield name, f"= {shown}: give a finite number of at most {MOST_DIGITS} digits"
@@ -111,17 +112,17 @@ def _is_unicode(text: str) -> bool:
 
 
 def printable(name: str) -> str:
-    """A name from the request as part of a message: with escapes and of at most 80 characters."""
+    """A name from the request in a form for messages: with escapes, and at most 80 characters of it."""
     text = name if name.isprintable() and _is_unicode(name) else json.dumps(name)[1:-1]
     return text if len(text) <= 80 else text[:80] + "..."
 
 
 def shown(value: Any) -> str:
-    """A value of the request as part of a message."""
+    """A value of the request in a form for messages: as JSON, and at most 80 characters of it."""
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:80] + "..."
 
 
 def wrong(name: str, value: Any, wanted: str) -> ApiError:
-    """The error for a value of another kind than the parameter takes."""
+    """The error for a value that a parameter does not accept. wanted: description of the accepted values."""
     return ApiError(400, f"{name} = {shown(value)}: give {wanted}", param=name)

@@ -1,4 +1,4 @@
-"""Several answers to one request (`n`): choice i is the answer to the same request with seed + i, in the same form."""
+"""Several answers to one request (`n`): choice i is the answer to the same request with seed + i."""
 
 import asyncio
 import json
@@ -17,14 +17,14 @@ SEEDS = 1 << 64
 
 
 def calls_of(call: Call) -> list[Call]:
-    """The request for each choice."""
+    """The requests for the choices of a request, one each."""
     seed = call.sampling["seed"]
-    seeds = [seed, *((seed + i) % SEEDS for i in range(1, call.n))]  # the first is checked by the engine as it is
+    seeds = [seed, *((seed + i) % SEEDS for i in range(1, call.n))]  # the first is not reduced: the engine checks it
     return [replace(call, n=1, sampling={**call.sampling, "seed": each}) for each in seeds]
 
 
 async def updates_of(jobs: Sequence[Job], interval: float = 0.0) -> AsyncIterator[tuple[int, list[Update]]]:
-    """Number and batch of updates of each job, as they arrive; `interval` as in `Job.updates`."""
+    """Yields (number of the job, batch of its updates) as batches arrive. interval: see `Job.updates`."""
     if len(jobs) == 1:
         async for batch in jobs[0].updates(interval):
             yield 0, batch
@@ -63,10 +63,10 @@ class Single(NamedTuple):
 
 
 class Choice(Answer):
-    """One of several answers. Its usage is that of all; what was measured of it is in the choice."""
+    """One of several answers. It reports the usage of all choices together, and its own measurements in the choice."""
 
     def __init__(self, job: Job, model: str, fingerprint: str, index: int, others: "list[Choice]"):
-        """others: grows to all choices of the request."""
+        """others: the choices of the request made so far; this one is appended."""
         super().__init__(job, model, fingerprint, index, others[0]._head if others else None)
         self._others = others
         others.append(self)
@@ -84,7 +84,7 @@ class Choice(Answer):
         return {}
 
     def measured(self, end: End) -> dict[str, Any]:
-        """The seed of this choice and what was measured of it."""
+        """The seed and the measurements of this choice."""
         measured = Answer._measured(self, end)
         measured.pop("warnings", None)
         return measured
@@ -109,7 +109,9 @@ class Choices:
         return b"".join(choice.opening() for choice in self._choices)
 
     def events(self, i: int, batch: Sequence[Update]) -> Iterator[bytes]:
-        """The events of a batch of updates of choice i; behind the end of the last choice those of the whole."""
+        """The events of a batch of updates of choice i. After the end of the last choice, also the final events of the
+        whole answer.
+        """
         yield from self._choices[i].events(batch)
         if not isinstance(batch[-1], End):
             return

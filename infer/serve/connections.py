@@ -1,7 +1,7 @@
-"""Limits on connections: how many there are at once, and the time until the header of a request has arrived.
+"""Limits on connections: their number, and the time until the header of a request has arrived.
 
-A connection that is not being answered is closed to make room for a new one, longest idle first, those that never
-completed a request before others. So half-open connections keep no client out.
+To make room for a new connection, a connection that is not being answered is closed: first those that never completed a
+request, then the longest idle. So half-open connections cannot keep other clients out.
 """
 
 import asyncio
@@ -15,16 +15,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from infer.serve.body import ApiError
 from infer.serve.guard import error_response
 
-ARRIVAL_SECONDS = 30.0  # for the header of a request to arrive, and again for its body
-MOST_CONNECTIONS = 2048  # of all addresses together
+ARRIVAL_SECONDS = 30.0  # time limit for the header of a request to arrive, and again for its body
+MOST_CONNECTIONS = 2048  # connections of all addresses together
 BACKLOG = 1024  # connections that the system may hand over at once
-OTHER_FILES = 64  # of the process: pipes, sockets, libraries
+OTHER_FILES = 64  # other open files of the process: pipes, sockets, libraries
 
 Peer = tuple[str, int]
 
 
 def most_connections() -> int:
-    """Connections that fit into the limit of open files, which is raised as far as needed and allowed."""
+    """Number of connections that the limit on open files allows, at most MOST_CONNECTIONS. Raises that limit as far as
+    needed and allowed.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = MOST_CONNECTIONS + BACKLOG + OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < needed:
@@ -34,12 +36,12 @@ def most_connections() -> int:
 
 
 class _Connection:
-    """A connection and what it is doing."""
+    """A connection and its state."""
 
     def __init__(self, peer: Peer, transport: asyncio.Transport):
         self.peer, self.transport = peer, transport
         self.since = 0.0
-        """When it began to wait for a request, in seconds of the event loop."""
+        """Time at which it began to wait for a request, in seconds of the event loop."""
         self.answering = False
         """Whether a complete request is being answered."""
         self.used = False
@@ -47,11 +49,11 @@ class _Connection:
         self.heard = False
         """Whether bytes of the next request have arrived."""
         self.excess = False
-        """Whether it was opened when all others were being answered and their number had reached a limit."""
+        """Whether it was opened when the number of connections had reached a limit and all were being answered."""
         self.timer: asyncio.TimerHandle | None = None
 
     def close(self, error: ApiError) -> None:
-        """Closes the connection, with the error unless the client just keeps it for later."""
+        """Closes the connection. Sends the error, unless the connection is idle after a complete request."""
         self.timer.cancel()
         if self.transport.is_closing():
             return
@@ -64,11 +66,11 @@ class Limits(NamedTuple):
     """Limits on connections."""
 
     per_address: int
-    """Connections from one address."""
+    """Maximum number of connections from one address."""
     total: int
-    """Connections from all addresses."""
+    """Maximum number of connections from all addresses."""
     seconds: float = ARRIVAL_SECONDS
-    """Time for the header of a request to arrive."""
+    """Maximum seconds for the header of a request to arrive."""
 
 
 class Connections:
@@ -80,7 +82,7 @@ class Connections:
         self._addresses: dict[str, dict[Peer, _Connection]] = {}
 
     def protocol(self, base: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
-        """A class of uvicorn's that reads requests, with limits."""
+        """A subclass of a uvicorn class that reads requests, which keeps to the limits."""
         connections = self
 
         class Limited(base):
@@ -100,7 +102,7 @@ class Connections:
         return Limited
 
     def app(self, inner: ASGIApp) -> ASGIApp:
-        """The application, with notes of when requests have arrived and when they are answered."""
+        """The application, wrapped to record when requests have arrived and when they are answered."""
 
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
             connection = self._open.get(tuple(scope.get("client") or ()))
@@ -127,11 +129,11 @@ class Connections:
         return run
 
     def _opened(self, transport: asyncio.Transport) -> Peer | None:
-        """Counts a connection, and closes one that waits for a request where there are too many. Where all others are
-        being answered, the new one is refused with its first request.
+        """Counts a new connection. If a limit is reached, closes a connection that waits for a request. If all others
+        are being answered, the first request of the new connection is refused.
         """
         peer = transport.get_extra_info("peername")
-        if peer is None:  # closed already
+        if peer is None:  # the connection is closed already
             transport.close()
             return None
         peer = (peer[0], peer[1])
@@ -148,7 +150,7 @@ class Connections:
         return peer
 
     def _crowds(self, host: str, more: int = 0) -> list[tuple[dict[Peer, _Connection], ApiError]]:
-        """Groups of connections that have reached their limit, or exceed it by `more`, each with the error for it."""
+        """Groups of connections that have reached their limit (or exceed it by `more`), each with the error to send."""
         groups = (
             (self._addresses.get(host, {}), self.limits.per_address, "from this address"),
             (self._open, self.limits.total, "to this server"),
@@ -158,7 +160,7 @@ class Connections:
                 group,
                 ApiError(
                     429,
-                    f"{most} connections {whose} are open, as many as there may be: close some",
+                    f"{most} connections {whose} are open, which is the limit: close some",
                     headers={"Connection": "close"},
                 ),
             )
@@ -175,7 +177,7 @@ class Connections:
                 del self._addresses[peer[0]]
 
     def _wait(self, connection: _Connection) -> None:
-        """Starts the time for the next request."""
+        """Starts the timer for the next request."""
         if connection.peer not in self._open:
             return
         loop = asyncio.get_running_loop()
@@ -187,7 +189,7 @@ class Connections:
 
 
 def _written(error: ApiError) -> bytes:
-    """The error as a whole HTTP response."""
+    """An error as a complete HTTP response."""
     body = json.dumps(error.body)
     return (
         f"HTTP/1.1 {error.status} {http.HTTPStatus(error.status).phrase}\r\nContent-Type: application/json\r\n"

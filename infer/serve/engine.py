@@ -1,5 +1,5 @@
-"""The server's side of the engine process: starts it, queues requests, distributes the results, restarts it after a
-crash.
+"""The web process's side of the engine process: starts it, queues requests, distributes the results, and restarts it
+after a crash.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from infer.serve.worker import Encoded, End, Order, Question, ServedModel, Token
 
 log = logging.getLogger("infer")
 
-KEEPALIVE_SECONDS = 15.0  # proxies close a connection after a longer silence
+KEEPALIVE_SECONDS = 15.0  # proxies close a connection that is silent for longer
 MOST_AT_ONCE = 256  # messages from the engine per turn of the event loop
-PATIENCE_SECONDS = 3.0  # for the process to end by itself
+PATIENCE_SECONDS = 3.0  # time for the process to end before it is killed
 
 
 class Limits(NamedTuple):
@@ -36,18 +36,18 @@ class Limits(NamedTuple):
     seconds: float
     """Maximum seconds for a request, including its time in the queue."""
     tokens_per_dispatch: int | None
-    """Tokens after which a cancellation is noticed; None lets the backend choose."""
+    """Number of tokens after which a cancellation is noticed; None lets the backend choose."""
 
 
 class Queued(NamedTuple):
     """A job's place in the queue."""
 
     position: int
-    """Requests before this one, including running ones."""
+    """Number of requests before this one, including running ones."""
 
 
 class Alive(NamedTuple):
-    """Nothing new; keeps the connection open."""
+    """An update without news, which keeps the connection open."""
 
 
 Update = Token | End | ApiError | Queued | Alive
@@ -60,13 +60,14 @@ class Job:
         self.number, self.call, self.ids, self.order, self.arrived = number, call, ids, order, arrived
         self.times = times
         self.started: float | None = None
-        self.tokens = 0  # drawn so far
+        self.tokens = 0  # number of tokens drawn so far
         self.ended = asyncio.Event()
         self.timers: list[asyncio.TimerHandle] = []
         self._inbox: list[Update] = []
         self._news = asyncio.Event()
 
     def put(self, update: Update) -> None:
+        """Adds an update. An End or ApiError ends the job; later updates are dropped."""
         if self.ended.is_set():
             return
         self._inbox.append(update)
@@ -77,9 +78,9 @@ class Job:
                 timer.cancel()
 
     async def updates(self, interval: float = 0.0) -> AsyncIterator[list[Update]]:
-        """Batches of updates as they arrive; the last update is an End or an ApiError.
+        """Yields batches of updates as they arrive. The last update is an End or an ApiError.
 
-        interval: minimum seconds between two batches. The first and the last are not delayed.
+        interval: minimum seconds between two batches. The first and the last batch are not delayed.
         """
         while True:
             await self._news.wait()
@@ -94,14 +95,16 @@ class Job:
 
 
 class EngineProcess:
-    """One engine, which answers as many requests at a time as it can, and its queue. Runs on the event loop."""
+    """The engine process and its queue. Requests run as many at a time as the engine allows. Runs on the event loop."""
 
     def __init__(self, model: ServedModel, limits: Limits, metrics: Metrics, end: Callable[[], None]):
-        """end: called when the engine cannot be restarted; `failure` has the reason."""
+        """end: called when the engine cannot be restarted; `failure` then contains the reason."""
         self.limits, self._model, self._metrics, self._end = limits, model, metrics, end
         self.state: Literal["loading", "ready", "restarting", "stopped"] = "loading"
         self.facts: dict[str, Any] = {}
-        """Facts that the engine reports: name, conditions, parallel, chat, template_variables, fingerprint."""
+        """Facts that the engine has reported: name, conditions, parallel, chat, tool_format, template_variables,
+        fingerprint, seconds; empty before.
+        """
         self.failure: str | None = None
         self._numbers = 0
         self._checks: dict[int, asyncio.Future[Encoded]] = {}
@@ -110,21 +113,21 @@ class EngineProcess:
         metrics.cache_usage.set_function(self._cache_usage)
 
     def start(self) -> None:
-        """Starts the process; needs a running event loop."""
-        # A fork would copy locks of threads, and handles of the devices' libraries.
+        """Starts the process. Requires a running event loop."""
+        # Spawn, because a fork would copy locks of threads and handles of the devices' libraries.
         context = multiprocessing.get_context("spawn")
         self._connection, child = context.Pipe()
         self._process = context.Process(
             target=worker.main, args=(child, self._model), name="laneformer-engine", daemon=True
         )
-        # Inherited by the process: Ctrl-C ends the server, which ends the engine.
+        # The process inherits this handler: Ctrl-C ends the server, which then ends the engine.
         handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self._process.start()
         finally:
             signal.signal(signal.SIGINT, handler)
         child.close()
-        self._readable = select.poll()  # the connection's own poll() costs ten times as much
+        self._readable = select.poll()  # ten times faster than the connection's own poll()
         self._readable.register(self._connection, select.POLLIN)
         asyncio.get_running_loop().add_reader(self._connection.fileno(), self._read)
 
@@ -140,7 +143,9 @@ class EngineProcess:
         self._disconnect(PATIENCE_SECONDS if listens else 0)
 
     def _disconnect(self, patience: float) -> None:
-        """Closes the pipe, whereupon the process ends; kills it if it does not, as while it loads a model."""
+        """Closes the pipe, which makes the process end. Kills it if it does not end within `patience` seconds, for
+        example while it loads a model.
+        """
         asyncio.get_running_loop().remove_reader(self._connection.fileno())
         self._connection.close()
         self._process.join(patience)
@@ -149,8 +154,8 @@ class EngineProcess:
             self._process.join()
 
     async def submit(self, call: Call, admitted: bool = False) -> Job:
-        """Queues a request. Raises ApiError if it is invalid, or if the queue is full; not so if it is admitted, as
-        another choice of one that was.
+        """Queues a request. Raises ApiError if it is invalid or the queue is full. admitted: whether to ignore a full
+        queue, for further choices of a request whose first choice is queued.
         """
         arrived = time.perf_counter()
         if self.state != "ready":
@@ -193,7 +198,7 @@ class EngineProcess:
             raise ApiError(504, "reading the prompt took too long", code="timeout") from None
         except ApiError as error:
             self._metrics.failure.labels("refused").inc()
-            if error.body["error"]["param"] is None:  # the message of a check starts with the parameter's name
+            if error.body["error"]["param"] is None:  # the message of a check begins with the parameter's name
                 name = re.split(r" = | has | cannot |\[", str(error))[0]
                 known = (*call.sampling, "stop", "stop_token_ids", "tools", "tool_choice", *FIELDS)
                 error.body["error"]["param"] = name if name in known else call.prompt_param
@@ -230,11 +235,11 @@ class EngineProcess:
         return job
 
     def cancel(self, job: Job) -> None:
-        """Drops a job that no client waits for; the engine is free after its next token or the end of its dispatch."""
+        """Drops a job that no client waits for. The engine ends it after its next token, or after its dispatch."""
         self._fail(job, ApiError(499, "cancelled"), "cancelled")
 
     def _next(self) -> None:
-        """Gives the engine its next jobs if it can take any, and reports the waiting jobs their places in the queue."""
+        """Sends the engine its next jobs if it can run more, and updates the places of waiting jobs in the queue."""
         while self._waiting and self.state == "ready" and len(self._running) < self.facts["parallel"]:
             job = self._waiting.popleft()
             self._running[job.number] = job
@@ -247,7 +252,7 @@ class EngineProcess:
             job.put(Queued(position))
 
     def _fail(self, job: Job, error: ApiError, reason: str) -> None:
-        """Ends a job for its client; the engine may still be busy for a moment."""
+        """Ends a job for its client. The engine may run it for a moment longer."""
         if job.ended.is_set():
             return
         job.put(error)
@@ -259,7 +264,7 @@ class EngineProcess:
             self._next()
 
     def _send_message(self, *message: Any) -> None:
-        with suppress(OSError):  # the process has died: _read notices the end of its pipe next
+        with suppress(OSError):  # the process has died; _read will notice the end of its pipe
             self._connection.send(message)
 
     def _expire(self, job: Job) -> None:
@@ -275,7 +280,7 @@ class EngineProcess:
         job.timers[1] = asyncio.get_running_loop().call_later(KEEPALIVE_SECONDS, self._keep_alive, job)
 
     def _read(self) -> None:
-        """Reads available messages; the event loop calls again while there are more."""
+        """Reads available messages. The event loop calls this again while more are available."""
         try:
             for _ in range(MOST_AT_ONCE):
                 self._take(*self._connection.recv())
@@ -320,7 +325,7 @@ class EngineProcess:
         job.put(token)
 
     def _cache_usage(self) -> float:
-        """Positions that running requests hold, prompt and answer so far, over those of `parallel` whole contexts."""
+        """Positions of running requests (prompt and answer so far) as a share of those of `parallel` full contexts."""
         held = sum(len(job.ids) + job.tokens for job in self._running.values())
         return held / (self.facts["parallel"] * self.facts["conditions"]["context"]) if self.facts else 0.0
 
@@ -345,7 +350,7 @@ class EngineProcess:
                 if rate and drafting is not None:
                     rate += f" at {drafting.tokens_per_pass:.2f} tokens per pass"
                 cached = f" ({end.cached} cached)" if end.cached else ""
-                shared = ", in company" if end.shared_passes else ""
+                shared = ", shared passes" if end.shared_passes else ""
                 log.info(
                     "%d%s + %d tokens (%s)%s%s, waited %.3f s",
                     *(len(job.ids), cached, end.tokens, end.reason, rate, shared, job.started - job.arrived),
@@ -355,8 +360,8 @@ class EngineProcess:
         self._next()
 
     def _died(self) -> None:
-        """Handles the end of the process. While the model loads a restart would fail the same way; later only the
-        running requests are lost.
+        """Handles the unexpected end of the process. While the model loads, it gives up, because a restart would fail
+        the same way. Later it restarts the process, and only the running requests are lost.
         """
         self._process.join(PATIENCE_SECONDS)
         code = self._process.exitcode
@@ -366,7 +371,7 @@ class EngineProcess:
             self._give_up(f"{message} while it loaded the model: read its output above")
             return
         if self._model.engine.distributed:
-            self._give_up(f"{message}, and the job's other processes need it: start all of them again")
+            self._give_up(f"{message}, but the other processes of the job need it: start all of them again")
             return
         log.error("%s: restarting it", message)
         self._disconnect(0)
@@ -386,6 +391,7 @@ class EngineProcess:
                 check.set_exception(ApiError(503, reason, code="engine_error"))
 
     def _give_up(self, message: str) -> None:
+        """Ends the server because the engine cannot be restarted."""
         self.failure = message
         self.close(message)
         self._end()

@@ -1,4 +1,4 @@
-"""What a request says of the form of its answer, in the fields of OpenAI, vLLM, SGLang and llama.cpp."""
+"""Reads the form of the answer from a request, in the fields of OpenAI, vLLM, SGLang and llama.cpp."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,13 +8,15 @@ from infer.text.grammar import Grammar
 from infer.text.values import read_object
 
 FORMATS = ("text", "json_object", "json_schema")
-SCHEMA_FIELDS = ("name", "description", "schema", "strict")  # a schema is obeyed, whether strict or not
+SCHEMA_FIELDS = ("name", "description", "schema", "strict")  # a schema is always enforced, also if it is not strict
 MOST_CHOICES = 1024
-ITEMS_FORM = "text.format"  # of the Responses API: a path there, a name here
+ITEMS_FORM = "text.format"  # name here of the field at this path in the Responses API
 
 
 def read_grammar(left: dict[str, Any]) -> Grammar | None:
-    """Removes the fields that say what form the answer has. Raises ApiError, which names the field."""
+    """Removes the fields that describe the answer's form, and returns its grammar; None without any. Raises ApiError
+    with the name of the field.
+    """
     found = {name: read(left.pop(name), name) for name, read in FIELDS.items() if name in left}
     given = {name: grammar for name, grammar in found.items() if grammar is not None}
     if len(given) > 1:
@@ -28,7 +30,7 @@ def _format(value: Any, name: str) -> Grammar | None:
         raise wrong(name, value, ", ".join(f'{{"type": "{each}"}}' for each in FORMATS))
     if kind == "text":
         return None
-    if kind == "json_object":  # llama.cpp's clients send a schema with it
+    if kind == "json_object":  # llama.cpp's clients may add a schema
         _only(value, ("type", "schema"), name)
         return _schema(value["schema"], name) if value.get("schema") else Grammar.json_object(name)
     _only(value, ("type", "json_schema"), name)
@@ -49,9 +51,11 @@ def _schema(value: Any, name: str, path: str = "") -> Grammar:
 
 
 def _text(make: Callable[[str, str], Grammar]) -> Callable[[Any, str], Grammar | None]:
+    """A function that reads a field with a string, from which `make` makes the grammar."""
+
     def read(value: Any, name: str) -> Grammar | None:
         if not isinstance(value, str):
-            raise wrong(name, value, "a text")
+            raise wrong(name, value, "a string")
         return make(value, name) if value else None
 
     return read
@@ -60,7 +64,7 @@ def _text(make: Callable[[str, str], Grammar]) -> Callable[[Any, str], Grammar |
 def _choice(value: Any, name: str) -> Grammar:
     texts = isinstance(value, list) and all(isinstance(each, str) and each for each in value)
     if not texts or not 1 <= len(value) <= MOST_CHOICES:
-        raise wrong(name, value, f"a list of 1 to {MOST_CHOICES} texts")
+        raise wrong(name, value, f"a list of 1 to {MOST_CHOICES} strings")
     return Grammar.choice(value, name)
 
 
@@ -76,6 +80,7 @@ def _structured(value: Any, name: str) -> Grammar | None:
 
 
 def _only(fields: dict[str, Any], known: tuple[str, ...], path: str) -> None:
+    """Raises ApiError for a field that is not known."""
     for key, value in fields.items():
         if key not in known and value is not None:
             full = f"{path}.{printable(key)}"
@@ -87,7 +92,7 @@ def _only(fields: dict[str, Any], known: tuple[str, ...], path: str) -> None:
 FIELDS: dict[str, Callable[[Any, str], Grammar | None]] = {
     "response_format": _format,  # OpenAI
     ITEMS_FORM: _format,
-    "guided_json": _schema,  # vLLM, until it put all into structured_outputs
+    "guided_json": _schema,  # vLLM, before structured_outputs
     "guided_regex": _text(Grammar.regex),
     "guided_choice": _choice,
     "guided_grammar": _text(Grammar.of_rules),

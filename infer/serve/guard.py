@@ -1,4 +1,4 @@
-"""Access control, before every route: the key, and the host names that the server answers to."""
+"""Access control before every route: the key, and the host names that the server accepts."""
 
 import hashlib
 import hmac
@@ -13,11 +13,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from infer.serve.body import ApiError
 from infer.serve.pages import is_page
 
-OPEN = ("/health",)  # for process supervisors
+OPEN = ("/health",)  # routes without a key, for process supervisors
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a server on that address can be reached from this machine only."""
+    """Whether a server on this address can be reached from this machine only."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -28,8 +28,8 @@ class Guard:
     """ASGI middleware that refuses requests without the key or for another host name."""
 
     def __init__(self, app: ASGIApp, key: str | None, hosts: Collection[str]):
-        """key: required except by OPEN routes and the playground, whose page asks for it; None to require no key.
-        hosts: host names to accept besides localhost and IP addresses.
+        """key: the key that all routes require, except OPEN routes and the files of the playground, whose page asks for
+        it; None to require no key. hosts: host names to accept besides localhost and IP addresses.
         """
         self._app, self._hosts = app, {"localhost", *(host.lower() for host in hosts)}
         self._key = None if key is None else _digest(key)
@@ -46,7 +46,7 @@ class Guard:
     def _check(self, path: str, headers: Headers) -> None:
         name = host_name(headers.get("host", ""))
         if name not in self._hosts and not _is_address(name):
-            # A web page can point its own host name at this machine and then read the answers (DNS rebinding); that is
+            # A web page can point its own host name at this machine and then read the answers (DNS rebinding). This is
             # impossible with an address.
             raise ApiError(
                 403,
@@ -66,7 +66,7 @@ class Guard:
 
 
 def error_response(error: ApiError, kind: type[Response] = Response) -> Response:
-    """The error in ASCII, so that no text of a request can make it fail."""
+    """An error as a response. It is ASCII, so that no text of a request can make it fail."""
     return kind(json.dumps(error.body), error.status, error.headers, media_type="application/json")
 
 
@@ -85,5 +85,5 @@ def _is_address(name: str) -> bool:
 
 
 def _digest(key: str) -> bytes:
-    """A hash of the key; the time of a comparison reveals nothing about the key, not even its length."""
+    """A hash of a key. The time for comparing hashes reveals nothing about the key, not even its length."""
     return hashlib.sha256(key.encode(errors="surrogatepass")).digest()

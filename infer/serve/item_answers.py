@@ -1,5 +1,5 @@
-"""Answers in the form of OpenAI's Responses API: items of output, whole or as numbered events, whose last one has the
-whole answer.
+"""Answers in the form of OpenAI's Responses API: items of output, whole or as numbered events. The last event contains
+the whole answer.
 """
 
 import json
@@ -20,13 +20,13 @@ KINDS = {Part.CONTENT: ("message", "output_text", "msg_"), Part.REASONING: ("rea
 
 
 class ItemAnswer(Answer):
-    """The reply to one job."""
+    """The reply to one job, in the form of the Responses API."""
 
     def __init__(self, job: Job, model: str, fingerprint: str, asked: Asked):
         super().__init__(job, model, fingerprint)
         self._asked, self._sent = asked, 0
         self._output: list[dict[str, Any]] = []
-        self._open: Part | None = None  # the part that the last item belongs to, while it grows
+        self._open: Part | None = None  # part of the last item while the item is growing
         self._id = f"resp_{secrets.token_hex(12)}"
 
     def opening(self) -> bytes:
@@ -53,7 +53,7 @@ class ItemAnswer(Answer):
         return json.loads(last)["response"]
 
     def _grow(self, part: Part, tokens: list[Token], calls: tuple[ToolCall, ...]) -> Iterator[bytes]:
-        """The events of tokens of one part, the last of which completed the calls."""
+        """The events of consecutive tokens of one part. calls: the calls that the last of them completed."""
         text = "".join(token.text for token in tokens)
         shown = part is Part.CONTENT and self._call.logprobs is not None
         if part in KINDS and (text or (shown and self._open is part)):
@@ -62,6 +62,7 @@ class ItemAnswer(Answer):
             yield from self._add_call(call)
 
     def _add_text(self, part: Part, text: str, logprobs: list[dict]) -> Iterator[bytes]:
+        """Appends text to the growing item, or to a new item if the part has changed; yields the events."""
         kind, piece, prefix = KINDS[part]
         if self._open is not part:
             yield from self._close()
@@ -83,6 +84,7 @@ class ItemAnswer(Answer):
         yield self._part_event(f"response.{piece}.delta", delta=text, **more)
 
     def _add_call(self, call: ToolCall) -> Iterator[bytes]:
+        """Appends an item for a call; yields its events."""
         yield from self._close()
         item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "in_progress"}
         item |= {"call_id": call.id, "name": call.name, "arguments": ""}
@@ -96,7 +98,7 @@ class ItemAnswer(Answer):
         yield self._item_event("done")
 
     def _close(self, status: str = "completed") -> Iterator[bytes]:
-        """Ends the item that grows, if there is one."""
+        """Ends the growing item, if there is one; yields its events."""
         if self._open is None:
             return
         item, (_, piece, _) = self._output[-1], KINDS[self._open]
@@ -129,7 +131,7 @@ class ItemAnswer(Answer):
         yield self._sse(f"response.{status}", response=self._response(status, **why, **more, **self._measured(end)))
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
-        """The response object as it is now."""
+        """The response object in its current state. more: fields to add or replace."""
         return {
             "id": self._id,
             "object": "response",

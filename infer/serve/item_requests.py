@@ -1,5 +1,5 @@
-"""Requests in the form of OpenAI's Responses API, as requests for a chat: a conversation is a list of items, the tools
-are functions, and the server keeps nothing, so that each request has the whole conversation.
+"""Converts requests in the form of OpenAI's Responses API to requests for a chat. A conversation is a list of items.
+All tools are functions. The server keeps no conversations, so each request contains the whole conversation.
 """
 
 from typing import Any, NamedTuple
@@ -12,33 +12,33 @@ ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 ROLES = ("user", "assistant", "system", "developer")
 TEXT_PARTS = ("input_text", "output_text", "text")
 LOGPROBS = "message.output_text.logprobs"
-# What a request may have besides parameters of a chat, and what of a chat it may not have.
+# Parameters of a chat that do not exist here.
 NEVER = ("messages", "n", "max_tokens", "max_completion_tokens", "logprobs", "return_token_ids", "return_timeline")
-ABSENT = ("previous_response_id", "conversation", "prompt", "context_management")  # with any value
+ABSENT = ("previous_response_id", "conversation", "prompt", "context_management")  # not supported, with any value
 WITHOUT_EFFECT = ("truncation",)
 
 
 class Asked(NamedTuple):
-    """A request."""
+    """A request, converted to a request for a chat."""
 
     chat: dict[str, Any]
-    """Fields of the chat that it asks for."""
+    """Fields of the request for a chat."""
     repeated: dict[str, Any]
-    """Fields of the request that are in its answer."""
+    """Fields of the request that its answer repeats."""
     ignored: list[str]
     """Names of parameters without effect."""
 
 
 def read_items(fields: dict[str, Any]) -> Asked:
-    """The request in the fields of a body. Raises ApiError, which names the parameter; so does `read_call` of the
-    chat, for parameters that both have.
+    """The request in the fields of a body. Raises ApiError with the name of the parameter. `read_call` then checks the
+    parameters that a chat also has.
     """
     left, ignored = {name: value for name, value in fields.items() if value is not None}, []
     for name in ABSENT:
         if name in left:
             raise ApiError(
                 400,
-                f"{name} is not supported, as this server keeps no conversations: send all items in input",
+                f"{name} is not supported, because this server keeps no conversations: send all items in input",
                 param=name,
                 code="unsupported_parameter",
             )
@@ -63,15 +63,18 @@ def read_items(fields: dict[str, Any]) -> Asked:
 
 
 def _messages(left: dict[str, Any], ignored: list[str]) -> list[dict[str, Any]]:
+    """The messages of the chat, from `input` and `instructions`. Adds the names of fields without effect to `ignored`.
+    Raises ApiError.
+    """
     items, instructions = left.pop("input", None), left.pop("instructions", None)
     if isinstance(items, str):
         items = [{"role": "user", "content": items}]
     if not isinstance(items, list) or not items:
-        raise wrong("input", items, "a text, or a list of at least one item")
+        raise wrong("input", items, "a string, or a list of at least one item")
     if not isinstance(instructions, str | None):
-        raise wrong("instructions", instructions, "a text")
+        raise wrong("instructions", instructions, "a string")
     made: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
-    thought = ""  # of the message that follows
+    thought = ""  # reasoning that belongs to the next message
     for i, item in enumerate(items):
         path = f"input[{i}]"
         kind = item.get("type", "message") if isinstance(item, dict) else None
@@ -95,7 +98,7 @@ def _messages(left: dict[str, Any], ignored: list[str]) -> list[dict[str, Any]]:
         else:
             function = {name: _text_of(item, name, path) for name in ("name", "arguments")}
             if read_object(function["arguments"] or "{}") is None:
-                raise wrong(f"{path}.arguments", function["arguments"], "a JSON object in a text")
+                raise wrong(f"{path}.arguments", function["arguments"], "a JSON object in a string")
             call = {"id": _text_of(item, "call_id", path), "type": "function", "function": function}
             message = {"role": "assistant", "tool_calls": [call]}
         assistant = message["role"] == "assistant"
@@ -115,18 +118,18 @@ def _messages(left: dict[str, Any], ignored: list[str]) -> list[dict[str, Any]]:
 
 def _text_of(item: dict[str, Any], name: str, path: str) -> str:
     if not isinstance(value := item.get(name), str):
-        raise wrong(f"{path}.{name}", value, "a text")
+        raise wrong(f"{path}.{name}", value, "a string")
     return value
 
 
 def _joined(content: Any, path: str, kinds: tuple[str, ...], between: str = "\n") -> str:
-    """A text, or the texts of parts of these types."""
+    """The content of an item: a text, or the joined texts of parts. kinds: types of the parts."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") in kinds]
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise wrong(path, content, f"a text, or parts of type {', '.join(kinds)} with a text")
+        raise wrong(path, content, f"a string, or parts of type {', '.join(kinds)} with a text")
     return between.join(texts)
 
 
@@ -140,7 +143,7 @@ def _limits(left: dict[str, Any]) -> dict[str, Any]:
 
 
 def _take_form(left: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-    """The form of the answer, a text by default."""
+    """The form of the answer, from `text`; by default {"type": "text"}."""
     text = left.pop("text", {})
     if not isinstance(text, dict):
         raise wrong("text", text, 'an object, as in {"format": {"type": "text"}}')
@@ -155,14 +158,14 @@ def _take_form(left: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
 
 
 def _as_of_chat(form: Any) -> Any:
-    """A form as a chat's `response_format`, where the schema is an object of its own."""
+    """A form as a chat's `response_format`, in which the schema is in an inner object."""
     if not isinstance(form, dict) or form.get("type") != "json_schema":
         return form
     return {"type": "json_schema", "json_schema": {name: each for name, each in form.items() if name != "type"}}
 
 
 def _included(left: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-    """Log-probabilities, which are the only thing that can be included."""
+    """The parameters of a chat for `include` and `top_logprobs`. Only log-probabilities can be included."""
     included, top = left.pop("include", []), left.pop("top_logprobs", 0)
     if not isinstance(included, list):
         raise wrong("include", included, f'a list, as in ["{LOGPROBS}"]')
@@ -176,16 +179,17 @@ def _included(left: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
 
 
 def _tool(tool: Any, path: str, ignored: list[str]) -> dict[str, Any]:
-    """A tool in the form of a chat."""
+    """A tool in the form of a chat's tools."""
     if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
         raise wrong(path, tool, 'an object {"type": "function", "name": ..., "parameters": ...}')
     if tool["type"] != "function":
-        return tool  # refused with the others
+        return tool  # `read_tools` refuses it
     rest = {name: value for name, value in tool.items() if name != "type"}
     return {"type": "function", "function": rest}
 
 
 def _choice(choice: Any) -> Any:
+    """A `tool_choice` in the form of a chat."""
     if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice

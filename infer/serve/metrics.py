@@ -1,11 +1,13 @@
-"""The metrics of GET /metrics for Prometheus; vLLM's names with another prefix, so that its dashboards fit."""
+"""The metrics of GET /metrics for Prometheus. They have vLLM's names with another prefix, so that its dashboards can be
+used.
+"""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from infer.serve.worker import Drafting
 
 PREFIX = "laneformer_"
-# A fast decoder draws a token in some hundred microseconds, below usual buckets, which start at milliseconds.
+# A fast decoder draws a token in some hundred microseconds. Common buckets start at milliseconds, so these start lower.
 BETWEEN_TOKENS = (
     *(50e-6, 100e-6, 200e-6, 300e-6, 400e-6, 500e-6, 750e-6),
     *(1e-3, 1.5e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.2, 0.5, 1),
@@ -22,44 +24,46 @@ class Metrics:
         self.running = self._of(Gauge, "num_requests_running", "Requests being generated")
         self.waiting = self._of(Gauge, "num_requests_waiting", "Requests in the queue")
         self.cache_usage = self._of(
-            Gauge, "kv_cache_usage_perc", "Positions of running requests over those that fit, 0 to 1"
+            Gauge, "kv_cache_usage_perc", "Positions of running requests as a share of those that fit, 0 to 1"
         )
         self.queue_time = self._of(
-            Histogram, "request_queue_time_seconds", "From arrival to the start in the engine", buckets=REQUESTS
+            Histogram, "request_queue_time_seconds", "Time from arrival to the start in the engine", buckets=REQUESTS
         )
         self.first_token = self._of(
             Histogram,
             "time_to_first_token_seconds",
-            "From the start in the engine to the first token",
+            "Time from the start in the engine to the first token",
             buckets=REQUESTS,
         )
         self.between_tokens = self._of(
             Histogram,
             "inter_token_latency_seconds",
-            "Between tokens; tokens that arrived together share the time since the previous ones",
+            "Time between tokens; tokens that arrived together share the time since the previous ones",
             buckets=BETWEEN_TOKENS,
         )
         self.whole = self._of(
-            Histogram, "e2e_request_latency_seconds", "From arrival to the last token", buckets=REQUESTS
+            Histogram, "e2e_request_latency_seconds", "Time from arrival to the last token", buckets=REQUESTS
         )
         self.prompt_tokens = self._of(Counter, "prompt_tokens", "Prompt tokens of completed answers")
         self.prefix_queries = self._of(
             Counter, "prefix_cache_queries", "Prompt tokens of completed answers that were looked up in kept prefixes"
         )
-        self.prefix_hits = self._of(Counter, "prefix_cache_hits", "Those among them that were not computed")
+        self.prefix_hits = self._of(
+            Counter, "prefix_cache_hits", "Prompt tokens of completed answers found in kept prefixes"
+        )
         self.drafts = self._of(Counter, "spec_decode_num_drafts", "Passes that checked drafts")
         self.draft_tokens = self._of(Counter, "spec_decode_num_draft_tokens", "Drafted tokens that were checked")
-        self.accepted = self._of(Counter, "spec_decode_num_accepted_tokens", "Those among them that were right")
+        self.accepted = self._of(Counter, "spec_decode_num_accepted_tokens", "Drafted tokens that were correct")
         self.accepted_at = self._of(
             Counter,
             "spec_decode_num_accepted_tokens_per_pos",
-            "The same by their position in a pass, from 0",
+            "Drafted tokens that were correct, by their position in a pass, from 0",
             labelnames=("position",),
         )
         self.pass_rows = self._of(
-            Histogram, "pass_rows", "Rows of the passes after prompts: a token and its drafts", buckets=ROWS
+            Histogram, "pass_rows", "Rows of each pass after the prompt: a token and its drafts", buckets=ROWS
         )
-        self.generation_tokens = self._of(Counter, "generation_tokens", "Tokens generated")
+        self.generation_tokens = self._of(Counter, "generation_tokens", "Generated tokens")
         self.success = self._of(Counter, "request_success", "Completed answers", labelnames=("finished_reason",))
         self.failure = self._of(
             Counter,
@@ -89,11 +93,11 @@ class Metrics:
 
 
 class TokenTimes:
-    """The tokens of one answer, for the metrics."""
+    """Counts the tokens of one answer for the metrics."""
 
     def __init__(self, metrics: Metrics):
         self._metrics = metrics
-        # The newest tokens that arrived together: arrival of the previous ones, their own, and their number.
+        # The newest tokens that arrived together: arrival of the tokens before them, their own arrival, their number.
         self._together: tuple[float, float, int] | None = None
 
     def add(self, time: float) -> None:

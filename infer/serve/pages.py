@@ -1,4 +1,4 @@
-"""The playground's files. They contain nothing about the model and so need no key; the page asks for it."""
+"""The playground's files. They contain nothing about the model, so they need no key. The page asks the user for it."""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # cached, but revalidated: an upgraded server must not serve an old page
+    "Cache-Control": "no-cache",  # browsers must revalidate, so that an upgraded server does not show an old page
     "Vary": "Accept",
 }
 
@@ -29,14 +29,16 @@ def is_page(path: str, headers: Mapping[str, str]) -> bool:
 
 
 class Pages:
-    """The files, read once."""
+    """The files of the playground, read once."""
 
     def __init__(self):
         files = Path(__file__).with_name("playground").iterdir()
         self._files = {file.name: file.read_bytes() for file in files if file.suffix in TYPES}
 
     def response(self, name: str, headers: Mapping[str, str]) -> Response:
-        """The answer to a request for a file, given the request's headers. Raises HTTPException for an unknown file."""
+        """The answer to a request for a file. headers: those of the request. Raises HTTPException for an unknown
+        file.
+        """
         if name not in self._files:
             raise HTTPException(404)
         body = self._files[name]

@@ -1,6 +1,4 @@
-"""Prompts of chats in the engine's process: their tokens, and the grammar of the answer where tools or a form ask for
-one.
-"""
+"""Prompts of chats, in the engine process: their tokens, and the grammar of the answer if tools or a form need one."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,12 +14,12 @@ if TYPE_CHECKING:
     from infer.engine.engine import Engine
     from infer.text.chat_template import ChatTemplate
 
-MOST_SECONDS = 1.0  # to find the schemas that cannot be obeyed
-LATE = InputError("the schemas before took too long to compile: simplify them")
+MOST_SECONDS = 1.0  # time for finding the schemas that cannot be enforced
+LATE = InputError("the schemas before it took too long to compile: simplify them")
 
 
 class Prompt(NamedTuple):
-    """The prompt of a chat, and what its answer must be."""
+    """The prompt of a chat, and the constraints on its answer."""
 
     ids: list[int]
     tools: ToolRequest | None
@@ -40,8 +38,10 @@ def prompt_of(
 ) -> Prompt:
     """Encodes a conversation.
 
-    A required call, strict functions and a form beside tools make a grammar. Where the engine has none, an answer that
-    must call begins as a call in the prompt. Raises LaneformerError, with the name of the parameter.
+    tools: the request's tools. values: variables of the template. form: grammar of the answer's form. A required call,
+    strict functions, or a form together with tools need a grammar of the whole answer. If the engine supports no
+    grammars, the prompt ends with the beginning of a required call. Raises LaneformerError with the name of the
+    parameter.
     """
     from infer.text.conversation import encode
 
@@ -62,7 +62,7 @@ def prompt_of(
     ids = encoded(unopened)
     parts = chat.channels(ids)
     if tools.required and (parts is None or not parts.may_reason) and chat.tool_format is not None:
-        unopened, ids = tools, encoded(tools)  # reading a text takes less time than writing it
+        unopened, ids = tools, encoded(tools)  # begin the call in the prompt: reading is faster than generating
     grammar, notes = _usable(engine, chat, unopened, ids, form)
     return Prompt(ids, unopened, grammar, notes)
 
@@ -70,8 +70,8 @@ def prompt_of(
 def _usable(
     engine: "Engine", chat: "ChatTemplate", tools: ToolRequest, ids: Sequence[int], form: Grammar | None
 ) -> tuple[Grammar, tuple[str, ...]]:
-    """The grammar, and warnings: a schema that cannot be obeyed is refused where its function is strict, and otherwise
-    its arguments are any object.
+    """The grammar of the answer, and warnings. A schema that cannot be enforced raises LaneformerError if its function
+    is strict; otherwise the function's arguments may be any object.
     """
     loose = set() if tools.required else {*tools.schemas} - tools.strict
 
@@ -83,7 +83,7 @@ def _usable(
     with suppress(LaneformerError):
         return checked(tools, loose), ()
     notes, end = [], time.perf_counter() + MOST_SECONDS
-    for n, tool in enumerate(tools.tools):  # which of them is it?
+    for n, tool in enumerate(tools.tools):  # find the schemas that fail
         name = tool["function"]["name"]
         if name in loose or (tools.name or name) != name:
             continue
@@ -94,13 +94,14 @@ def _usable(
             path = f"tools[{n}].function.parameters"
             line = str(problem).removeprefix("tools ").removeprefix("cannot be used: ")
             if name in tools.strict:
-                raise type(problem)(f"{path} cannot be obeyed, as strict = true asks for: {line}")
+                raise type(problem)(f"{path} cannot be enforced, which strict = true requires: {line}")
             loose.add(name)
             notes.append(f"{path} is not enforced: {line}")
     return checked(tools, loose), tuple(notes)
 
 
 def _problem(check: Callable[[], object]) -> LaneformerError | None:
+    """The error that `check` raises, if any."""
     try:
         check()
     except LaneformerError as error:

@@ -1,5 +1,5 @@
-"""Requests in OpenAI's forms, read and checked. A parameter is obeyed; or refused, where the answer depends on it; or
-named in the answer's warnings, where it does not.
+"""Reads and checks requests in OpenAI's form. A supported parameter is obeyed. An unsupported one is refused if the
+answer would depend on it; otherwise the answer's warnings name it.
 """
 
 import secrets
@@ -13,12 +13,12 @@ from infer.serve.tools import read_calls, read_tools
 from infer.text.grammar import Grammar
 from infer.text.tool_calls import ToolRequest
 
-COMPLETION_TOKENS = 16  # default of a completion, as OpenAI's; a chat may fill the context
+COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat may fill the context
 LIMITS = ("max_tokens", "max_completion_tokens")  # two names of one parameter
 MOST_TOP_LOGPROBS = 20
-WANTED = {bool: "true or false", str: "a text", int: "a whole number", float: "a number", dict: "an object"}
+WANTED = {bool: "true or false", str: "a string", int: "a whole number", float: "a number", dict: "an object"}
 MOST_CHOICES = 8
-MOST_STOPS, LONGEST_STOP = 16, 256  # the text of each token is compared with all stops
+MOST_STOPS, LONGEST_STOP = 16, 256  # limited because the text of each token is compared with all stops
 SAMPLING = {
     "temperature": float,
     "top_p": float,
@@ -29,9 +29,9 @@ SAMPLING = {
     "presence_penalty": float,
     "frequency_penalty": float,
 }
-BIAS = "logit_bias"  # a field of infer.Sampling too
+BIAS = "logit_bias"  # also a field of infer.Sampling
 MOST_BIASES = 1024
-# Parameters that would change the answer and are not supported, with the values that change nothing.
+# Unsupported parameters that would change the answer, with the values that change nothing.
 ABSENT: dict[str, tuple[Any, ...]] = {
     # OpenAI
     "best_of": (1,),
@@ -112,8 +112,8 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "top_a": (0,),
     "transforms": ([],),
 }
-# Parameters on which no answer depends, which are about storage, accounting, caches, the queue, or a feature that is
-# off; with the values for which that holds, None for all.
+# Parameters that no answer depends on, because they concern storage, accounting, caches, the queue, or a feature that
+# is off. Each has the values for which this is true, None for all values.
 WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("metadata", "prompt_cache_retention", "service_tier", "store", "verbosity")),
     "web_search_options": ({},),
@@ -129,15 +129,16 @@ WITHOUT_EFFECT: dict[str, tuple[Any, ...] | None] = {
     **dict.fromkeys(("route", "session_id", "trace", "ttl", "usage")),
     **dict.fromkeys(("incremental_output", "prompt_cache_options", "tool_stream", "vl_high_resolution_images")),
 }
-LABELS = ("user", "safety_identifier")  # identify the user; any text, without effect
-MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}  # known to templates
-DRAFT_MAX = "speculative.n_max"  # llama.cpp's name, with its dot
-EFFORT = "reasoning_effort"  # a parameter, and a variable of the templates that know it
-TEMPLATE_FIELDS = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}  # not a request's to set
-THINKING = "enable_thinking"  # a parameter and a variable, too
+LABELS = ("user", "safety_identifier")  # identify the user; any string, without effect
+MESSAGE_FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"}  # templates read these
+DRAFT_MAX = "speculative.n_max"  # llama.cpp's name; the period is part of it
+EFFORT = "reasoning_effort"  # a parameter, and a variable of some templates
+TEMPLATE_FIELDS = {"messages", "tools", "documents", "add_generation_prompt", "strftime_now"}  # not set by requests
+THINKING = "enable_thinking"  # a parameter, and a variable of some templates
 VARIABLES = {EFFORT: str, THINKING: bool}  # all parameters that are variables of templates
-REASONING = "reasoning"  # others' name for the message's reasoning_content; as a parameter, what holds the effort
-# Fields of messages, and of `reasoning`, on which nothing depends.
+# In a message, another name of reasoning_content; as a parameter, the object that contains the effort.
+REASONING = "reasoning"
+# Fields of messages, and of `reasoning`, that nothing depends on.
 MESSAGE_LABELS = {"annotations", "cache_control", "id", "metadata", "parsed", "phase", "provider_specific_fields",
                   "reasoning_details", "refusal", "thinking_blocks", "timestamp"}  # fmt: skip
 REASONING_LABELS = {"exclude", "generate_summary", "summary"}
@@ -149,15 +150,15 @@ class Call:
 
     chat: bool
     prompt: str | list[int] | list[dict[str, Any]]
-    """Text or token ids; the messages of a chat."""
+    """Text or token ids for a completion; messages for a chat."""
     tools: ToolRequest | None
-    """The functions that a chat may call; None if there are none."""
+    """The functions that the answer may call; None if it may not call any."""
     n: int
     """Number of answers."""
     model: str | None
     max_tokens: int | None
     sampling: dict[str, Any]
-    """Fields of infer.Sampling; by default the temperature is 1 and the seed random, as OpenAI's."""
+    """Fields of infer.Sampling. The defaults are OpenAI's: temperature 1 and a random seed."""
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     """Stop tokens besides the model's."""
@@ -173,22 +174,22 @@ class Call:
     template_values: dict[str, Any]
     """Variables of the chat template besides the messages."""
     cache_prompt: bool
-    """Whether prefixes are reused for this prompt, and it is kept for later ones."""
+    """Whether to reuse a kept prefix for this prompt, and to keep this prompt for later requests."""
     cache_salt: str
-    """Prefixes are shared among equal salts only."""
+    """Prefixes are shared only among requests with equal salts."""
     cache_key: str
-    """Conversation whose own prefix is taken where others are as long."""
+    """Name of the conversation, whose own prefix is preferred among prefixes of equal length."""
     prediction: str
     """A text to draft from; "" for none."""
     draft_max: int | None
-    """Most drafts of a pass, if they are to be fewer than the engine's."""
+    """Limit on the drafts of a pass, if lower than the engine's."""
     grammar: Grammar | None
-    """What the answer's content must be."""
+    """Grammar of the answer's content."""
     warnings: tuple[str, ...]
-    """Parameters without effect, a line for each."""
+    """Warnings, one line each, for example about parameters without effect."""
 
     def warned(self, *names: str) -> "Call":
-        """The same request with these parameters among its warnings."""
+        """The same request with a warning that these parameters have no effect."""
         return self.noted(*(f"{name} has no effect" for name in names))
 
     def noted(self, *lines: str) -> "Call":
@@ -196,8 +197,8 @@ class Call:
         return replace(self, warnings=(*self.warnings, *lines))
 
     def without_effect(self, template_variables: Collection[str], drafts: bool) -> list[str]:
-        """Names of the parameters that the chat template does not read, and those about drafts where the engine makes
-        none.
+        """Names of the parameters that the chat template does not read, and of those about drafts if the engine makes
+        none. template_variables: names that the template reads. drafts: whether the engine makes drafts.
         """
         unread = [name for name in self.template_values if not self.chat or name not in template_variables]
         of_template = [name if name in VARIABLES else f"chat_template_kwargs.{printable(name)}" for name in unread]
@@ -211,7 +212,7 @@ class Call:
 
 
 def read_call(fields: dict[str, Any], chat: bool) -> Call:
-    """The request in the fields of a body. Raises ApiError, which names the parameter."""
+    """The request in the fields of a body. Raises ApiError with the name of the parameter."""
     left = {name: value for name, value in fields.items() if value is not None}
     ignored: list[str] = []
     prompt = _messages(left, ignored) if chat else _prompt(left)
@@ -219,7 +220,7 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
     usage, continuous = _stream_options(left, stream, ignored)
     given = {name: value for name, kind in SAMPLING.items() if (value := _take(left, name, kind)) is not None}
     given |= _logit_bias(left)
-    if given.get("top_k") == -1:  # vLLM's and llama.cpp's word for all
+    if given.get("top_k") == -1:  # vLLM's and llama.cpp's value for all tokens
         given["top_k"] = 0
     template_values = _template_values(left, ignored)
     call = Call(
@@ -269,7 +270,7 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
 
 
 def _take(left: dict[str, Any], name: str, kind: type, default: Any = None) -> Any:
-    """Removes a parameter from the fields and returns its checked value."""
+    """Removes a parameter from the fields and returns its value. Raises ApiError for a value of another type."""
     value = left.pop(name, default)
     if value is default:
         return value
@@ -306,13 +307,13 @@ def _prompt(left: dict[str, Any]) -> str | list[int]:
             code="unsupported_parameter",
         )
     if not isinstance(prompt, str) and not _is_ids(prompt):
-        raise wrong("prompt", prompt, "a text, or a list of token ids")
+        raise wrong("prompt", prompt, "a string, or a list of token ids")
     return prompt
 
 
 def _messages(left: dict[str, Any], ignored: list[str]) -> list[dict[str, Any]]:
-    """The messages, without null fields and with the parts of a text joined, as templates expect. Adds the names of
-    fields without effect to `ignored`.
+    """The messages in the form that templates expect: without null fields, and with the text parts of a content joined.
+    Adds the names of fields without effect to `ignored`.
     """
     messages = left.pop("messages", None)
     if not isinstance(messages, list) or not messages:
@@ -335,7 +336,7 @@ def _messages(left: dict[str, Any], ignored: list[str]) -> list[dict[str, Any]]:
         if "content" in kept:
             kept["content"] = _content(kept["content"], f"messages[{i}].content")
         elif "tool_calls" not in kept:
-            raise wrong(f"messages[{i}].content", message.get("content"), "a text")
+            raise wrong(f"messages[{i}].content", message.get("content"), "a string")
         made.append(kept)
     return made
 
@@ -346,7 +347,7 @@ def _content(content: Any, name: str) -> str:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
     if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
-        raise wrong(name, content, 'a text, or parts {"type": "text", "text": ...}, the only ones that are supported')
+        raise wrong(name, content, 'a string, or parts {"type": "text", "text": ...}; other parts are not supported')
     return "\n".join(texts)
 
 
@@ -363,7 +364,7 @@ def _prediction(left: dict[str, Any]) -> str:
 
 
 def _template_values(left: dict[str, Any], ignored: list[str]) -> dict[str, Any]:
-    """Variables for the chat template: `chat_template_kwargs`, and parameters of their names."""
+    """Variables for the chat template, from `chat_template_kwargs` and from the parameters in VARIABLES."""
     values = _take(left, "chat_template_kwargs", dict, {})
     for name in TEMPLATE_FIELDS & values.keys():
         path = f"chat_template_kwargs.{name}"
@@ -386,7 +387,7 @@ def _template_values(left: dict[str, Any], ignored: list[str]) -> dict[str, Any]
 
 
 def _max_tokens(left: dict[str, Any], default: int | None) -> int | None:
-    """Most tokens of the answer; None for as many as fit into the context, in a request -1."""
+    """Limit on the tokens of the answer; None to fill the context, which is -1 in a request."""
     given = {name: value for name in LIMITS if (value := _take(left, name, int)) is not None}
     for name, value in given.items():
         if value < 1 and value != -1:
@@ -406,12 +407,14 @@ def _stop(left: dict[str, Any]) -> tuple[str, ...]:
         or len(stop) > MOST_STOPS
         or not all(isinstance(s, str) and 1 <= len(s) <= LONGEST_STOP for s in stop)
     ):
-        raise wrong("stop", stop, f"a text of 1 to {LONGEST_STOP} characters, or a list of up to {MOST_STOPS}")
+        raise wrong("stop", stop, f"a string of 1 to {LONGEST_STOP} characters, or a list of up to {MOST_STOPS}")
     return tuple(stop)
 
 
 def _logit_bias(left: dict[str, Any]) -> dict[str, list[tuple[int, float]]]:
-    """OpenAI's object, whose names are token ids, as pairs; empty without it."""
+    """The field logit_bias of infer.Sampling, with pairs of token id and bias; {} without it. In a request it is an
+    object whose names are token ids.
+    """
     given = _take(left, BIAS, dict, {})
     if len(given) > MOST_BIASES:
         raise ApiError(400, f"{BIAS} has {len(given)} entries: give at most {MOST_BIASES}", param=BIAS)
@@ -440,14 +443,14 @@ def _chat_logprobs(left: dict[str, Any]) -> int | None:
 
 
 def _completion_logprobs(left: dict[str, Any]) -> int | None:
-    for name, absent in (("logprobs", False), ("top_logprobs", 0)):  # values of chats that ask for none
+    for name, absent in (("logprobs", False), ("top_logprobs", 0)):  # the values of a chat for no log-probabilities
         if left.get(name) is absent:
             del left[name]
     return _count(left, "logprobs", None, 0, MOST_TOP_LOGPROBS)
 
 
 def _stream_options(left: dict[str, Any], stream: bool, ignored: list[str]) -> tuple[bool, bool]:
-    """Whether to report usage at the end, and with each event. Without a stream the options have no effect."""
+    """Whether to report usage at the end, and whether with each event. Without a stream the options have no effect."""
     options = _take(left, "stream_options", dict, {})
     if options and not stream:
         ignored.append("stream_options")

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's forms: a completion or a chat completion, whole or as server-sent events."""
+"""Answers in OpenAI's form: a completion or a chat completion, whole or as server-sent events."""
 
 import json
 import secrets
@@ -19,12 +19,12 @@ class Answer:
     """The reply to one job."""
 
     def __init__(self, job: Job, model: str, fingerprint: str, index: int = 0, head: dict[str, Any] | None = None):
-        """index: the number of the choice. head: fields that all choices share."""
+        """index: number of the choice. head: the fields that all choices share; None to make them."""
         self._job, self._call, self._index = job, job.call, index
         self._tokens, self._reasoning = 0, 0
         self._end: End | None = None
         self._offset = 0  # characters of text so far
-        self._called = 0  # calls of functions so far
+        self._called = 0  # function calls so far
         kind = "chat.completion" if self._call.chat else "text_completion"
         if self._call.chat and self._call.stream:
             kind += ".chunk"
@@ -38,7 +38,9 @@ class Answer:
         self._prefix = "data: " + json.dumps(self._head)[:-1] + f', "choices": [{{"index": {index}, '
 
     def opening(self) -> bytes:
-        """The event before the first token: the role in a chat, and the ids of the prompt if asked for."""
+        """The event before the first token: the role in a chat, and the ids of the prompt if requested; b"" without
+        either.
+        """
         call = self._call
         if not call.chat and not call.return_token_ids:
             return b""
@@ -46,19 +48,19 @@ class Answer:
         return self._event(self._choice("", {"role": "assistant", "content": ""}, logprobs=None), **prompt)
 
     def events(self, batch: Sequence[Update]) -> Iterator[bytes]:
-        """The events of a batch: one for all its tokens, and those of the end."""
+        """The events of a batch of updates: one for all its tokens, and those of calls and of the end."""
         yield from self._comments(batch)
         tokens = [update for update in batch if isinstance(update, Token)]
         if tokens:
             yield self._tokens_event(tokens)
             yield from self._call_events([call for token in tokens for call in token.calls])
-        if isinstance(batch[-1], ApiError):  # the status line was sent before; clients check each event for errors
+        if isinstance(batch[-1], ApiError):  # the status has been sent already; clients check each event for errors
             yield f"data: {json.dumps(batch[-1].body)}\n\n".encode()
         elif isinstance(batch[-1], End):
             yield from self._ending(batch[-1])
 
     def _comments(self, batch: Sequence[Update]) -> Iterator[bytes]:
-        """The place in the queue, and what keeps the connection open."""
+        """Comments of the stream: the place in the queue, and keepalives."""
         for update in batch[-1:]:
             if isinstance(update, Queued):
                 yield f": queued {update.position}\n\n".encode()
@@ -66,7 +68,9 @@ class Answer:
                 yield b": keepalive\n\n"
 
     def whole(self, updates: Sequence[Update]) -> dict[str, Any]:
-        """The whole answer to a request without stream; the last update is its End."""
+        """The whole answer to a request without stream. updates: all updates of the job, the last of which is its
+        End.
+        """
         tokens, end = [update for update in updates if isinstance(update, Token)], updates[-1]
         text = _text(tokens) + end.tail
         thought = _text(tokens, Part.REASONING)
@@ -98,7 +102,7 @@ class Answer:
         call = self._call
         if call.logprobs is None and not call.return_token_ids and not call.return_timeline:
             if not text and not thought:
-                return b""  # held back: part of a character, or of a possible stop string
+                return b""  # the text is held back: it is part of a character, or of a possible stop string
             body = f'"delta": {json.dumps(_delta(text, thought))}' if call.chat else f'"text": {json.dumps(text)}'
             return (
                 f'{self._prefix}{body}, "logprobs": null, "finish_reason": null}}]{self._usage_field()}}}\n\n'.encode()
@@ -111,7 +115,7 @@ class Answer:
         return self._event(choice)
 
     def _call_events(self, calls: Sequence[ToolCall]) -> Iterator[bytes]:
-        """Two events for each call: its id and name, then its arguments."""
+        """Two events for each call: one with its id and name, one with its arguments."""
         for call in calls:
             whole = _call(call)
             first = {"index": self._called, **whole, "function": {"name": call.name, "arguments": ""}}
@@ -129,7 +133,7 @@ class Answer:
         yield from self._after(end)
 
     def _last(self, end: End) -> dict[str, Any]:
-        """The choice in the event of its end."""
+        """The content of the choice's final event."""
         return {
             "index": self._index,
             **({"delta": {}} if self._call.chat else {"text": end.tail}),
@@ -139,7 +143,7 @@ class Answer:
         }
 
     def _after(self, end: End) -> Iterator[bytes]:
-        """The events behind that of the end."""
+        """The events after the final event of the choice."""
         if self._call.include_usage:
             event = self._head | {"choices": [], "usage": self._usage()} | self._measured(end)
             yield f"data: {json.dumps(event)}\n\n".encode()
@@ -171,7 +175,7 @@ class Answer:
         return usage
 
     def _predicted(self, end: End) -> dict[str, int]:
-        """Drafts from the request's `prediction` that were checked."""
+        """Counts of the checked drafts from the request's `prediction`; {} without a prediction."""
         if not self._call.prediction:
             return {}
         drafted, right = (0, 0) if end.drafting is None else (end.drafting.predicted, end.drafting.predicted_accepted)
@@ -204,8 +208,8 @@ class Answer:
         }
 
     def _measured(self, end: End) -> dict[str, Any]:
-        """Warnings, if any; the seed, which gives the same answer again; llama.cpp's `timings` and vLLM's `metrics`,
-        measured in the engine's process.
+        """Fields of the answer besides OpenAI's: warnings, if any; the seed, which reproduces the answer; llama.cpp's
+        `timings` and vLLM's `metrics`, measured in the engine's process.
         """
         first, decoding = end.time_to_first_token, None
         if first is not None:
@@ -240,7 +244,7 @@ class Answer:
 
 
 def _speculative(drafting: Drafting) -> dict[str, Any]:
-    """The passes of an answer, and what their drafts were worth."""
+    """The counts of passes and drafts of an answer."""
     return {
         "passes": drafting.passes,
         "tokens_per_pass": drafting.tokens_per_pass,
@@ -263,8 +267,8 @@ def _delta(text: str, thought: str = "") -> dict[str, str]:
 
 
 def _timeline(tokens: Sequence[Token]) -> list[list[str | float | int]]:
-    """Of each token the text that it made printable, its arrival in milliseconds since the engine started the request,
-    1 if it was a draft that was right, and the other requests in its pass.
+    """A row for each token: the text that became printable with it, its arrival in milliseconds since the engine
+    started the request, 1 if it was a correct draft, and the number of other requests in its pass.
     """
     return [[token.text, round(1000 * token.time, 3), int(token.drafted), token.others] for token in tokens]
 
@@ -278,7 +282,7 @@ def _named(named: Named) -> dict[str, Any]:
 
 
 def _spelled(text: bytes) -> str:
-    """The text, or OpenAI's spelling of bytes that are part of a character."""
+    """The text of a token; in OpenAI's spelling if its bytes are only part of a character."""
     try:
         return text.decode()
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Tools in requests: definitions, the choice among them, and calls in messages."""
+"""Reads the tools of a request: definitions, `tool_choice`, and calls in messages."""
 
 from typing import Any
 
@@ -8,15 +8,16 @@ from infer.text.values import read_object
 
 MOST_TOOLS = 512
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")
-TOOL_LABELS = ("cache_control",)  # without effect
-CALL_LABELS = ("index", "parsed_arguments", "provider_specific_fields", "extra_content")  # clients keep them
+TOOL_LABELS = ("cache_control",)  # fields without effect
+CALL_LABELS = ("index", "parsed_arguments", "provider_specific_fields", "extra_content")  # clients send them back
 CHOICES = ("none", "auto", "required")
 
 
 def read_tools(left: dict[str, Any], ignored: list[str]) -> ToolRequest | None:
-    """Removes `tools`, `tool_choice` and `parallel_tool_calls` from a chat's fields; None if no tool may be called.
+    """Removes `tools`, `tool_choice` and `parallel_tool_calls` from a chat's fields, and returns the tools; None if no
+    tool may be called.
 
-    Adds the names of fields without effect to `ignored`. Raises ApiError, which names the parameter.
+    Adds the names of fields without effect to `ignored`. Raises ApiError with the name of the parameter.
     """
     tools, choice = left.pop("tools", []), left.pop("tool_choice", "auto")
     parallel = left.pop("parallel_tool_calls", True)
@@ -31,7 +32,7 @@ def read_tools(left: dict[str, Any], ignored: list[str]) -> ToolRequest | None:
         raise ApiError(400, f"tools has function {twice} twice: give it once", param="tools")
     name = _chosen(choice)
     if name is not None and name not in names:
-        raise ApiError(400, f"tool_choice names function {name}, which tools does not have", param="tool_choice")
+        raise ApiError(400, f"tool_choice names function {name}, which tools does not contain", param="tool_choice")
     if choice == "required" and not read:
         raise ApiError(400, 'tool_choice = "required" needs tools', param="tool_choice")
     if choice == "none" or not read:
@@ -43,7 +44,7 @@ def read_tools(left: dict[str, Any], ignored: list[str]) -> ToolRequest | None:
 
 
 def _tool(tool: Any, path: str, ignored: list[str]) -> dict[str, Any]:
-    """A definition, with the fields that templates read; `strict` is not one of them."""
+    """A checked definition with the fields that templates read, which do not include `strict`."""
     if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
         raise wrong(path, tool, 'an object {"type": "function", "function": {...}}')
     if tool["type"] != "function":
@@ -60,9 +61,9 @@ def _tool(tool: Any, path: str, ignored: list[str]) -> dict[str, Any]:
     _only(function, FUNCTION_FIELDS, TOOL_LABELS, f"{path}.function", ignored)
     name, schema = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise wrong(f"{path}.function.name", name, "1 to 64 letters, digits, points, hyphens and underscores")
+        raise wrong(f"{path}.function.name", name, "1 to 64 letters, digits, periods, hyphens and underscores")
     if not isinstance(description := function.get("description") or "", str):
-        raise wrong(f"{path}.function.description", description, "a text")
+        raise wrong(f"{path}.function.description", description, "a string")
     for fields, where in ((tool, path), (function, f"{path}.function")):
         if not isinstance(fields.get("strict"), bool | None):
             raise wrong(f"{where}.strict", fields["strict"], "true or false")
@@ -73,7 +74,9 @@ def _tool(tool: Any, path: str, ignored: list[str]) -> dict[str, Any]:
 
 
 def _only(fields: dict[str, Any], known: tuple, labels: tuple, path: str, ignored: list[str]) -> None:
-    """Raises ApiError for a field that is neither known nor a label; adds labels that are not neutral to `ignored`."""
+    """Raises ApiError for a field that is neither known nor a label. Adds labels to `ignored`, unless they are null or
+    false.
+    """
     for name, value in fields.items():
         if name in known or value is None or value is False:
             continue
@@ -84,7 +87,7 @@ def _only(fields: dict[str, Any], known: tuple, labels: tuple, path: str, ignore
 
 
 def _chosen(choice: Any) -> str | None:
-    """The function that a choice names, None for the words."""
+    """The function that a `tool_choice` names; None for one of CHOICES."""
     if choice in CHOICES:
         return None
     function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
@@ -95,7 +98,7 @@ def _chosen(choice: Any) -> str | None:
 
 
 def read_calls(calls: Any, path: str, ignored: list[str]) -> list[dict[str, Any]]:
-    """The calls of a message. Raises ApiError, which names the field."""
+    """The calls of a message, with arguments as objects. Raises ApiError with the name of the field."""
     if not isinstance(calls, list):
         raise wrong(path, calls, "a list of calls")
     made = []
@@ -107,10 +110,10 @@ def read_calls(calls: Any, path: str, ignored: list[str]) -> list[dict[str, Any]
         _only(call, ("id", "type", "function"), CALL_LABELS, here, ignored)
         _only(function, ("name", "arguments"), CALL_LABELS, f"{here}.function", ignored)
         if not isinstance(id := call.get("id") or "", str):
-            raise wrong(f"{here}.id", id, "a text")
+            raise wrong(f"{here}.id", id, "a string")
         arguments = function.get("arguments") or "{}"
         read = read_object(arguments) if isinstance(arguments, str) else arguments
         if not isinstance(read, dict):
-            raise wrong(f"{here}.function.arguments", arguments, "a JSON object in a text")
+            raise wrong(f"{here}.function.arguments", arguments, "a JSON object in a string")
         made.append({"id": id, "type": "function", "function": {"name": function["name"], "arguments": read}})
     return made

@@ -1,11 +1,12 @@
 """The engine process of `infer serve`: loads the model once, then checks prompts and generates answers, as many at a
-time as the engine can.
+time as the engine allows.
 
-Messages on the pipe are tuples, the kind first. In: ("check", n, question), ("generate", n, order), ("cancel", n).
-Out: ("ready", facts) or ("failed", message); ("checked", n, Encoded) or ("refused", n, message, code); ("token", n,
-Token) as they are drawn, then ("end", n, End) or ("error", n, message). Checks are answered in any order.
+Messages on the pipe are tuples that begin with their kind. In: ("check", n, question), ("generate", n, order),
+("cancel", n). Out: ("ready", facts) or ("failed", message); ("checked", n, Encoded) or ("refused", n, message, code);
+("token", n, Token) for each token as it is drawn, then ("end", n, End) or ("error", n, message). Checks are answered in
+any order.
 
-The types of the messages need no JAX, so that the web process does not import it.
+The types of the messages must not need JAX, because the web process imports them.
 """
 
 import hashlib
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from infer.text.chat_template import ChatTemplate
 
 WARM_PROMPT, WARM_ANSWER = 16, 16
-END_SECONDS = 10.0  # for the processes of a job to end together
+END_SECONDS = 10.0  # time limit for the processes of a job to end together
 LOWEST = -9999.0  # JSON has no minus infinity
 
 
@@ -44,13 +45,13 @@ class ServedModel(NamedTuple):
 
     engine: JobEngineOptions
     chat_template: Path | None
-    """Template to use instead of the checkpoint's."""
+    """File of the template to use instead of the checkpoint's; None for the checkpoint's."""
     options: dict[str, Any]
     """Further options of the backend."""
 
 
 class Question(NamedTuple):
-    """A prompt to encode, and the parts of a request that only the engine can check."""
+    """A prompt to encode, and parts of the request that only the engine can check."""
 
     prompt: str | list[int] | list[dict]
     chat: bool
@@ -64,11 +65,11 @@ class Question(NamedTuple):
     prediction: str = ""
     """A text to draft from."""
     grammar: Grammar | None = None
-    """What the answer's content must be."""
+    """Grammar of the answer's content."""
 
 
 class Encoded(NamedTuple):
-    """The token ids of a question, and what the answer must be."""
+    """The token ids of a question, and the constraints on the answer."""
 
     prompt: list[int]
     prediction: list[int]
@@ -79,7 +80,7 @@ class Encoded(NamedTuple):
 
 
 class Order(NamedTuple):
-    """A generation to run: arguments of Engine.generate."""
+    """A generation to run: the arguments of Engine.generate."""
 
     ids: list[int]
     max_new_tokens: int | None
@@ -102,11 +103,11 @@ class Order(NamedTuple):
     """Tokens to draft from besides the prompt."""
     draft_max: int | None
     grammar: Grammar | None = None
-    """What the answer's content must be."""
+    """Grammar of the answer's content."""
 
 
 class Named(NamedTuple):
-    """The text of a token in UTF-8, possibly part of a character, and its log-probability."""
+    """The text of a token in UTF-8, possibly only part of a character, and its log-probability."""
 
     text: bytes
     logprob: float
@@ -124,15 +125,15 @@ class Token(NamedTuple):
     top: tuple[Named, ...]
     part: Part
     calls: tuple[ToolCall, ...] = ()
-    """Calls of functions that this token completed."""
+    """Function calls that this token completed."""
     drafted: bool = False
-    """Whether it was a draft that was right."""
+    """Whether the token was a correct draft."""
     others: int = 0
-    """Other requests with rows in its pass."""
+    """Number of other requests with rows in the pass that drew the token."""
 
 
 class Drafting(NamedTuple):
-    """What drafts were worth in an answer; see custom_calls.Drafting, which needs NumPy."""
+    """Counts of passes and drafts of an answer; see custom_calls.Drafting, which this copies because it needs NumPy."""
 
     passes: int
     tokens_per_pass: float
@@ -150,24 +151,25 @@ class End(NamedTuple):
     reason: str
     stop_reason: int | str | None
     tail: str
-    """Content that was held back when the last token was yielded."""
+    """Content that was still held back after the last token."""
     calls: tuple[ToolCall, ...]
     """Calls that the end of the answer completed."""
     tokens: int
+    """Number of tokens of the answer."""
     cached: int
-    """Tokens of the prompt that were not computed."""
+    """Number of prompt tokens that were not computed."""
     shared_passes: int
-    """Passes that also had rows of other requests."""
+    """Number of passes that also had rows of other requests."""
     time_to_first_token: float | None
     prefill_time: float | None
     time_per_token: float | None
     total_time: float
     drafting: Drafting | None
-    """None where the engine makes no drafts."""
+    """Counts of passes and drafts; None if the engine makes no drafts."""
 
 
 def main(connection: Connection, model: ServedModel) -> None:
-    """Runs the process, which ends when the other end of the pipe is closed."""
+    """Runs the engine process until the other end of the pipe is closed."""
     began = time.perf_counter()
     try:
         engine = _open(model)
@@ -178,8 +180,8 @@ def main(connection: Connection, model: ServedModel) -> None:
 
 
 def follow(model: ServedModel) -> None:
-    """Runs another process of a job, whose engine generates in step with the first one's. Raises GroupError if it is
-    lost.
+    """Runs another process of a job. Its engine runs the same generations as that of the first process. Raises
+    GroupError if the first process is lost.
     """
     _open(model).follow()
 
@@ -194,7 +196,9 @@ def _open(model: ServedModel) -> "Engine":
 
 
 def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: float) -> None:
-    """Warms the engine up and answers messages. Raises LaneformerError if the given chat template cannot be used."""
+    """Warms the engine up and answers messages. Raises LaneformerError if the chat template of the options cannot be
+    used.
+    """
     from infer.engine.backend import on_host
     from infer.engine.sources import is_recipe
     from infer.text.chat_template import ChatTemplate
@@ -232,14 +236,14 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
 
 
 def special_tokens(file: Path) -> dict[int, bytes]:
-    """The spelling of the tokens that have no text, by id."""
+    """Id -> name, in UTF-8, of the special tokens in a tokenizer.json, which have no text."""
     added = json.loads(file.read_bytes()).get("added_tokens", []) if file.is_file() else []
     return {token["id"]: token["content"].encode() for token in added if token.get("special")}
 
 
 class _Worker:
-    """Receives messages on one thread, checks prompts on another and generates on the main one and on further ones, so
-    that a cancellation waits for none of them.
+    """Receives messages on one thread, checks prompts on another, and generates on the main thread and on further ones.
+    A cancellation therefore takes effect while the others are busy.
     """
 
     def __init__(
@@ -252,8 +256,8 @@ class _Worker:
         alone: bool = True,
         drafts: bool = False,
     ):
-        """no_chat: why there is no chat template. special: spelling of tokens without text. alone: no processes follow
-        this one. drafts: whether the engine makes any.
+        """no_chat: the reason why there is no chat template. special: id -> name of tokens without text. alone: whether
+        the job has no other processes. drafts: whether the engine makes drafts.
         """
         self._connection, self._engine, self._special = connection, engine, special
         self._chat, self._no_chat = chat, no_chat
@@ -264,7 +268,7 @@ class _Worker:
         self._orders: queue.SimpleQueue[tuple[int, Order] | None] = queue.SimpleQueue()
         self._questions: queue.SimpleQueue[tuple[int, Question]] = queue.SimpleQueue()
         self._running: dict[int, Generation] = {}
-        self._cancelled: set[int] = set()  # numbers that are not running yet
+        self._cancelled: set[int] = set()  # numbers of cancelled orders that are not running yet
         self._ending = False
 
     def run(self) -> None:
@@ -285,7 +289,7 @@ class _Worker:
                 raise
             except LaneformerError as error:
                 self._send("error", number, str(error))
-            except Exception:  # a bug, or out of memory: fails this answer, not the process
+            except Exception:  # a bug, or out of memory: only this answer fails, not the process
                 traceback.print_exc()
                 self._send("error", number, "the engine failed: read the server's log")
             finally:
@@ -307,7 +311,7 @@ class _Worker:
             sys.stderr.flush()
             if self._alone:
                 os._exit(0)
-            self._orders.put(None)  # ends `run`, which releases the other processes if they still respond
+            self._orders.put(None)  # ends `run`, after which the other processes are released if they still respond
             end = threading.Timer(END_SECONDS, os._exit, (1,))
             end.daemon = True
             end.start()
@@ -319,7 +323,7 @@ class _Worker:
     def _cancel(self, number: int) -> None:
         with self._state:
             running = self._running.get(number)
-            if running is None:  # not yet, or no longer
+            if running is None:  # it is not running yet, or has ended
                 self._cancelled.add(number)
         if running is not None:
             running.cancel()
@@ -340,13 +344,16 @@ class _Worker:
                 )
 
     def _check(self, number: int, question: Question) -> None:
+        """Checks a question and sends the result. A message that concerns another parameter than the prompt must begin
+        with its name; see `EngineProcess.submit`.
+        """
         from infer.sampling import Sampling
 
         engine, prompt = self._engine, question.prompt
         tools, grammar, notes = None, question.grammar, ()
         engine.check_sampling(Sampling(**question.sampling))
         if question.stop_strings and engine.tokenizer is None:
-            raise InputError("stop = a text: it needs a tokenizer, which the model does not have; give stop_token_ids")
+            raise InputError("stop has strings, which need a tokenizer, but the model has none: give stop_token_ids")
         vocabulary, context = engine.config.vocab_size, engine.config.max_position_embeddings
         for token in question.stop_token_ids:
             if not 0 <= token < vocabulary:
@@ -369,7 +376,7 @@ class _Worker:
             )
             self._send("refused", number, message, "context_length_exceeded")
             return
-        # Checked before they become an array of int64, which may be too small for them.
+        # Checked as Python integers, because they may not fit an array of int64.
         if prompt and not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocabulary:
             raise InputError(f"token ids must be from 0 to {vocabulary - 1}")
         predicts = question.prediction and self._drafts and engine.tokenizer is not None
@@ -420,7 +427,7 @@ class _Worker:
         r = generation.result
         last = Read(r.text[sent:]) if reader is None else reader.end(r.text[sent:])
         called += len(last.calls)
-        whole = reader is not None and reader.finished  # cancelled here, as its one call was complete
+        whole = reader is not None and reader.finished  # cancelled above, because its only call was complete
         self._send(
             "end",
             number,
@@ -449,5 +456,5 @@ class _Worker:
         return Named(text or self._special.get(int(token), f"token_id:{int(token)}".encode()), max(logprob, LOWEST))
 
     def _send(self, *message: Any) -> None:
-        with self._sending, suppress(OSError):  # the receiving thread notices a closed pipe and ends the process
+        with self._sending, suppress(OSError):  # if the pipe is closed, the receiving thread ends the process
             self._connection.send(message)

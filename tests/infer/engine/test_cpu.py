@@ -161,8 +161,8 @@ def test_drafts_change_no_bit_under_penalties(drafting, engine, sampling):
 
 @pytest.mark.parametrize(("more", "words"), [
     ({"prediction": "text"}, "a prediction in text needs a tokenizer"),
-    ({"prediction": [1.5]}, "must be a text or a list of token ids, got float64"),
-    ({"prediction": [[1]]}, r"must be a text or a list of token ids, got int64 \[1, 1\]"),
+    ({"prediction": [1.5]}, "must be a string or a list of token ids, got float64"),
+    ({"prediction": [[1]]}, r"must be a string or a list of token ids, got int64 \[1, 1\]"),
     ({"prediction": [CONFIG.vocab_size]}, "vocab"), ({"prediction": [-1]}, "-1"),
     ({"draft_max": -1}, "draft_max = -1"), ({"draft_max": True}, "draft_max = True"),
 ])  # fmt: skip

@@ -57,7 +57,7 @@ def test_each_field_is_read(fields, read):
     ({"guided_json": "{"}, "guided_json", "a JSON schema"),
     ({"guided_choice": []}, "guided_choice", "a list of 1 to 1024 texts"),
     ({"guided_choice": [""]}, "guided_choice", "a list of 1 to 1024 texts"),
-    ({"grammar": 5}, "grammar", "a text"),
+    ({"grammar": 5}, "grammar", "a string"),
     ({"structured_outputs": {}}, "structured_outputs", "one of json, regex"),
     ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "not supported"),
     ({"guided_regex": "a", "grammar": "b"}, "grammar", "guided_regex and grammar describe the answer's form"),

@@ -230,9 +230,9 @@ def test_documentation_names_every_parameter():
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({}, "prompt", "give a text, or a list of token ids"),
+        ({}, "prompt", "give a string, or a list of token ids"),
         ({"prompt": ["a", "b"]}, "prompt", "several prompts"),
-        ({"prompt": [1, True]}, "prompt", "give a text"),
+        ({"prompt": [1, True]}, "prompt", "give a string"),
         ({**TEXT, "chat_template_kwargs": [1]}, "chat_template_kwargs", "give an object"),
         ({**TEXT, "stream": True, "stream_options": "all"}, "stream_options", "give an object"),
         ({**TEXT, "temprature": 1}, "temprature", "unknown parameter temprature"),
@@ -253,16 +253,16 @@ def test_documentation_names_every_parameter():
         ({**TEXT, "seed": 1.5}, "seed", "give a whole number"),
         ({**TEXT, "stream": 1}, "stream", "give true or false"),
         ({**TEXT, "stop": ["a"] * 17}, "stop", "a list of up to 16"),
-        ({**TEXT, "stop": ""}, "stop", "a text of 1 to 256 characters"),
+        ({**TEXT, "stop": ""}, "stop", "a string of 1 to 256 characters"),
         ({**TEXT, "stop_token_ids": ["a"]}, "stop_token_ids", "a list of up to 16 token ids"),
         ({**TEXT, "logprobs": 21}, "logprobs", "from 0 to 20"),
         ({**TEXT, "stream": True, "stream_options": {"more": 1}}, "stream_options.more", "unknown parameter"),
         ({**TEXT, "reasoning": {"max_tokens": 5}}, "reasoning.max_tokens", "not supported"),
         ({**TEXT, "reasoning": {"enabled": True}}, "reasoning.enabled", "needs reasoning.effort"),
-        ({**TEXT, "reasoning": {"effort": 5}}, "reasoning.effort", "give a text"),
+        ({**TEXT, "reasoning": {"effort": 5}}, "reasoning.effort", "give a string"),
         ({**TEXT, "reasoning": "high"}, "reasoning", "give an object"),
         ({**TEXT, "enable_thinking": "yes"}, "enable_thinking", "give true or false"),
-        ({**TEXT, "model": 5}, "model", "give a text"),
+        ({**TEXT, "model": 5}, "model", "give a string"),
     ],
 )
 def test_bad_completions_name_the_parameter(fields, param, message):
@@ -276,13 +276,13 @@ def test_bad_completions_name_the_parameter(fields, param, message):
         ({}, "messages", "a list of at least one message"),
         ({"messages": []}, "messages", "a list of at least one message"),
         ({"messages": [{"content": "a"}]}, "messages[0]", "an object with a role"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "give a text"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "give a string"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             "messages[0].content",
-            "the only ones that are supported",
+            "other parts are not supported",
         ),
-        ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content", "the only ones that are supported"),
+        ({"messages": [{"role": "user", "content": 4}]}, "messages[0].content", "other parts are not supported"),
         (
             {"messages": [{"role": "user", "content": "a", "audio": {"id": "b"}}]},
             "messages[0].audio",

@@ -146,7 +146,7 @@ def test_tools_in_words_without_a_form(plain):
     body = ask(plain, **ASKED)
     [choice] = body["choices"]
     assert choice["finish_reason"] == "tool_calls" and without_id(choice["message"]["tool_calls"]) == [MADE]
-    assert body["warnings"] == ["tools are described in words, as the chat template has no form for them that is known"]
+    assert body["warnings"] == ["tools are described in words, because the chat template has no known tool format"]
     result = {"role": "tool", "tool_call_id": "x", "content": "5"}
     [choice] = ask(plain, **{**ASKED, "messages": [QUESTION, choice["message"], result]})["choices"]
     assert choice["message"]["content"] == ANSWER
@@ -234,7 +234,9 @@ def test_schemas_that_cannot_be_obeyed(server):
     odd = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "not": {}}, "strict": True}}
     status, body = server.post(PATH, **{**ASKED, "tools": [odd]})
     assert status == 400 and body["error"]["param"] == "tools"
-    assert body["error"]["message"].startswith("tools[0].function.parameters cannot be obeyed, as strict = true asks")
+    assert body["error"]["message"].startswith(
+        "tools[0].function.parameters cannot be enforced, which strict = true requires"
+    )
     del odd["function"]["strict"]
     body = ask(server, **{**ASKED, "tools": [odd], "max_tokens": 60}, tool_choice="required")
     assert body["warnings"][0].startswith("tools[0].function.parameters is not enforced: ")
@@ -324,7 +326,7 @@ def test_tools_are_read():
     ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters",
      "a JSON schema"),
     ({"tools": [{"type": "function", "function": {"name": "f", "description": 5}}]}, "tools[0].function.description",
-     "a text"),
+     "a string"),
     ({"tools": [{"type": "function", "function": {"name": "f", "strict": 1}}]}, "tools[0].function.strict",
      "true or false"),
     ({"tools": [ADD, ADD]}, "tools", "function add twice"),
@@ -335,7 +337,7 @@ def test_tools_are_read():
     ({"tools": [ADD], "parallel_tool_calls": 1}, "parallel_tool_calls", "true or false"),
     ({"messages": [{**MESSAGE, "tool_calls": "x"}]}, "messages[0].tool_calls", "a list of calls"),
     ({"messages": [{**MESSAGE, "tool_calls": [{"id": "x"}]}]}, "messages[0].tool_calls[0]", "give a call"),
-    ({"messages": [{**MESSAGE, "tool_calls": [{**MADE, "id": 5}]}]}, "messages[0].tool_calls[0].id", "give a text"),
+    ({"messages": [{**MESSAGE, "tool_calls": [{**MADE, "id": 5}]}]}, "messages[0].tool_calls[0].id", "give a string"),
     ({"messages": [{**MESSAGE, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
      "messages[0].tool_calls[0].function.arguments", "a JSON object"),
 ])  # fmt: skip
