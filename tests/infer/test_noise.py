@@ -1,4 +1,4 @@
-"""The counter-based noise against the Random123 library's known answers and two independent implementations."""
+"""The sampling noise against the known answers of the Random123 library and two independent implementations."""
 
 import math
 
@@ -20,7 +20,7 @@ KNOWN = [  # counter, key, output: the lines "threefry2x32 20" of Random123's ka
 
 
 def threefry(key, counter):
-    """Written out with Python's whole numbers."""
+    """Threefry-2x32 with Python integers."""
     mask = 2**32 - 1
     k = [*key, key[0] ^ key[1] ^ 0x1BD11BDA]
     a, b = (counter[0] + k[0]) & mask, (counter[1] + k[1]) & mask
@@ -78,5 +78,5 @@ def test_noise_of_the_smallest_and_the_largest_word_is_finite(position, token, w
 def test_noise_is_gumbel_distributed():
     noise = np.asarray(jax.jit(gumbel)(np.array([7, 0], np.uint32), np.int32(3), np.arange(200_000)))
     assert noise.min() >= -2.8116 and noise.max() <= 16.636
-    for x in (-1.0, 0.0, 1.0, 3.0):  # the distribution function; five standard deviations of a mean of 200,000
+    for x in (-1.0, 0.0, 1.0, 3.0):  # the distribution function, to five standard deviations of a mean of 200,000
         assert abs((noise < x).mean() - math.exp(-math.exp(-x))) < 5 * 0.5 / math.sqrt(200_000)

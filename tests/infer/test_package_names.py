@@ -1,4 +1,4 @@
-"""The names of the two packages: there without their modules, and JAX, being imported before they are used."""
+"""The names of the two packages are available without importing their modules, or JAX, before they are used."""
 
 import ast
 import importlib

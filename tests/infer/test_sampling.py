@@ -45,7 +45,9 @@ def softmax(z):
 
 
 def kept_tokens(z, s):
-    """The kept tokens and how far the nearest decision was from going the other way; z after temperature, float64."""
+    """The kept tokens, bool [v], and the margin by which the closest decision was made. z: logits after temperature,
+    float64 [v].
+    """
     kept = np.ones(len(z), bool)
     if 0 < s.top_k < len(z):
         kept = z >= np.sort(z)[-s.top_k]
@@ -85,7 +87,7 @@ settings_of_sampling = st.builds(
 )
 @settings(deadline=None, max_examples=400)
 def test_tokens_match_the_float64_reference(logits, added, uses, position, s):
-    """uses: of each token in the answer; -1: in the prompt alone."""
+    """uses: number of uses of each token in the answer; -1 for tokens that only the prompt contains."""
     logits, seen, drawn = np.array(logits) + added, np.array(uses) != 0, np.maximum(uses, 0)
     token, logprob = draw(logits, s, seen, position, drawn)
     assert logprob == pytest.approx(math.log(softmax(logits)[token]), abs=3e-5)
@@ -95,7 +97,7 @@ def test_tokens_match_the_float64_reference(logits, added, uses, position, s):
         assert token == close[0]
         return
     z = z / s.temperature
-    kept, margin = kept_tokens(np.round(z, 6), s)  # 1/3 * 3 and the like are equal in the definition
+    kept, margin = kept_tokens(np.round(z, 6), s)  # values such as 1/3 * 3 and 1 are equal in the definition
     assume(margin > 1e-4)
     assert kept[token]
     score = np.where(kept, z + np.asarray(noise_of(s.parameters().key, np.int32(position), np.arange(V))), -np.inf)
@@ -131,7 +133,7 @@ def test_draws_follow_the_filtered_distribution(s):
 @pytest.mark.parametrize(
     "s", [Sampling(), Sampling(temperature=1.0, top_k=4, top_p=0.9, seed=3), Sampling(1.0, min_p=0.2)]
 )
-def test_a_mask_draws_as_if_the_other_tokens_had_no_probability(s):
+def test_masked_tokens_have_no_probability(s):
     logits, mask = np.random.default_rng(2).normal(size=V).astype(np.float32), np.arange(V) % 3 == 1
     masked = jax.jit(jax.vmap(lambda z, n: sample(z, np.zeros(V, bool), n, s.parameters(), None, mask), (None, 0)))
     without = np.where(mask, logits, -1e30).astype(np.float32)
@@ -140,14 +142,14 @@ def test_a_mask_draws_as_if_the_other_tokens_had_no_probability(s):
     np.testing.assert_allclose(logprobs, np.log(softmax(logits))[np.asarray(tokens)], atol=1e-5)
 
 
-def test_greedy_takes_the_lowest_of_equals():
+def test_greedy_takes_the_lowest_id_of_equal_logits():
     logits = np.zeros(V)
     logits[[7, 3, 20]] = 1
     assert draw(logits, Sampling(top_k=1, top_p=0.1, min_p=1.0, seed=9))[0] == 3
     assert draw(np.zeros(V), Sampling())[0] == 0
 
 
-def test_equals_are_kept_together():
+def test_equal_logits_are_kept_together():
     logits = np.zeros(V)
     logits[:6] = 2
     for s in (
@@ -178,14 +180,14 @@ def test_zeros_of_both_signs_are_equal_and_neighbours_are_not(pair, kept):
     assert set(np.asarray(tokens).tolist()) == kept
 
 
-def test_logits_of_16_bits_are_computed_in_float32():
+def test_logits_in_16_bits_are_computed_in_float32():
     logits = np.linspace(-2, 2, V).astype("bfloat16")
     token, logprob = jitted(logits, np.ones(V, bool), np.int32(3), Sampling(repetition_penalty=1.3).parameters())
     assert (int(token), logprob.dtype) == (V - 1, np.float32)
     assert float(logprob) == pytest.approx(math.log(softmax(logits.astype(np.float64))[V - 1]), abs=1e-6)
 
 
-def test_top_logprobs_are_those_of_the_raw_logits_with_equals_by_id():
+def test_top_logprobs_use_raw_logits_and_order_equals_by_id():
     logits = np.full(V, -3.3).astype("bfloat16")
     logits[[2, 5, 9]] = -0.0, 0.0, 1.0
     tokens, logprobs = jax.jit(top_logprobs, static_argnums=1)(logits, 4)
@@ -272,7 +274,7 @@ def test_numpy_scalars_are_accepted():
     assert [type(value) for value in dataclasses.astuple(found)] == kinds
 
 
-def test_records_have_later_settings_only_where_they_change_something():
+def test_records_leave_out_later_settings_without_effect():
     assert [*Sampling().record()] == ["temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed"]
     made = Sampling(seed=3, logit_bias={3: 1}, presence_penalty=1)
     assert made.record()["logit_bias"] == ((3, 1.0),) and Sampling(**made.record()) == made

@@ -53,7 +53,7 @@ def judge():
 
 @pytest.fixture
 def known_judge(judge, monkeypatch):
-    """Saves its self-test."""
+    """Lets the command use an existing judge, which saves its self-test."""
     monkeypatch.setattr(infer.commands.agent, "Judge", lambda *_, **__: contextlib.nullcontext(judge))
 
 
@@ -63,7 +63,7 @@ def agent(*args):
 
 @contextlib.contextmanager
 def started(*args):
-    """The command in a process, which a test that fails does not leave behind."""
+    """Runs the command in a process, which is killed at the end, also if the test fails."""
     with subprocess.Popen(
         [sys.executable, "-m", "infer", *agent(*args)],
         cwd=ROOT,
@@ -108,7 +108,7 @@ def test_second_turn_passes(task, tmp_path, capsys):
         and "ValueError not raised" in messages
         and "FAILED (failures=4)" in messages
     )
-    assert files_of(task) == before, "the task's folder stays as it is"
+    assert files_of(task) == before, "the task's folder must not change"
     assert (work / "files/intervals.py").read_text() == PROGRAM
     out, err = capsys.readouterr()
     assert "turn 1/6: failed (FAILED (failures=4)); " in err and "turn 2/6: passed; 100 tokens, " in err
@@ -167,7 +167,7 @@ def test_tools_read_write_and_run_the_tests(task, tmp_path, capsys):
     assert results[6] == "wrote intervals.py, 1 lines" and "FAILED" in results[7]
     assert last["messages"][-1]["role"] == "user" and "The tests fail" in last["messages"][-1]["content"]
     lines = [json.loads(line) for line in (work / "transcript.jsonl").read_text().splitlines()]
-    assert [len(line["calls"]) for line in lines] == [2, 4, 2, 0, 2], "what follows passing tests is not executed"
+    assert [len(line["calls"]) for line in lines] == [2, 4, 2, 0, 2], "calls after passing tests are not executed"
     assert [line["verdict"] for line in lines] == [None, None, "failed", "failed", "passed"]
     record, shown = json.loads((work / "record.json").read_text()), html.read_text()
     assert record["conditions"]["tools"] is True and record["turns"][2]["calls"][0]["name"] == "write_file"
@@ -179,7 +179,7 @@ def test_tools_read_write_and_run_the_tests(task, tmp_path, capsys):
         and "return 1 &lt; 2" in shown
         and "FAILED" in shown
     )
-    assert not re.search(r"<script|src=|href=|url\(", shown), "nothing from another host"
+    assert not re.search(r"<script|src=|href=|url\(", shown), "the page must load nothing from another host"
 
 
 @pytest.mark.usefixtures("known_judge")
@@ -222,7 +222,7 @@ def test_protected_files_stay_and_turns_run_out(task, tmp_path, capsys):
     messages = [request["messages"][-1]["content"] for request in server.requests[1:]]
     assert "test_intervals.py stays as it is" in messages[0] and "../outside.py was not written" in messages[1]
     assert "the program ended with status 0 before" in messages[2]
-    assert "the program ended with status 0" in messages[3], "nor the file of the previous turn"
+    assert "the program ended with status 0" in messages[3], "also with the file of the previous turn"
     assert not (tmp_path / "outside.py").exists() and not (tmp_path / "work/outside.py").exists()
     record = json.loads((tmp_path / "out/r.json").read_text())
     assert record["verdict"] == "failed" and [turn["outcome"]["verdict"] for turn in record["turns"]] == ["failed"] * 5
@@ -424,7 +424,7 @@ def test_code_blocks_become_files(answer, files):
     ["././test_a.py", "sub//test_b.py", "sub/./test_b.py", "sub", "a.py/b.py", "x\0.py", "\ud800.py", "", ".", "/",
      "\U0001f600" * 60 + ".py"],
 )  # fmt: skip
-def test_tool_writes_no_test_and_no_name_that_cannot_be(tmp_path, path):
+def test_tool_refuses_tests_and_impossible_names(tmp_path, path):
     files = {"a.py": b"", "test_a.py": b"test", "sub/test_b.py": b"test"}
     workspace = Workspace(Task("task", "text", files, ("test_a.py", "sub/test_b.py"), None), tmp_path)
     work = execute([("", *write("pass", path))], workspace, lambda: None)
@@ -433,7 +433,7 @@ def test_tool_writes_no_test_and_no_name_that_cannot_be(tmp_path, path):
     assert {name: (tmp_path / name).read_bytes() for name in files} == files
 
 
-def test_answer_writes_no_test_and_no_folder():
+def test_answer_must_not_write_tests_or_folders():
     answer = "```python ././test_a.py\npass\n```\n```python a.py/b.py\npass\n```\n```python c.py/d.py\npass\n```"
     edits = read_edits(answer, ["a.py"], ["test_a.py"], ["c.py"])
     assert not edits.files and len(edits.notes) == 3

@@ -1,4 +1,4 @@
-"""Prompts of an agent's turns: what `--history` puts into them, and what fits the context."""
+"""Prompts of an agent's turns: the earlier turns that `--history` selects, and the limit of the context."""
 
 import types
 
@@ -34,7 +34,7 @@ def answers(prompt):
     ("auto", 0, None, True),
     ("auto", None, None, False),
     ("auto", 0, {"prefix_cache": 1}, True),
-    ("auto", 0, {"prefix_cache": 0}, False),  # our server always reports a number
+    ("auto", 0, {"prefix_cache": 0}, False),  # our server reports cached tokens even without a prefix cache
 ])  # fmt: skip
 def test_history_has_all_turns_or_the_last(tmp_path, history, cached, conditions, whole):
     asked = conversation(tmp_path, history, conditions=conditions)
@@ -57,7 +57,7 @@ def test_history_that_does_not_fit_starts_again_with_the_last_turn(tmp_path, con
         asked.add(turn(number))
     assert answers(asked.prompt) == [f"answer {number}" for number in kept]
     asked.add(turn(4, prompt_tokens=100))
-    assert answers(asked.prompt) == [f"answer {number}" for number in (*kept, 4)], "and goes on from there"
+    assert answers(asked.prompt) == [f"answer {number}" for number in (*kept, 4)], "later turns are added to that"
 
 
 def test_continued_text_begins_with_the_one_before(tmp_path):

@@ -1,4 +1,4 @@
-"""The figures of the benchmark from known times, its random weights, and the trace file."""
+"""The figures of the benchmark for known times, its random weights, and the trace file."""
 
 import gzip
 import json
@@ -57,7 +57,7 @@ def test_run_has_the_arrivals_of_dispatches():
     run = Run.of(result, np.array([10.0, 10.1, 10.2, 10.4, 10.5]), Speeds(5e9, 3e9, 0.25))
     assert run.arrivals.tolist() == [0.5, 0.7, 1.5] and run.counts.tolist() == [1, 3, 1] and run.seconds == 1.5
     assert run.rate == pytest.approx(4 / 1.0)
-    assert run.gaps == pytest.approx([0.1, 0.1, 0.2, 0.1])  # of the kernel's clock, which has other zero
+    assert run.gaps == pytest.approx([0.1, 0.1, 0.2, 0.1])  # by the kernel's clock, which has a different zero
 
 
 def test_grouped_tokens_have_no_gaps():
@@ -65,8 +65,8 @@ def test_grouped_tokens_have_no_gaps():
     assert run_of([0.1, 0.2, 0.4], [1, 1, 1]).gaps == pytest.approx([0.1, 0.2])
 
 
-def test_bytes_of_quantized_weights():
-    """Those of the records instead of the dtype of the others."""
+def test_quantized_weights_count_their_own_bytes():
+    """Quantized weights count the bytes of their records, not those of the dtype of the other weights."""
     whole = packed_weight_bytes(CONFIG, "float32", {})
     facts = {"quantized_weights": 100, "quantized_bytes": 56, "quantized_formats": ["int4 group 32"]}
     assert packed_weight_bytes(CONFIG, "float32", facts) == whole - 400 + 56
@@ -75,7 +75,7 @@ def test_bytes_of_quantized_weights():
 
 
 class FakeEngine:
-    """Writes down what is asked of it; a token a second."""
+    """Records its calls, and generates a token per second."""
 
     config, conditions = CONFIG, {"weights_dtype": "float32", "kv_dtype": "float32"}
 
@@ -113,7 +113,7 @@ def test_engines_take_turns_between_measurements_of_the_machine(monkeypatch):
     reads = ["reads"] * latency.PASSES
     turn = [*reads, "a runs", *reads, *reads, "b runs", *reads]
     assert log == ["a warms up"] * 2 + ["b warms up"] * 2 + ["a runs", "b runs"] + turn * 2
-    for name in ("bandwidth", "multiply_adds"):  # medians of five before, of five after
+    for name in ("bandwidth", "multiply_adds"):  # medians of five measurements before and of five after
         assert [getattr(run.speeds, name) for run in a.runs] == [(2 + 7) / 2, (22 + 27) / 2]
         assert [getattr(run.speeds, name) for run in b.runs] == [(12 + 17) / 2, (32 + 37) / 2]
     assert [run.speeds.read_pass for run in b.runs] == [(3 + 6) / 2] * 2 and a.runs[0].speeds.read_pass is None
@@ -146,7 +146,7 @@ def test_peak_is_the_fastest_stretch(largest):
             tokens = so_far[later[0]] - so_far[j]
             found.append((tokens / (arrivals[later[0]] - arrivals[j]), tokens))
     assert latency.peak(arrivals, counts, window) == pytest.approx(max(found))
-    assert latency.peak(arrivals, counts, int(so_far[-1])) is None  # the first token's time is not decoding
+    assert latency.peak(arrivals, counts, int(so_far[-1])) is None  # the time of the first token is not decoding
     assert latency.peak(arrivals, counts, int(so_far[-1]) - 1) is not None
 
 
@@ -167,7 +167,7 @@ def test_bytes_per_token_are_weights_and_mean_cache():
     d, f, v, kv, size = 32, 48, 64, 16, 4  # backend xla holds weights and cache in float32 on a CPU
     layer = 2 * d * d + 2 * d * kv + 3 * d * f + 2 * d
     assert latency.weight_bytes(engine) == size * (3 * layer + d + v * d + d)
-    full = [2 * kv * size * (earlier + 1) for earlier in range(4, 14)]  # the first token is the prefill's
+    full = [2 * kv * size * (earlier + 1) for earlier in range(4, 14)]  # the prefill draws the first token
     sliding = [2 * kv * size * (min(earlier, 7) + 1) for earlier in range(4, 14)]
     assert latency.kv_bytes(engine, case) == pytest.approx(np.mean(2 * np.array(full) + np.array(sliding)))
     assert latency.mean_context(case) == np.mean(range(4, 14))
@@ -209,8 +209,10 @@ EXPERTS_ALONE = CONFIG.replace(
 
 
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
-def test_random_records(kind):
-    """Of the deviation of other random weights, to a power of 2; the bytes that one token reads count them so."""
+def test_random_records_have_the_deviation_of_random_weights(kind):
+    """Random records have the deviation of other random weights, to a power of 2. The bytes that one token reads count
+    their format.
+    """
     source = RandomSource(EXPERTS_ALONE, formats={"feed_forward.w1": kind, "feed_forward.w2": kind})
     assert source.quantized == ("layers.0.feed_forward.w1", "layers.0.feed_forward.w2")
     weights = dict(source.weights())
@@ -223,7 +225,7 @@ def test_random_records(kind):
     assert sum(np.prod(record.shape) for record in records) == 4 * facts["quantized_weights"]
 
 
-def test_published_mixtures_are_those_of_their_config_json():
+def test_published_mixtures_match_their_config_json():
     gpt = config_from_hf(MIXTURES["gpt_oss"])
     ours = recipe_config("gpt_oss_120b")
     assert gpt == ours.replace(eos_token_id=gpt.eos_token_id)
@@ -234,14 +236,14 @@ def test_published_mixtures_are_those_of_their_config_json():
     qwen = config_from_hf(MIXTURES["qwen3_next"] | {"rope_theta": 1e7})
     ours = recipe_config("qwen3_next_80b")
     assert qwen == ours.replace(**{name: getattr(qwen, name) for name in same})
-    assert parameter_count(ours) == 79_674_391_296  # of the published files, without their draft head
+    assert parameter_count(ours) == 79_674_391_296  # the parameters of the published files, without their draft head
     # The published files have 13.8 GB.
     total, experts = parameter_count(recipe_config("gpt_oss_20b")), 24 * 32 * 3 * 2880 * 2880
     assert round((2 * (total - experts) + experts * 4.25 / 8) / 1e9, 1) == 13.8
     assert set(recipe_model("gpt_oss_20b").formats.values()) == {"mxfp4"} and not recipe_model("stdlib").formats
 
 
-def test_deepseek_v4_is_that_of_its_config_json():
+def test_deepseek_v4_matches_its_config_json():
     scaling = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65_536}
     flash, ours = config_from_hf(DEEPSEEK_V4_FLASH | {"rope_scaling": scaling}), recipe_config("deepseek_v4_flash")
     assert flash == ours.replace(bos_token_id=flash.bos_token_id, eos_token_id=flash.eos_token_id)
@@ -260,7 +262,7 @@ def test_recipes_are_found_by_name_and_file(tmp_path):
     assert recipe_config("stdlib").num_lanes == 8
     assert (
         recipe_config("tiny").max_position_embeddings > recipe_config("stdlib").max_position_embeddings
-    )  # as its last phase leaves it
+    )  # the model after its last phase
     assert (
         is_recipe("stdlib")
         and is_recipe("some/file.py:mine")
@@ -301,5 +303,5 @@ def test_trace_has_a_row_per_worker_and_a_span_per_op(tmp_path, name):
     assert {e["pid"] for e in events} == {1}
 
 
-def test_room_for_spans_grows_with_the_work():
+def test_spans_needed_grow_with_the_work():
     assert spans_needed(2, 5, 3) >= 8 * 2 * len(custom_calls.Session.ops)

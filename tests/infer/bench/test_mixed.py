@@ -1,4 +1,4 @@
-"""The report of several requests at once, on a small model and with clocks that are known."""
+"""The report about several concurrent requests, on a small model and with known clocks."""
 
 import itertools
 import json
@@ -35,7 +35,7 @@ def test_every_question_has_its_rows():
 
 
 @needs_library
-def test_one_request_at_a_time_has_no_company():
+def test_single_request_engine_has_no_mixed_load():
     rows = report(Engine(model(), "cpu", prefix_cache=0), Load(8, 1))
     assert [row.question for row in rows if row.question in QUESTIONS[::2]] == [
         "several requests",
@@ -50,8 +50,8 @@ def test_rates_count_the_tokens_of_a_stretch():
     assert client.rate(0.5, 2.0) == 2.0 and client.rate(2.0, 4.0) == 0.5
 
 
-def test_gain_is_that_of_the_sum(monkeypatch):
-    """Two at once at 0.8 of the speed of one are 1.6 times as fast together."""
+def test_gain_is_that_of_the_summed_rates(monkeypatch):
+    """Two concurrent requests at 0.8 of the speed of one have 1.6 times its speed together."""
     rates = {1: [[10.0]], 2: [[8.0, 8.5], [8.0, 7.0], [8.0, 8.0]]}
     rounds = {count: itertools.cycle(each) for count, each in rates.items()}
     monkeypatch.setattr(mixed, "_together", lambda engine, load, count: next(rounds[count]))

@@ -1,4 +1,4 @@
-"""Records of measurements: complete or refused, and their tables."""
+"""Records of measurements, which are refused unless complete, and their tables."""
 
 import copy
 import hashlib
@@ -59,7 +59,7 @@ NULLABLE = {
 
 @pytest.fixture(scope="module")
 def measured():
-    """Two runs of known times: 1,001 tokens, one every millisecond and one every two."""
+    """Two runs with known times: 1,001 tokens each, one per millisecond and one per two milliseconds."""
     engine = Engine(RandomSource(CONFIG), "xla", name="known")
     case = Case(prompt_tokens=100, output_tokens=1001, runs=2, warmup_runs=3)
     made = Measured(engine, case, Machine(engine, bytes_per_token(engine, case)), 2.0, 0.5, load_after=(1.0, 1.0, 1.0))
@@ -71,7 +71,7 @@ def measured():
 
 @pytest.fixture(scope="module")
 def complete(measured, tmp_path_factory):
-    """A record with as few nulls as there can be."""
+    """A record with as few nulls as possible."""
     file = tmp_path_factory.mktemp("records") / "one.json"
     record = make_record(measured, random_weights=True, bandwidth_spec=4e9, beside=measured)
     write(file, [record], [measured])
@@ -79,7 +79,7 @@ def complete(measured, tmp_path_factory):
 
 
 def paths(fields, prefix=()):
-    """Of every key, with what it must be."""
+    """Yields (path, required type) of every key."""
     for name, kind in fields.items():
         yield (*prefix, name), kind
         inner = kind.kind if isinstance(kind, Null) else kind
@@ -88,7 +88,7 @@ def paths(fields, prefix=()):
 
 
 def inside(record, path):
-    """The object that holds the last key of a path; None if there is a null on the way."""
+    """The object that contains the last key of a path; None if a value on the way is null."""
     for name in path[:-1]:
         record = record[name]
         if record is None:
@@ -173,7 +173,7 @@ def test_figures_of_known_times(complete):
     assert m["mbu"]["effective"]["min"] == pytest.approx(size / 2e6)
     assert m["mbu"]["peak_spec"]["median"] == pytest.approx(
         750 * size / 4e9
-    )  # eight devices made of one processor are one memory
+    )  # eight devices on one processor share one memory
     assert m["mbu"]["read_pass"] is None and c["hardware"]["memory_bw_effective_Bps"] == 1e9
     assert complete["correctness"]["matches_reference"] and c["compile_s"] == {"cold": 2.0, "cached": 0.5}
     assert c["model"]["weights"] == "random" and any("random weights" in note for note in complete["notes"])
@@ -204,7 +204,7 @@ def test_kernel_times_are_used_for_grouped_tokens(measured):
     grouped.runs.append(Run((7,) * 1001, np.arange(1.0, 12.0), counts, 5e-3 * np.arange(1001), Speeds(read_pass=1e-3)))
     m = make_record(grouped, random_weights=False)["metrics"]
     assert m["itl_us"]["p99"] == pytest.approx(5000) and m["group_us"]["p50"] == pytest.approx(1e6)
-    assert m["decode_tps"]["sustained_median"] == pytest.approx(100)  # at the host
+    assert m["decode_tps"]["sustained_median"] == pytest.approx(100)  # times at the host
     assert m["mbu"]["read_pass"]["samples"] == pytest.approx([0.1])
 
 

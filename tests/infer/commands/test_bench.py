@@ -39,7 +39,7 @@ def recipe(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def done(recipe, tmp_path_factory):
-    """What a run over both backends printed, and its folder."""
+    """The output and the folder of a run over both backends."""
     folder = tmp_path_factory.mktemp("bench")
     backends = (
         ("--compare", "cpu,xla", "--trace", str(folder / "trace.json"), "--threads", "2")
@@ -95,7 +95,7 @@ def test_each_context_and_backend_has_a_record(done):
         assert record["raw"]["sha256"] == hashlib.sha256(raw.read_bytes()).hexdigest()
         runs = [(arrays[f"{prefix}run{i}.arrivals_s"], arrays[f"{prefix}run{i}.tokens"]) for i in range(RUNS)]
         for (arrivals, counts), rate in zip(runs, m["decode_tps"]["samples"], strict=True):
-            assert counts[0] == 1 and counts.sum() == OUTPUT  # the model's end-of-text tokens are every token
+            assert counts[0] == 1 and counts.sum() == OUTPUT  # although every token ends a text
             assert rate == pytest.approx((OUTPUT - 1) / (arrivals[-1] - arrivals[0]))
         assert m["decode_tps"]["peak"] is None  # too few tokens for a window
         assert m["ttft_ms"]["max"] == pytest.approx(1e3 * max(arrivals[0] for arrivals, _ in runs))
@@ -161,7 +161,7 @@ def test_trace_has_every_op(done):
     for worker in (0, 1):
         mine = sorted((e for e in spans if e["tid"] == worker), key=lambda e: e["ts"])
         counted = Counter(e["name"] for e in mine)
-        steps = OUTPUT  # the prompt's block and all tokens but the last
+        steps = OUTPUT  # the block of the prompt, and all tokens except the last
         assert counted["sample"] == counted["head"] == OUTPUT and counted["embed"] == steps
         for name in ("qkv", "attend", "out", "gate_up", "down"):
             assert counted[name] == 2 * steps
@@ -188,7 +188,7 @@ def test_table_prints_the_records(done, capsys, tmp_path):
 
 @pytest.mark.skipif(not NATIVE, reason=str(custom_calls.unavailable()))
 def test_weight_formats_take_turns(recipe, capsys, tmp_path):
-    """Each has a record, and the ratio names both."""
+    """Each format has a record, and the ratio names both formats."""
     file = tmp_path / "formats.json"
     options = ["--backend", "cpu", "--weights", "bfloat16,int8", "--context", "5", "--output-tokens", "4"]
     options += ["--runs", "1", "--warmup-runs", "0", "--json", str(file)]
@@ -202,8 +202,8 @@ def test_weight_formats_take_turns(recipe, capsys, tmp_path):
 
 
 @pytest.mark.skipif(not NATIVE, reason=str(custom_calls.unavailable()))
-def test_a_text_is_measured_with_drafts(capsys, tmp_path):
-    """Answers are forced to it, so random weights copy a file as well as a model that can."""
+def test_text_is_measured_with_drafts(capsys, tmp_path):
+    """Answers are forced to the text, so random weights copy a file as well as a trained model."""
     checkpoint = save_checkpoint(tmp_path / "small", bos_token_id=0)
     code = "def double(x):\n    return 2 * x\n"
     (tmp_path / "old.py").write_text(code + "print(double(4))\n")
@@ -244,7 +244,7 @@ def test_one_token_per_dispatch_times_each_token(recipe, capsys, tmp_path):
     (record,) = json.loads((tmp_path / "a.json").read_text())
     m, c = record["metrics"], record["conditions"]
     assert m["itl_us"]["point"] == "engine_host" and m["itl_us"]["n"] == 58 and m["group_us"] is None
-    assert c["output_tokens"] == 59  # all that the context of 64 has room for
+    assert c["output_tokens"] == 59  # the room in the context of 64
     assert c["precision"]["activations"] == c["precision"]["kv_cache"] == "bfloat16"
     assert m["mbu"]["peak_spec"]["samples"] == pytest.approx(
         [m["mbu"]["bytes_per_token"] * m["decode_tps"]["samples"][0] / 1e11]

@@ -21,7 +21,7 @@ SAMPLING = ("--temperature", "1", "--seed", "3")
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """Random weights and a tokenizer of single bytes."""
+    """A checkpoint with random weights and a tokenizer of single bytes."""
     return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", bos_token_id=0)
 
 
@@ -65,9 +65,9 @@ def test_text_goes_to_stdout_and_summary_to_stderr(checkpoint, engine):
 
 
 @pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
-def test_drafts_are_counted_beside_the_speed(checkpoint, capsys, monkeypatch):
-    """Random weights loop without noise, and so copy themselves."""
-    speculate = custom_calls.Session.speculate  # what passes of this model take beside other tests may be anything
+def test_drafts_are_reported_with_the_speed(checkpoint, capsys, monkeypatch):
+    """Without noise, random weights repeat themselves, so drafts copied from the text are right."""
+    speculate = custom_calls.Session.speculate  # fixed prices, because other tests change the times of passes
     monkeypatch.setattr(custom_calls.Session, "speculate", lambda self, most: speculate(self, most, [1.0] * 16))
     args = ["generate", "--checkpoint", str(checkpoint), "--backend", "cpu", "--prompt", PROMPT, "--max-new-tokens"]
     answers = []
@@ -85,7 +85,7 @@ def test_drafts_are_counted_beside_the_speed(checkpoint, capsys, monkeypatch):
     assert sum(counts["accepted"]) + counts["passes"] == 199 and report["text"] + "\n" == answers[0]
 
 
-def test_json_on_eight_devices_with_a_stop_string(checkpoint, engine):
+def test_json_reports_the_stop_string_on_eight_devices(checkpoint, engine):
     text = engine.generate(PROMPT, max_new_tokens=30, sampling=infer.Sampling(temperature=1.0)).result.text
     start = next(n for n in range(5, 25) if text[n : n + 2].isprintable() and text.find(text[n : n + 2]) == n)
     done = run(
@@ -154,7 +154,7 @@ def test_control_c_ends_with_a_summary(checkpoint):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    early = running.stdout.read(12)  # it generates
+    early = running.stdout.read(12)  # wait until it generates
     running.send_signal(signal.SIGINT)
     out, err = running.communicate(timeout=60)
     assert running.returncode == 130, err
@@ -190,7 +190,7 @@ def test_closed_pipe_exits_quietly(checkpoint):
     ],
 )
 def test_errors_are_one_line(checkpoint, capsys, monkeypatch, args, message):
-    monkeypatch.setattr("infer.engine.job.use_host_devices", lambda count: None)  # this process has its eight already
+    monkeypatch.setattr("infer.engine.job.use_host_devices", lambda count: None)  # devices are set already
     assert main(["generate", "--checkpoint", str(checkpoint), "--backend", "xla", *args]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and message in err and err.count("\n") == 1

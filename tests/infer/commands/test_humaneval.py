@@ -21,7 +21,7 @@ from tests.support.sandboxes import usual_level
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A checkpoint of random weights with a tokenizer of single bytes that has ChatML's tokens; and data."""
+    """A folder with problems and a checkpoint: random weights, and a tokenizer of single bytes with ChatML's tokens."""
     folder = tmp_path_factory.mktemp("humaneval")
     save_checkpoint(folder / "model", *CHATML, layers=1, lanes=1, max_position_embeddings=1024)
     rows = [{**(ADD if n % 2 else TWICE), "task_id": f"HumanEval/{n}"} for n in range(6)]
@@ -38,7 +38,7 @@ def judge():
 
 @pytest.fixture
 def known_judge(judge, monkeypatch):
-    """Saves the self-test of a sandbox."""
+    """Lets the command use an existing judge, which saves the self-test of a sandbox."""
     monkeypatch.setattr(infer.commands.humaneval, "Judge", lambda *_: contextlib.nullcontext(judge))
 
 
@@ -46,7 +46,8 @@ def humaneval(*args):
     return ["humaneval", "--sandbox", usual_level(), *map(str, args)]
 
 
-# Runs a command that kills itself, so that it cannot tidy up, after its record of that class has that many entries.
+# Runs a command that kills itself, without cleaning up, when its file of the given class has the given number of
+# entries.
 KILLED = """
 import os, signal, sys
 from infer.__main__ import main
@@ -104,7 +105,7 @@ def test_killed_generation_is_resumed(folder, capsys):
     kill_after("SampleFile", 3, *generation(folder, "killed"))
     before = killed.read_bytes()
     assert before.count(b"\n") == 3
-    killed.write_bytes(before + b'{"task_id": "HumanEv')  # as a kill while writing leaves it
+    killed.write_bytes(before + b'{"task_id": "HumanEv')  # the state after a kill while writing
     assert main(humaneval(*generation(folder, "killed"))) == 0
     assert killed.read_bytes().startswith(before)
     assert main([*humaneval(*generation(folder, "straight")), "--generate-only"]) == 0
@@ -142,7 +143,7 @@ def test_killed_scoring_is_resumed(folder, capsys):
     assert report["generation"] is None and report["problems_without_samples"] == 5 and "5 of 6 problems" in shown.out
 
 
-def test_samples_alone_are_scored(folder, capsys):
+def test_samples_without_checkpoint_are_scored(folder, capsys):
     right, fake = TWICE["canonical_solution"], "    import os; os._exit(0)"
     write_jsonl(
         folder / "alone.jsonl",

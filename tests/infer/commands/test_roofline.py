@@ -91,7 +91,7 @@ def test_config_layout_device_and_rate_are_used(folder, capsys):
     assert re.search(r"given as simulated, explained by --sync-us [\d.]+ +500 .* simulated\n", out)
 
 
-def test_dense_model_with_measured_figures(tmp_path, capsys):
+def test_dense_model_uses_measured_figures(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(QWEN))
     node = ("--device", "custom", "--bandwidth", "100", "--sync-us", "0", "--context", "0", "--precision", "float32")
     assert main(["roofline", "--checkpoint", str(tmp_path), *node]) == 0
@@ -135,7 +135,7 @@ def test_quantized_folder_and_recipe_are_counted_as_published(tmp_path, capsys):
             assert f"together {'':25}{(size * matrices + rest) / 1e9:.4f}" in re.sub(
                 r"together +", f"together {'':25}", capsys.readouterr().out
             )
-    # 5.1 billion weights of 24 layers a token, by hand: attention, router and head in 2 bytes, 4 experts in 4.25 bits.
+    # By hand: attention, router and head in 2 bytes, 4 experts of each of the 24 layers in 4.25 bits.
     assert main(["roofline", "--checkpoint", "gpt_oss_20b", "--lanes", "2", "--context", "0"]) == 0
     attention, experts = 2 * 24 * 2880 * (64 * (64 + 8 + 8 + 64) + 32), 24 * 4 * 3 * 2880 * 2880 * 4.25 / 8
     out = capsys.readouterr().out
@@ -194,7 +194,7 @@ def test_published_config_is_reported(tmp_path, capsys):
     )
     out, tables = capsys.readouterr().out, json.loads((tmp_path / "r.json").read_text())["tables"]
     assert [table["table"] for table in tables] == ["bytes", "time", "speed", "precision of mixtral-8x7b"], (
-        "there are no nominal figures"
+        "other models have no nominal figures"
     )
     # By hand: experts 2 x 3 x 14,336 x 4,096 and attention 4,096 x 128 x 80 in each layer, the router, the head.
     size = 2 * (32 * (2 * 3 * 14_336 * 4096 + 4096 * 128 * 80 + 8 * 4096) + 32_000 * 4096)

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar: they fit it, on every backend and in any company, and nothing hangs or leaks."""
+"""Answers that follow a grammar: they fit it on every backend, alone or beside others, and nothing hangs or leaks."""
 
 import json
 import sys
@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def engine(folder):
     made = Engine.load(folder, "cpu", parallel=3, speculation=5)
-    made.session.speculate(5, [1.0] * 16)  # prices by which calls share passes
+    made.session.speculate(5, [1.0] * 16)  # fixed prices with which calls share passes
     return made
 
 
@@ -88,7 +88,7 @@ def test_backends_draw_the_same(engine, reference, sampling):
     assert ours.drafting.drafted == 0
 
 
-def test_answers_are_the_same_alone_and_in_company(engine):
+def test_answers_do_not_depend_on_other_requests(engine):
     asked = [PERSON, Grammar.json_object(), None, ENDLESS] * 2
     alone = [ask(engine, grammar, stop_tokens=()).result.tokens for grammar in asked]
     found = [None] * len(asked)
@@ -105,18 +105,18 @@ def test_answers_are_the_same_alone_and_in_company(engine):
     assert found == alone
 
 
-def test_a_slow_mask_holds_up_its_own_answer_alone(engine, monkeypatch):
+def test_slow_mask_delays_only_its_answer(engine, monkeypatch):
     expected = [ask(engine, grammar, tokens=count).result.tokens for grammar, count in ((ENDLESS, 12), (None, 400))]
     mask = Constraint.mask
     monkeypatch.setattr(Constraint, "mask", lambda self: time.sleep(0.1) or mask(self))
     slow = ask(engine, ENDLESS, tokens=12)
     with ask(engine, None, tokens=400) as free:
         assert free.result.tokens == expected[1]
-    assert engine.session.slots[0].wait(0, 0) < 12, "the slow one had ended before"
+    assert engine.session.slots[0].wait(0, 0) < 12, "the slow answer ended first"
     assert slow.result.tokens == expected[0]
 
 
-def test_the_end_of_the_grammar_ends_the_answer(engine, reference, folder):
+def test_end_of_the_grammar_ends_the_answer(engine, reference, folder):
     eos = Tokenizer.find(folder).special_id(EOS)
     for each in (engine, reference):
         result = ask(each, Grammar.regex("a{4}b*"), Sampling(), stop_tokens=(eos,)).result
@@ -133,7 +133,7 @@ def test_the_end_of_the_grammar_ends_the_answer(engine, reference, folder):
         assert cut.text == '{"' and (cut.finish_reason, cut.stop_reason) == ("stop", "name")
 
 
-def test_a_waiting_call_is_cancelled_at_once(engine, monkeypatch):
+def test_call_that_waits_for_a_mask_is_cancelled_at_once(engine, monkeypatch):
     waits, mask = threading.Event(), Constraint.mask
     monkeypatch.setattr(Constraint, "mask", lambda self: mask(self) if not self._begun or waits.wait(20) else None)
     generation = ask(engine, ENDLESS)
@@ -144,7 +144,7 @@ def test_a_waiting_call_is_cancelled_at_once(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("begun", [False, True])
-def test_an_error_in_a_mask_ends_its_answer_alone(engine, monkeypatch, begun):
+def test_mask_error_ends_only_its_answer(engine, monkeypatch, begun):
     def broken(self):
         if self._begun == begun:
             raise InputError("too complex")
@@ -192,7 +192,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_grammars_end_in_one_line_within_a_second(engine, name):
-    engine.check_constraint(PERSON)  # the vocabulary is read
+    engine.check_constraint(PERSON)  # reads the vocabulary, before the time is measured
     began = time.perf_counter()
     with pytest.raises(InputError, match=r"\Aconstraint (has|cannot)") as caught:
         engine.generate(PROMPT, constraint=HOSTILE[name])
@@ -200,7 +200,7 @@ def test_hostile_grammars_end_in_one_line_within_a_second(engine, name):
     assert time.perf_counter() - began < constraint.SECONDS + 0.5
 
 
-def test_a_slow_compilation_is_given_up(engine, monkeypatch):
+def test_slow_compilation_is_refused(engine, monkeypatch):
     grammars, waits = Grammars(engine.tokenizer, engine.config.vocab_size), threading.Event()
     monkeypatch.setattr(constraint, "SECONDS", 0.05)
     monkeypatch.setattr(Grammars, "_compile", lambda self, grammar: waits.wait(20))
@@ -210,8 +210,8 @@ def test_a_slow_compilation_is_given_up(engine, monkeypatch):
     waits.set()
 
 
-def test_content_alone_follows_the_grammar(tmp_path):
-    """An answer in harmony, whose reasoning is free."""
+def test_only_content_follows_the_grammar(tmp_path):
+    """The reasoning of an answer in harmony is free."""
     made = byte_tokenizer(*HARMONY)
     made.save(str(tmp_path / "tokenizer.json"))
     tokenizer, ids, vocab = Tokenizer(tmp_path / "tokenizer.json"), made.token_to_id, made.get_vocab_size()
@@ -235,7 +235,7 @@ def test_content_alone_follows_the_grammar(tmp_path):
     assert place.mask() is None and place.complete
 
 
-def test_what_cannot_have_a_grammar_says_so(engine, reference, monkeypatch):
+def test_unusable_constraints_name_the_reason(engine, reference, monkeypatch):
     with pytest.raises(InputError, match=r"constraint = 'json': give infer\.Grammar"):
         engine.generate(PROMPT, constraint="json")
     with monkeypatch.context() as patch:

@@ -1,4 +1,4 @@
-"""The engine on its CPU backend, the native decode kernel: tokens of the references and of the XLA backend, streaming,
+"""The engine on its CPU backend, the native decode kernel: tokens match the references and the XLA backend; streaming,
 ends, errors.
 """
 
@@ -48,7 +48,7 @@ def reference():
 
 
 @pytest.mark.parametrize(("case", "devices"), list(zip(CASES, itertools.cycle([1, 8]))))
-def test_greedy_tokens_of_the_reference_models(case, devices):
+def test_greedy_tokens_match_the_reference_models(case, devices):
     lanes = 8 if case in ("case_03", "case_12") else 4
     data = np.load(ORACLE / case / "io.npz")
     engine = Engine.load(ORACLE / case, "cpu", devices=min(devices, lanes))
@@ -58,7 +58,7 @@ def test_greedy_tokens_of_the_reference_models(case, devices):
 
 @pytest.mark.parametrize("case", ["case_03", "case_12"])
 def test_weights_in_twelve_bits_give_the_same_answer(case, tmp_path):
-    """The reference models, whose weights are converted to bfloat16; bytes per token count what is read."""
+    """The reference models with weights converted to bfloat16. Bytes per token count the bytes that are read."""
     laneformer.save_hf(laneformer.load(ORACLE / case, "bfloat16"), tmp_path, weights="bf12")
     answers, engines = [], {}
     for weights in ("bfloat16", "bf12", None):
@@ -98,8 +98,8 @@ def test_large_models_have_the_faster_format_by_default(monkeypatch, least, gain
     (0, 1.0, "bfloat16", True), (0, 0.9, "bfloat16", False), (1 << 40, 1.0, "bfloat16", False),
     (0, 1.0, "float32", False),
 ])  # fmt: skip
-def test_large_models_use_amx_where_decoding_loses_nothing(monkeypatch, least, gain, dtype, chosen):
-    """On a machine that has it, for which one without it stands in."""
+def test_large_models_use_amx_if_decoding_is_not_slower(monkeypatch, least, gain, dtype, chosen):
+    """Simulates a machine with AMX on any machine."""
 
     class Opened(Exception):
         pass
@@ -118,13 +118,13 @@ def test_large_models_use_amx_where_decoding_loses_nothing(monkeypatch, least, g
 
 @pytest.fixture
 def drafting(monkeypatch):
-    """An engine whose passes of any rows count as equally long."""
+    """An engine that assumes equal times for passes of any number of rows."""
     speculate = custom_calls.Session.speculate
     monkeypatch.setattr(custom_calls.Session, "speculate", lambda self, most: speculate(self, most, [1.0] * 16))
     return Engine(model(), "cpu", speculation=None)
 
 
-def test_a_prediction_is_drafted_from_and_changes_nothing(drafting, engine):
+def test_prediction_is_drafted_from_without_changing_the_answer(drafting, engine):
     def ask(of, **more):
         return of.generate(PROMPT, max_new_tokens=40, sampling=Sampling(1.0, seed=5), stop_tokens=(), **more).result
 
@@ -143,12 +143,12 @@ def test_a_prediction_is_drafted_from_and_changes_nothing(drafting, engine):
         assert result.tokens == plain.tokens and (most == 0) == (result.drafting.drafted == 0)
         assert max(n for n, count in enumerate(result.drafting.rows) if count) == most
     assert ask(drafting, prediction=plain.tokens, draft_max=99).tokens == plain.tokens
-    assert ask(engine, prediction=plain.tokens).drafting.drafted == 0, "an engine that drafts nothing"
+    assert ask(engine, prediction=plain.tokens).drafting.drafted == 0, "this engine must draft nothing"
 
 
 @pytest.mark.parametrize("sampling", [RANDOM, ADJUSTED], ids=["plain", "adjusted"])
 def test_drafts_change_no_bit_under_penalties(drafting, engine, sampling):
-    """Each row of a pass counts the drafts before it."""
+    """The penalties of each row of a pass count the drafts before it."""
     expected = engine.generate(PROMPT, max_new_tokens=60, sampling=sampling).result
     wrong = [(token + 1) % 96 if n % 7 == 6 else token for n, token in enumerate(expected.tokens)]
     for prediction in (expected.tokens, wrong):
@@ -171,22 +171,24 @@ def test_wrong_predictions_are_refused(engine, more, words):
         engine.generate(PROMPT, **more)
 
 
-def test_backends_without_drafts_accept_the_default_alone():
+def test_backends_without_drafts_accept_only_the_default():
     assert "speculation" not in Engine(model(), "xla", speculation=None).conditions
     with pytest.raises(ConfigError, match="speculation = 3: backend xla has no such option"):
         Engine(model(), "xla", speculation=3)
 
 
 def _elsewhere():
-    """Models and devices on both backends; with XLA, whose model is tested with a cache by itself, some are slow."""
+    """Models and devices on both backends. Most cases of backend xla are slow tests, because the tests of the model
+    cover its cache.
+    """
     for name, lanes, devices in (("exaone4", 4, 1), ("exaone4", 4, 4), ("olmo2", 1, 1), ("smollm3_nope", 2, 2)):
         yield name, lanes, devices, "cpu"
         yield pytest.param(name, lanes, devices, "xla", marks=() if name == "smollm3_nope" else pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "lanes", "devices", "backend"), list(_elsewhere()))
-def test_greedy_tokens_of_models_with_norms_and_positions_elsewhere(name, lanes, devices, backend):
-    """Norms after the modules, of sums over the lanes; a norm over all heads; layers without rotation."""
+def test_greedy_tokens_match_models_with_other_norms_and_rotations(name, lanes, devices, backend):
+    """Norms of the modules' outputs, summed over the lanes; a norm over all heads; layers without rotation."""
     data = np.load(DENSE / name / "io.npz")
     engine = Engine.load(DENSE / name, backend, num_lanes=lanes, devices=devices)
     answer = engine.generate(data["greedy_prompt"], max_new_tokens=12, stop_tokens=())
@@ -212,7 +214,7 @@ SAMPLINGS = st.builds(
 def test_tokens_match_backend_xla(engine, reference, sampling, prompt):
     expected = reference.generate(prompt, max_new_tokens=12, sampling=sampling, top_logprobs=3).result
     result = engine.generate(prompt, max_new_tokens=12, sampling=sampling, top_logprobs=3).result
-    if result.tokens != expected.tokens:  # a set within rounding of p may fall on either side
+    if result.tokens != expected.tokens:  # top-p may keep or drop a set of tokens within rounding of p
         n = next(n for n, (a, b) in enumerate(zip(result.tokens, expected.tokens, strict=True)) if a != b)
         assume(not near_a_threshold(reference, prompt, expected.tokens[:n], sampling))
     assert result.tokens == expected.tokens
@@ -223,7 +225,7 @@ def test_tokens_match_backend_xla(engine, reference, sampling, prompt):
 
 
 def near_a_threshold(reference, prompt, answer, sampling) -> bool:
-    """Whether logits that differ by rounding alone change the token that the definition draws here."""
+    """Whether logits that differ only by rounding change the token that the definition draws after this answer."""
     ids, vocab = [*prompt, *answer], CONFIG.vocab_size
     adjust = sampling.adjustments(vocab)
     added = None if adjust is None else adjust.of(jnp.bincount(jnp.array(answer, jnp.int32), length=vocab))
@@ -253,7 +255,7 @@ def test_tokens_are_equal_on_any_threads_devices_exchange_and_instructions(engin
     source = ModelSource(model())
     for options in ({"threads": 1}, {"threads": 3}, {"one_thread_per_lane": True}, {"threads": 2, "chaos_us": 200}):
         result = Engine(source, "cpu", **options).generate(PROMPT, max_new_tokens=40, sampling=RANDOM).result
-        assert (result.tokens, result.logprobs) == (expected.tokens, expected.logprobs), options  # to the last bit
+        assert (result.tokens, result.logprobs) == (expected.tokens, expected.logprobs), options  # equal in every bit
     spread = Engine(model(laneformer.make_mesh(8)), "cpu").generate(PROMPT, max_new_tokens=40, sampling=RANDOM).result
     assert (spread.tokens, spread.logprobs) == (expected.tokens, expected.logprobs)
     for name in custom_calls.instruction_sets():
@@ -264,7 +266,7 @@ def test_tokens_are_equal_on_any_threads_devices_exchange_and_instructions(engin
 
 @pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_16_bit_weights_match_float32(dtype):
-    stored = model(dtype=dtype)  # on a CPU products are float32
+    stored = model(dtype=dtype)  # products are float32 on a CPU
     exact = Engine(stored, "cpu")
     assert (
         exact.conditions["weights_dtype"] == dtype
@@ -284,7 +286,7 @@ def test_16_bit_weights_match_float32(dtype):
     np.testing.assert_allclose(result.logprobs, logprobs, atol=0.15 if dtype == "bfloat16" else 0.02)
     assert (
         np.abs(np.array(result.logprobs) - expected.logprobs).max() > 1e-4 or result.tokens != expected.tokens
-    )  # it does round
+    )  # bfloat16 products do round
 
 
 def jax_log_softmax(logits):
@@ -292,7 +294,7 @@ def jax_log_softmax(logits):
     return z - jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) - z.max(-1, keepdims=True)
 
 
-def test_chunks_stops_and_context_end(engine):
+def test_dispatches_stop_tokens_and_context_end_are_respected(engine):
     expected = list(engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM))
     for chunk in (1, 3, 7, 1000):
         generation = engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM, tokens_per_dispatch=chunk)
@@ -323,7 +325,7 @@ def test_engine_works_after_cancel_and_abandon(engine):
     assert list(engine.generate(PROMPT, max_new_tokens=12, sampling=RANDOM)) == expected
 
 
-def test_cancel_after_the_kernel_ended(monkeypatch):
+def test_cancel_after_the_kernel_ended_returns_early(monkeypatch):
     slow = Engine(ModelSource(model()), "cpu", chaos_us=300)
     slow.warmup(1, 400)
     monkeypatch.setattr(CpuBackend, "patience", 100.0)
@@ -369,7 +371,7 @@ except KeyboardInterrupt:
     assert child.communicate(timeout=60)[0] == "cancelled 2\n" and child.returncode == 0
 
 
-def test_more_threads_than_cores_are_a_warning(caplog):
+def test_more_threads_than_cores_log_a_warning(caplog):
     cores = custom_calls.default_threads()
     for threads, lines in ((None, 0), (cores, 0), (cores + 1, 1)):
         caplog.clear()
@@ -411,7 +413,7 @@ def test_nan_weights_are_an_error():
     damaged = weights | {"norm": weights["norm"].at[1].set(jnp.nan)}
     with pytest.raises(CheckpointError, match=r"weight norm has nan at \[1\]"):
         Engine(laneformer.Laneformer(CONFIG, damaged), "cpu")
-    weights["norm"] = jnp.full_like(weights["norm"], 3e38)  # finite, but their products are not
+    weights["norm"] = jnp.full_like(weights["norm"], 3e38)  # the weights are finite, but their products are not
     for sampling in (Sampling(), RANDOM):
         with pytest.raises(CheckpointError, match="position 8 is not a number"):
             next(Engine(laneformer.Laneformer(CONFIG, weights), "cpu").generate(PROMPT, sampling=sampling))
@@ -455,8 +457,10 @@ def test_unsupported_options_are_refused():
         ("deepseek_v4_1", 2, {"threads": 3}),
     ],
 )
-def test_mixtures_of_experts(case, lanes, options):
-    """Logits of every position, one at a time and all at once, and greedy tokens; FP8, MXFP4 and INT4 stay so."""
+def test_mixtures_of_experts_match_their_references(case, lanes, options):
+    """Compares the logits of every position, one at a time and all at once, and greedy tokens. FP8, MXFP4 and INT4
+    weights keep their formats.
+    """
     io, dtype = np.load(MOE / case / "io.npz"), options.get("dtype", "float32")
     engine = Engine.load(MOE / case, "cpu", num_lanes=lanes, **{"dtype": dtype} | options)
     assert list(engine.generate(io["greedy_prompt"], max_new_tokens=12, stop_tokens=())) == io["greedy_ids"].tolist()
@@ -470,14 +474,16 @@ def test_mixtures_of_experts(case, lanes, options):
         inputs = small.make_inputs([token], 1, start=position, room=len(ids))
         outputs, state = call(inputs, state._replace(seen=np.zeros(config.vocab_size, np.uint8)))
         found.append(np.asarray(outputs.logits[0]))
-    # torch's float32 is within 2.5e-4 of float64 where layers are recurrent.
+    # In recurrent layers, torch's float32 is within 2.5e-4 of float64.
     assert np.abs(found - io["logits"][0]).max() < (5e-4 if "next" in case else 1e-4)
     whole, after = call(small.make_inputs(ids, 1), small.make_state(config, 160))
     assert small.same([found[-1], state[1:]], [whole.logits[0], after[1:]])
 
 
-def test_latents_are_kept_cut_back_and_drafted_over():
-    """Answers after kept prefixes, those of cancelled requests too, and with drafts have the bits of those alone."""
+def test_kept_and_drafted_latents_change_no_bit():
+    """Answers after kept prefixes (also those of cancelled requests) and with drafts have the bits of an engine without
+    either.
+    """
     folder, text = MOE / "deepseek_v3_1", np.load(MOE / "deepseek_v3_1" / "io.npz")["input_ids"][0]
     options = {"dtype": "float32", "num_lanes": 2}
     ours = Engine.load(folder, "cpu", prefix_cache=2, speculation=5, **options)
@@ -495,8 +501,8 @@ def test_latents_are_kept_cut_back_and_drafted_over():
 
 
 @pytest.mark.parametrize(("case", "lanes"), [("qwen3_next_1", 2), ("qwen3_next_2", 1), ("qwen3_next_2", 4)])
-def test_gated_delta_net_has_the_logits_and_routes_of_float64(case, lanes):
-    """Of a prompt in calls of 5 tokens; the routes of float64 are those of the reference."""
+def test_gated_delta_net_matches_logits_and_routes_of_float64(case, lanes):
+    """Reads a prompt in calls of 5 tokens. The routes of float64 are stored with the reference."""
     io = np.load(MOE / case / "io.npz")
     source = CheckpointSource(MOE / case, "float32", num_lanes=lanes)
     backend = CpuBackend(source, threads=3)
@@ -521,8 +527,8 @@ def test_gated_delta_net_has_the_logits_and_routes_of_float64(case, lanes):
 
 
 @pytest.mark.parametrize("case", ["qwen3_next_1", "deepseek_v4_1"])
-def test_recurrent_states_are_kept_whole_and_drafted_over(case):
-    """Turns of a conversation, with cancelled answers, have the bits of prompts computed from their first token."""
+def test_kept_and_drafted_recurrent_states_change_no_bit(case):
+    """The turns of a conversation, some cancelled, have the bits of prompts computed from their first token."""
     folder, text = MOE / case, np.load(MOE / case / "io.npz")["input_ids"].reshape(-1)
     options = {"dtype": "float32", "num_lanes": 2}
     ours = Engine.load(folder, "cpu", prefix_cache=2, speculation=15, **options)
@@ -537,7 +543,7 @@ def test_recurrent_states_are_kept_whole_and_drafted_over(case):
         result, expected = generation.result, alone.generate(prompt, **ask).result
         count = len(result.tokens)
         assert (result.tokens, result.logprobs) == (expected.tokens[:count], expected.logprobs[:count])
-        # A state cannot go back: where a cancelled answer had drawn more tokens than it gave, nothing is kept.
+        # A state cannot go back: if a cancelled answer had drawn more tokens than it yielded, nothing is kept.
         known = (0, cached, cached + 1) if turn in (2, 4, 5) else (cached,)
         assert result.cached_tokens in known and expected.cached_tokens == 0
         shorter = ours.generate(prompt[:50], **ask).result
@@ -548,7 +554,7 @@ def test_recurrent_states_are_kept_whole_and_drafted_over(case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_rounded_experts_have_the_answer_of_backend_xla(weights):
+def test_rounded_experts_match_backend_xla(weights):
     folder = MOE / "qwen3_moe_1"
     prompt, source = np.load(folder / "io.npz")["greedy_prompt"], ModelSource(laneformer.load(folder))
     rounded = RoundedSource(source, plan_of(source), weights)

@@ -27,7 +27,7 @@ def engine():
     return Engine(model(), "xla")
 
 
-# Every kind of head, windows, one device and several; the model's own tests have the other cases too.
+# Every kind of head, windows, one device and several. The tests of the model cover the other cases.
 FAST = (("case_03", 8), ("case_11", 1))
 
 
@@ -39,7 +39,7 @@ FAST = (("case_03", 8), ("case_11", 1))
         for devices in (1, 8)
     ],
 )
-def test_greedy_tokens_of_the_reference_models(case, devices):
+def test_greedy_tokens_match_the_reference_models(case, devices):
     lanes = 8 if case in ("case_03", "case_12") else 4
     data = np.load(ORACLE / case / "io.npz")
     engine = Engine.load(ORACLE / case, "xla", devices=min(devices, lanes))
@@ -52,12 +52,12 @@ draw = jax.jit(sample)
 
 
 def padded(ids, length=32):
-    """Token ids [1, length]: padding has no effect on earlier positions, and one length compiles once."""
+    """Token ids, int32 [1, length]. Padding has no effect on earlier positions, and a single length compiles once."""
     return np.pad(np.array([ids], np.int32), ((0, 0), (0, length - len(ids))))
 
 
 def by_definition(engine, prompt, count, sampling):
-    """Tokens and log-probabilities with the uncached model, one forward of the whole text per token."""
+    """Tokens and log-probabilities of the model without a cache: one forward pass of the whole text per token."""
     ids, logprobs = list(prompt), []
     for _ in range(count):
         logits = engine.model(padded(ids, 32 if len(prompt) < 12 else 1100))
@@ -78,7 +78,7 @@ def test_tokens_follow_the_definition(engine, sampling):
 
 @pytest.mark.slow
 def test_long_prompts_are_read_in_blocks(engine):
-    for n in (513, 1090):  # a block and one token; two blocks and a tail whose padding is cut at the context's end
+    for n in (513, 1090):  # a block and one token; two blocks and a rest whose padding is cut at the end of the context
         prompt = np.random.default_rng(n).integers(0, 96, n)
         expected, _ = by_definition(engine, prompt, 4, RANDOM)
         assert list(engine.generate(prompt, max_new_tokens=4, sampling=RANDOM)) == expected
@@ -155,7 +155,7 @@ def test_engine_works_after_cancel_and_abandon(engine):
     generation.cancel()
     assert generation.result.finish_reason == "cancelled" and generation.result.tokens == tuple(expected[:5])
     assert list(engine.generate(PROMPT, max_new_tokens=12, sampling=RANDOM)) == expected
-    for token in engine.generate(PROMPT, sampling=RANDOM):  # abandoned: the last reference is gone
+    for token in engine.generate(PROMPT, sampling=RANDOM):  # abandoned: the last reference is dropped
         assert token == expected[0]
         break
     engine.generate(PROMPT)
@@ -274,7 +274,7 @@ def test_conditions_are_complete():
 @pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("compute", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
 def test_products_have_the_compute_dtype(engine, compute, devices, tmp_path):
-    """The log-probabilities are those of the model in that precision, which is not the default of a CPU."""
+    """The log-probabilities match those of the model in this precision, which is not the default on a CPU."""
     laneformer.save_hf(model(), tmp_path)
     low = Engine.load(tmp_path, "xla", devices=devices, precision=Precision(compute=compute))
     assert low.precision == Precision(compute=compute)
@@ -390,7 +390,7 @@ def test_auto_takes_the_first_available_backend_and_logs_it(with_stubs, caplog):
 
 
 def test_backend_reads_its_source(with_stubs, monkeypatch):
-    """A native backend packs weights from the files; nothing else reads them, and JAX never has them."""
+    """A native backend packs weights directly from the files. They are read only once and never become JAX arrays."""
     monkeypatch.setattr(laneformer.Laneformer, "__init__", None)
     engine = Engine.load(ORACLE / "case_03", dtype="bfloat16", num_lanes=8)
     source = engine._backend.source
@@ -410,7 +410,7 @@ def test_model_is_a_source_of_its_weights(devices):
     paths = [path for path, _ in source.weights()]
     kept = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert kept < 1e6, "the host keeps no copy"
+    assert kept < 1e6, "the host must keep no copy"
     assert paths == list(made.weights())
     for path, weight in source.weights():
         np.testing.assert_array_equal(weight, made.weights()[path])
@@ -423,17 +423,17 @@ def test_more_devices_than_lanes_are_refused():
         Engine.load(ORACLE / "nowhere", devices=2)
 
 
-def test_a_backend_without_adjustments_refuses_them(monkeypatch):
+def test_backend_without_adjustments_refuses_them(monkeypatch):
     engine = Engine(model(), "xla")
-    monkeypatch.setattr(XlaBackend, "adjusts", False)  # as the GPU backends have it
+    monkeypatch.setattr(XlaBackend, "adjusts", False)  # as on the GPU backends
     with pytest.raises(ConfigError, match="backend xla does not support presence_penalty"):
         engine.generate(PROMPT, sampling=Sampling(presence_penalty=1))
     assert not CudaBackend.adjusts and not HipBackend.adjusts
 
 
 @pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "cpu"])
-def test_recurrent_states_are_those_of_the_text(backend):
-    """Padded prompts, another request between, and a cancelled one: each answer begins with an empty state."""
+def test_answers_begin_with_an_empty_recurrent_state(backend):
+    """Covers padded prompts, another request in between, and a cancelled request."""
     io = np.load(MOE / "qwen3_next_2" / "io.npz")
     engine = Engine.load(MOE / "qwen3_next_2", backend, dtype="float32", num_lanes=2)
     ask = {"max_new_tokens": 12, "stop_tokens": ()}

@@ -1,4 +1,4 @@
-"""Processes of a job that follow the first one: the requests that they receive, and the commands with --distributed."""
+"""Processes of a job that follow the first process: the requests that they receive, and commands with --distributed."""
 
 import json
 import re
@@ -27,7 +27,7 @@ from tests.support.serve_cases import BACKEND, Server
 
 
 class Recorder:
-    """A backend that records its requests, and fails for a limit of 13."""
+    """A backend that records its requests. It fails for a request with a limit of 13."""
 
     source = types.SimpleNamespace(mesh=several.MESH, config=types.SimpleNamespace(vocab_size=40))
 
@@ -43,7 +43,7 @@ class Recorder:
 
 @pytest.fixture
 def pair(monkeypatch):
-    """The leader, the follower's requests, and its thread."""
+    """The leader, the list of requests that the follower has received, and the follower's thread."""
     backend, first = Recorder(), []
     several.in_each(monkeypatch, lambda: first.append(Leader(backend)) if not first else None)
     monkeypatch.setattr(several.processes, "_groups", iter([0]))
@@ -86,7 +86,7 @@ class Unanswerable(Elsewhere):
         raise InputError("no token may follow")
 
 
-def test_masks_are_computed_by_the_first_process_alone(pair):
+def test_only_the_first_process_computes_masks(pair):
     leader, asked, thread = pair
     with pytest.raises(InputError, match="no token may follow"):
         leader.announce(request(constraint=Unanswerable(40)))
@@ -129,8 +129,8 @@ JOB = ("--backend", "xla", "--devices", 2, "--distributed")
 
 
 @pytest.mark.slow
-def test_serving_with_two_processes(checkpoint):
-    """The texts of one process, also after clients that left; both processes end with the server."""
+def test_two_processes_serve_the_texts_of_one(checkpoint):
+    """Two processes give the texts of one, also after clients have disconnected. Both end with the server."""
     pytest.importorskip("llguidance")
     engine, form = Engine.load(checkpoint, "xla", devices=2), "[a-f]{3}(x|yz)"
     expected = engine.generate([3, 1, 4], max_new_tokens=20, stop_tokens=()).result.text
@@ -167,8 +167,8 @@ def test_serving_with_two_processes(checkpoint):
 
 
 @pytest.mark.exhaustive
-def test_humaneval_with_two_processes(checkpoint, tmp_path):
-    """The samples and the files of one process."""
+def test_two_processes_write_the_samples_of_one(checkpoint, tmp_path):
+    """Two processes write the same samples and files as one."""
     write_jsonl(tmp_path / "he.jsonl", [{**(ADD if n % 2 else TWICE), "task_id": f"HumanEval/{n}"} for n in range(3)])
     command = (
         "-m",

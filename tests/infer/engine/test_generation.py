@@ -22,7 +22,7 @@ END = 256
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """Every byte a token, and END."""
+    """A tokenizer with a token for every byte, and END."""
     alphabet = {character: byte for byte, character in enumerate(_bytes_in_order())}
     made = tokenizers.Tokenizer(models.BPE(alphabet, []))
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -39,7 +39,7 @@ def _bytes_in_order():
 
 
 class Player:
-    """Chunks as given; an exception instead of a chunk is raised, a callable is called first."""
+    """A backend that plays back chunks. An exception in place of a chunk is raised, a callable is called."""
 
     def __init__(self, *chunks):
         self.chunks, self.closed = chunks, False
@@ -79,7 +79,7 @@ def test_tokens_have_text_logprob_and_time(tokenizer):
     assert result.tokens_per_dispatch == (1, 2, 1) and result.prompt_tokens == 1 and result.logprobs == (-1.0,) * 3
     assert result.token_times == tuple(token.time for token in tokens)
     assert result.time_to_first_token == tokens[0].time >= result.prefill_time > 0
-    assert result.time_per_token == pytest.approx((result.total_time - tokens[0].time) / 3)  # END was drawn too
+    assert result.time_per_token == pytest.approx((result.total_time - tokens[0].time) / 3)  # END was drawn, too
     again = pickle.loads(pickle.dumps(tokens[0]))
     assert (again, again.text, again.logprob, again.time) == (tokens[0], "h", -1.0, tokens[0].time)
 
@@ -136,7 +136,7 @@ def test_incomplete_stop_string_is_in_the_text(tokenizer):
     assert list(generation.texts()) == ["a", "\nde"]  # the last token was yielded before the end
     assert generation.result.text == "a\nde" and generation.result.stop_reason == END
     generation, _ = play("a", [*b"\nde", END], tokenizer=tokenizer, stops=["\ndef "])
-    assert [token.text for token in generation] == ["a", "", "", "\nde"]  # here it is in time
+    assert [token.text for token in generation] == ["a", "", "", "\nde"]  # here the end is found in time
 
 
 def test_incomplete_characters_are_held_back(tokenizer):
@@ -238,12 +238,12 @@ def texts(generation):
     return [(token.text, token.part) for token in generation if token.text]
 
 
-def test_reasoning_is_apart_from_content(tokenizer):
+def test_reasoning_is_separate_from_content(tokenizer):
     generation = with_channels(tokenizer, "ab", [CLOSE, *OPEN], "c", "d", [END])
     assert texts(generation) == [(text, Part.REASONING) for text in "ab"] + [(text, Part.CONTENT) for text in "cd"]
     result = generation.result
     assert (result.reasoning, result.text, result.stop_reason) == ("ab", "cd", END)
-    assert len(result.tokens) == 10 + 2 + 1 + len(OPEN) + 2, "marks are tokens too"
+    assert len(result.tokens) == 10 + 2 + 1 + len(OPEN) + 2, "marks count as tokens"
     assert list(with_channels(tokenizer, "ab", [CLOSE, *OPEN], "cd", [END]).texts()) == ["c", "d"]
     assert pickle.loads(pickle.dumps(next(generation_of_reasoning(tokenizer)))).part is Part.REASONING
 
@@ -252,7 +252,7 @@ def generation_of_reasoning(tokenizer):
     return (token for token in with_channels(tokenizer, "ab", [END]) if token.text)
 
 
-def test_stop_strings_end_content_alone(tokenizer):
+def test_stop_strings_end_only_content(tokenizer):
     generation = with_channels(tokenizer, "a stop", [CLOSE, *OPEN], "b st", [CLOSE, *OPEN], "op stop c", stops=["stop"])
     result = generation.result
     assert (result.reasoning, result.text, result.stop_reason) == ("a stop", "b stop ", "stop")
@@ -260,7 +260,7 @@ def test_stop_strings_end_content_alone(tokenizer):
 
 @pytest.mark.parametrize("limit", [100, 12])
 def test_incomplete_characters_stay_in_their_message(tokenizer, limit):
-    """At the end of a message, of an answer, and of one that its limit cuts off."""
+    """Incomplete characters at the end of a message, of an answer, and of an answer that its limit cuts off."""
     generation = with_channels(tokenizer, [ord("a"), 0xC3], [CLOSE, *OPEN, 0xA9, ord("b"), 0xC3], [END], limit=limit)
     result = generation.result
     assert (result.reasoning, result.text) == ("a\ufffd", "\ufffdb\ufffd" if limit == 100 else "")

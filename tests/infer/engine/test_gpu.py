@@ -1,4 +1,4 @@
-"""Backend "cuda" on emulated GPUs (tests/support/emulated.py): the same answers as the other backends."""
+"""Backend "cuda" on emulated GPUs (tests/support/emulated.py) gives the same answers as the other backends."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ DEVICES = {} if emulated.REAL else {"machine": MACHINE, "compile_with": emulated
 
 @pytest.fixture(scope="module")
 def model():
-    """Whose kernel the tests of sessions have compiled."""
+    """A model whose kernel the tests of sessions have compiled already."""
     config, weights = small.windowed_model()
     return Laneformer(config, {path: jnp.asarray(weight) for path, weight in weights.items()})
 
@@ -82,7 +82,7 @@ def test_tokens_match_backend_xla(length, sampling, engine, xla, model):
         assert [token for token, _ in own] == [token for token, _ in other]
 
 
-def test_kernel_alone_reads_prompts(model, engine):
+def test_kernel_reads_prompts_like_xla(model, engine):
     prompt = small.prompt_of(model.config, 100)
     alone = make_engine(model, absorb=False)
     answers = [one.generate(prompt, max_new_tokens=5).result.tokens for one in (alone, engine)]
@@ -99,12 +99,12 @@ def test_kernel_alone_reads_prompts(model, engine):
     ],
     ids=["delta net", "compressed attention", "delta net, 333 tokens"],
 )
-def test_recurrent_states_go_from_blocks_to_the_kernel(changes, length):
+def test_recurrent_states_pass_from_blocks_to_the_kernel(changes, length):
     config = small.make_config(**changes)
     weights = {path: jnp.asarray(weight) for path, weight in small.make_weights(config).items()}
     model, prompt = Laneformer(config, weights), small.prompt_of(config, length)
     engine, xla = make_engine(model), infer.Engine(model, "xla")
-    for ids in (prompt, prompt[:7], prompt):  # the caches of one serve the next
+    for ids in (prompt, prompt[:7], prompt):  # each request reuses the caches of the previous one
         expected, result = (one.generate(ids, max_new_tokens=20).result for one in (xla, engine))
         assert result.tokens == expected.tokens and result.logprobs == pytest.approx(expected.logprobs, abs=1e-4)
 
@@ -148,7 +148,7 @@ def test_drafts_change_no_answer(engine, model):
 
 @pytest.mark.slow
 def test_weights_in_12_bits_give_the_same_answer(tmp_path, caplog):
-    """From a folder in either format; one product of layer 0 has too many exceptions."""
+    """The folder is in either format. One product of layer 0 has too many exceptions for 12 bits."""
     config = small.make_config(hidden_size=80, ff=300, head_dim=16, heads=4, lanes=3, num_hidden_layers=2)
     weights = {path: jnp.asarray(weight) for path, weight in small.make_weights(config, "bfloat16").items()}
     powers = jnp.exp2(jnp.arange(-60, 60, dtype=jnp.float32))
@@ -172,14 +172,14 @@ def test_weights_in_12_bits_give_the_same_answer(tmp_path, caplog):
     assert weight_bytes(engines[0]) - weight_bytes(engines[1]) == saved > 0
 
 
-def test_other_dtypes_are_not_held_in_12_bits(model):
+def test_other_dtypes_in_12_bits_are_refused(model):
     with pytest.raises(ConfigError, match="--weights bf12 needs bfloat16 weights, got float32"):
         make_engine(model, weights="bf12")
 
 
 @pytest.mark.slow
-def test_quantized_weights_give_the_answers_of_backend_xla(model, tmp_path):
-    """Also a prompt that XLA reads; rounded before, when they are packed, and in a folder."""
+def test_quantized_weights_match_backend_xla(model, tmp_path):
+    """Weights are quantized before, when they are packed, or in a folder. One prompt is read by XLA."""
     config, paths = model.config, plan_of(ModelSource(model)).matrices
     records = {
         path: round_to(np.asarray(weight), "int4", search=False) if path in paths else weight
@@ -242,19 +242,19 @@ SLOW_MIXTURES = {("qwen3_moe_mixed", 2, 1), ("qwen3_next_2", 2, 2), ("deepseek_v
 
 @emulated.only_emulated
 @pytest.mark.parametrize(("case", "lanes", "devices"), some(MIXTURES, QUICK_MIXTURES, SLOW_MIXTURES))
-def test_mixtures_of_experts(case, lanes, devices):
+def test_mixtures_of_experts_match_their_references(case, lanes, devices):
     check_mixture(case, lanes, devices)
 
 
 @emulated.only_emulated
 @pytest.mark.exhaustive
-def test_two_formats_in_a_product_with_warps_of_64():
-    """The projections of DeltaNet."""
+def test_two_formats_in_a_product_work_with_warps_of_64():
+    """The product with two formats is that of DeltaNet's projections."""
     check_mixture("qwen3_next_2", 1, 1, machine=AMD, compile_with=emulated.compile_with(AMD))
 
 
 def check_mixture(case, lanes, devices, **options):
-    """Logits of some positions, and greedy tokens; FP8, MXFP4 and INT4 stay so."""
+    """Compares the logits of some positions, and greedy tokens. FP8, MXFP4 and INT4 weights keep their formats."""
     io = np.load(MOE / case / "io.npz")
     options = DEVICES | {"driver": emulated.driver(), "absorb": False, "dtype": "float32"} | options
     options["speculation"] = 3 * (case in ("gpt_oss_2", "qwen3_next_1"))  # up to four rows, also of the prompt
@@ -274,8 +274,8 @@ def check_mixture(case, lanes, devices, **options):
 
 @pytest.mark.slow
 @emulated.only_emulated
-def test_a_prompt_of_experts_that_xla_reads():
-    """In a block; the kernel goes on with its cache."""
+def test_prompt_of_experts_read_by_xla_matches_backend_xla():
+    """XLA reads the prompt in one block, and the kernel continues with its cache."""
     options = DEVICES | {"driver": emulated.driver()}
     engines = (
         infer.Engine.load(MOE / "gpt_oss_2", name, num_lanes=2, dtype="float32", **given)
@@ -310,13 +310,13 @@ def test_conditions_and_trace_are_reported(engine, tmp_path, model):
     assert count == sum(event["ph"] == "X" for event in events) > 0
     run = {event["name"] for event in events if event["ph"] == "X"}
     assert run == {"embed", "merge", "final", "head", "sample", "qkv", "attend", "out", "gate_up", "down"}
-    assert engine.session.read_pass() >= 0  # a difference of two short times here
+    assert engine.session.read_pass() >= 0  # here it is the difference of two short times
 
 
 def test_engine_works_after_a_device_error(engine, monkeypatch):
     before = list(engine.generate([1], max_new_tokens=5))
     with monkeypatch.context() as patch:
-        patch.setattr("infer.engine.native.power_of_two", lambda n: 1)  # a cache that is too small for the call
+        patch.setattr("infer.engine.native.power_of_two", lambda n: 1)  # makes a cache that is too small for the call
         patch.setattr("infer.engine.native.SMALLEST_CACHE", 1)
         with pytest.raises(NativeError, match="do not fit the cache"):
             list(engine.generate([1], max_new_tokens=5))

@@ -1,4 +1,4 @@
-"""Several generations at once: each has the bits that it has alone, whatever comes and goes beside it."""
+"""Several concurrent generations: each has the same bits as if it ran alone, whatever else runs meanwhile."""
 
 import numpy as np
 import pytest
@@ -16,25 +16,28 @@ from tests.support.engine_cases import ADJUSTED, CONFIG, RANDOM, model, run_clie
 pytestmark = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
 TEXT = np.random.default_rng(0).integers(0, 96, 400, np.int32)
 PARALLEL = 3
-FREE, DEAR = [1.0] * 16, [1 + 0.2 * n for n in range(16)]  # prices of passes: prompts in blocks, and in chunks of 2
+# Prices of passes: with FREE, prompts are read in blocks, with DEAR in chunks of 2.
+FREE, DEAR = [1.0] * 16, [1 + 0.2 * n for n in range(16)]
 
 
 @pytest.fixture(scope="module")
 def engines():
-    """One for several generations, and one for each alone."""
+    """An engine for several generations, and one for a single generation."""
     ours = Engine(model(), "cpu", parallel=PARALLEL, prefix_cache=2, speculation=5)
     return ours, Engine(model(), "cpu", prefix_cache=0)
 
 
 @pytest.fixture(scope="module")
 def slow():
-    """One whose passes take so long that requests meet."""
+    """An engine with passes that are slow enough for requests to overlap."""
     return Engine(model(), "cpu", parallel=PARALLEL, chaos_us=200)
 
 
 @st.composite
 def requests(draw):
-    """What a client asks for, one after the other: part of a common text and new tokens, and how it ends."""
+    """The consecutive requests of a client. Each prompt is part of a common text and new tokens; some requests are
+    cancelled.
+    """
     return [
         {
             "prompt": np.concatenate([
@@ -73,7 +76,7 @@ def test_answers_have_the_bits_of_generations_alone(engines, prices, clients):
         n = len(result.tokens)
         assert n == len(expected.tokens) or (step["cancel"] is not None and result.finish_reason == "cancelled")
         for name in ("tokens", "logprobs", "top_logprobs"):
-            assert getattr(result, name) == getattr(expected, name)[:n]  # to the last bit
+            assert getattr(result, name) == getattr(expected, name)[:n]  # equal in every bit
 
 
 DELTA = {"delta_layers": (0,), "delta_net": DeltaNetSizes(key_heads=8, value_heads=16, key_dim=4, value_dim=4)}
@@ -89,7 +92,7 @@ COMPRESSED = {
 
 @pytest.fixture(scope="module", params=[DELTA, COMPRESSED], ids=["delta net", "compressed attention"])
 def recurrent(request):
-    """As `engines`, with gated DeltaNet in the first layer, or with entries of several positions."""
+    """Like `engines`, with gated DeltaNet in the first layer, or with compressed attention."""
     made = model(**request.param)
     ours = Engine(made, "cpu", parallel=PARALLEL, prefix_cache=2, speculation=15)
     return ours, Engine(made, "cpu", prefix_cache=0)
@@ -104,8 +107,8 @@ TURNS = st.tuples(st.integers(1, 90), st.sampled_from([1, 5, 30]), st.sampled_fr
     prices=st.sampled_from([FREE, DEAR]),
 )
 def test_conversations_with_a_recurrent_state_have_the_bits_of_generations_alone(recurrent, clients, prices):
-    """Each turn adds to the text of the last one, cancelled or not: new tokens, length of the answer, and after how
-    many of its tokens it is cancelled.
+    """Each turn continues the text of the previous turn, cancelled or not. clients: for each turn the new tokens, the
+    length of the answer, and the number of tokens after which it is cancelled.
     """
     ours, alone = recurrent
     ours._backend.session.speculate(15, prices)
@@ -127,10 +130,10 @@ def test_conversations_with_a_recurrent_state_have_the_bits_of_generations_alone
     for text, limit, result in asked:
         expected = alone.generate(text, max_new_tokens=limit, stop_tokens=(), top_logprobs=2).result
         for name in ("tokens", "logprobs", "top_logprobs"):
-            assert getattr(result, name) == getattr(expected, name)[: len(result.tokens)]  # to the last bit
+            assert getattr(result, name) == getattr(expected, name)[: len(result.tokens)]  # equal in every bit
 
 
-def test_turns_of_a_recurrent_model_compute_what_is_new(recurrent):
+def test_turns_of_a_recurrent_model_compute_only_new_tokens(recurrent):
     ours, _ = recurrent
     first = ours.generate(TEXT[:60], max_new_tokens=8, stop_tokens=()).result
     again = np.concatenate([TEXT[:60], first.tokens, TEXT[300:320]])
@@ -141,7 +144,7 @@ def test_turns_of_a_recurrent_model_compute_what_is_new(recurrent):
         assert beside.cached_tokens == 0
 
 
-def test_generations_share_passes_and_say_so(engines, slow):
+def test_generations_report_shared_passes(engines, slow):
     slow._backend.session.speculate(0, FREE)
     with slow.generate(TEXT[:9], max_new_tokens=1000, stop_tokens=()) as first:
         next(first)
@@ -163,8 +166,8 @@ def test_generations_share_passes_and_say_so(engines, slow):
 
 @pytest.mark.parametrize("tokens", [0, 1])
 @pytest.mark.parametrize("cancels", [False, True])
-def test_prompt_is_copied_from_a_generation_that_runs(engines, slow, tokens, cancels):
-    """Also while that one still reads its prompt, and where it is cancelled at that moment."""
+def test_prompt_is_copied_from_a_running_generation(engines, slow, tokens, cancels):
+    """This includes a generation that is still reading its prompt, or is cancelled at that moment."""
     slow._backend.session.speculate(0, FREE)
     slow._backend._prefixes._kept.clear()
     with slow.generate(TEXT[:300], max_new_tokens=1000, stop_tokens=()) as first:
@@ -187,7 +190,7 @@ def test_prompt_is_copied_from_a_generation_that_runs(engines, slow, tokens, can
 
 
 def test_answers_from_one_prompt_compute_it_once(engines, slow):
-    """Generations that start together, as the choices of a request do."""
+    """Such generations start together, like the choices of a request."""
     slow._backend.session.speculate(0, FREE)
     slow._backend._prefixes._kept.clear()
     ask = {"max_new_tokens": 10, "stop_tokens": ()}
@@ -200,14 +203,14 @@ def test_answers_from_one_prompt_compute_it_once(engines, slow):
         assert (result.tokens, result.logprobs) == (expected.tokens, expected.logprobs)
 
 
-def test_requests_wait_where_a_pass_would_cost_too_much(slow):
+def test_requests_wait_if_a_pass_would_cost_too_much(slow):
     slow._backend.session.speculate(0, [1 + 0.6 * n for n in range(16)])
     with slow.generate(TEXT[:9], max_new_tokens=1000, stop_tokens=()) as first:
         next(first)
         second, third = (slow.generate(TEXT[n : n + 9], max_new_tokens=20, stop_tokens=()) for n in (1, 2))
         third.cancel()  # while it waits
         assert (third.result.finish_reason, third.result.tokens) == ("cancelled", ())
-        assert slow.session.slots[1].wait(0, 20) == 0  # nothing is drawn
+        assert slow.session.slots[1].wait(0, 20) == 0  # no token is drawn
     assert len(second.result.tokens) == 20
     assert [running.result.shared_passes for running in (first, second, third)] == [0, 0, 0]
 
@@ -234,8 +237,8 @@ def test_several_devices_run_one_request():
 
 
 @pytest.mark.parametrize(("available", "count"), [(10**12, cpu.MOST_PARALLEL), (None, 2), (0, 1)])
-def test_memory_decides_how_many_fit(monkeypatch, available, count):
-    """None: a quarter of what is free holds the caches of two."""
+def test_free_memory_decides_the_default_of_parallel(monkeypatch, available, count):
+    """available: bytes; None for free memory of which a quarter holds the caches of two requests."""
     cache = CONFIG.max_position_embeddings * laneformer.weights.kv_bytes_per_token(CONFIG, 0, 4)
     free = 9 * cache + laneformer.weights.weight_bytes_per_token(CONFIG) if available is None else available
     monkeypatch.setattr(cpu, "available_memory", lambda: free)

@@ -1,4 +1,4 @@
-"""Kept prefixes: which are taken, and that an answer has the same bits with and without them."""
+"""Kept prefixes: which prefix is reused, and that an answer has the same bits with and without it."""
 
 import jax
 import numpy as np
@@ -24,12 +24,12 @@ def request(tokens, **changes):
 
 
 def caches(capacity):
-    """Of one layer, in which every position has a number."""
+    """Caches of one layer, in which every position contains a number."""
     return Caches([{name: jax.numpy.zeros((1, 1, capacity, 1, 1)) for name in ("keys", "values")}])
 
 
 class Positions:
-    """A cache of prefixes whose caches hold the tokens themselves, computed as a backend would."""
+    """A prefix cache whose caches contain the tokens themselves, filled as a backend would fill them."""
 
     def __init__(self, slots):
         self.made, self.cache = [], PrefixCache(self._make, slots)
@@ -39,7 +39,9 @@ class Positions:
         return Caches(jax.tree.map(lambda array: array - 1.0, caches(capacity).layers))
 
     def run(self, tokens, capacity=256, **changes):
-        """Takes, checks what is there, computes the rest, keeps; the number of positions taken."""
+        """Takes caches, checks their content, fills the rest and keeps them. Returns the number of positions that were
+        reused.
+        """
         asked = request(tokens, **changes)
         lease = self.cache.take(asked, capacity)
         count = lease.count
@@ -75,11 +77,11 @@ def test_prefix_moves_to_larger_caches():
     assert [positions.run(TEXT[:n], c) for n, c in ((200, 256), (300, 512), (900, 1100), (100, 256))] == [
         *(0, 200, 300, 99)
     ]
-    assert positions.made == [256, 512, 1100], "larger ones than needed are used as they are"
-    assert positions.run(TEXT[500:600]) == 0 and positions.made[3:] == [256], "but not without a prefix"
+    assert positions.made == [256, 512, 1100], "caches larger than needed are reused"
+    assert positions.run(TEXT[500:600]) == 0 and positions.made[3:] == [256], "but only with a common prefix"
 
 
-def test_prefixes_are_shared_among_equal_salts_and_not_when_refused():
+def test_prefixes_are_shared_only_with_equal_salts_and_consent():
     positions = Positions(1)
     positions.run(TEXT[:100], cache_salt="a")
     assert [positions.run(TEXT[:100], cache_salt=salt) for salt in ("b", "b", "", "a")] == [0, 99, 0, 0]
@@ -116,10 +118,12 @@ def test_common_start_is_copied_and_the_conversation_stays():
     ]
 
 
-def test_a_conversation_takes_its_own_sequence_where_another_begins_alike():
-    """Not the last one, which the other conversation goes on with; a longer one is better than its own."""
+def test_conversation_prefers_its_own_sequence():
+    """It does not take the last sequence of equal length, which the other conversation continues. But a longer sequence
+    is better than its own.
+    """
     start, one, two = TEXT[:100], TEXT[:240], np.concatenate([TEXT[:100], TEXT[300:400]])
-    for key, left in (("one", two), ("", one)):  # without a key the newest is taken
+    for key, left in (("one", two), ("", one)):  # without a key the newest sequence is taken
         positions = Positions(2)
         assert [positions.run(tokens, cache_key=name) for tokens, name in ((one, "one"), (two, "two"))] == [0, 100]
         again = np.concatenate([start, TEXT[500:600]])
@@ -130,18 +134,18 @@ def test_a_conversation_takes_its_own_sequence_where_another_begins_alike():
     assert positions.run(TEXT[:250], cache_key="two") == 240
 
 
-def test_whole_sequences_are_taken_once_they_have_ended():
+def test_whole_sequences_are_taken_after_they_have_ended():
     prefixes = PrefixCache(caches, 3, 3, whole=True)
     runs = prefixes.take(request(TEXT[:100]), 256, CallId(0, 7))
     beside = prefixes.take(request(TEXT[:150]), 256, CallId(1, 8))
-    assert (beside.count, beside.source) == (0, None), "its state is that of a longer text later"
+    assert (beside.count, beside.source) == (0, None), "later its state is that of a longer text"
     prefixes.drop(beside)
     prefixes.keep(runs, runs.caches, TEXT[:99])
     for tokens, count in ((TEXT[:99], 0), (TEXT[:60], 0), (TEXT[:100], 99)):
         assert prefixes.take(request(tokens), 256, CallId(1, 9)).count == count
 
 
-def test_longest_prefix_may_be_that_of_a_request_that_runs():
+def test_longest_prefix_may_be_that_of_a_running_request():
     prefixes = PrefixCache(caches, 3, 3)
     kept = prefixes.take(request(TEXT[:80]), 256)
     prefixes.keep(kept, kept.caches, TEXT[:80])
@@ -173,7 +177,7 @@ def test_taken_caches_are_lost_with_their_request():
     assert positions.run(TEXT[:100]) == 0
 
 
-# ------------------------------------------------------------------------------------------------------ on backend cpu
+# ---- on backend cpu
 
 BFLOAT16 = {"dtype": "bfloat16"}
 ROUNDED = BFLOAT16 | {"precision": Precision(param="bfloat16", compute="bfloat16")}
@@ -197,17 +201,19 @@ VARIANTS = [  # changes of the model, options of the backend
 
 @pytest.fixture(scope="module")
 def engines(request):
-    """One that keeps up to three sequences, and one that computes every prompt, without drafts."""
+    """An engine that keeps up to three sequences, and one that computes every prompt and makes no drafts."""
     changes, options = request.param
     ours = Engine(model(**changes), "cpu", prefix_cache=3, **options)
     if most := options.get("speculation"):
-        ours._backend.session.speculate(most, [1.0] * 16)  # whatever passes cost here
+        ours._backend.session.speculate(most, [1.0] * 16)  # fixed prices of passes
     return ours, Engine(model(**changes), "cpu", prefix_cache=0, **options | {"speculation": 0})
 
 
 @st.composite
 def schedules(draw):
-    """Requests that go on from the texts of earlier ones: how much of which, what else, and how they end."""
+    """Requests that continue texts of earlier requests: which part of which text, the new tokens, the settings, and
+    whether the request is cancelled.
+    """
     return [
         {
             "of": draw(st.integers(0, 5)),
@@ -226,7 +232,7 @@ def schedules(draw):
 
 
 def next_prompt(texts, step):
-    """Part of an earlier text, perhaps with one other token, and new tokens."""
+    """A prompt of part of an earlier text, perhaps with its last token changed, and new tokens."""
     old = texts[-1 - step["of"] % len(texts)]
     begin = old[: round(step["share"] * len(old))].copy()
     if step["change"] and len(begin):
@@ -257,14 +263,16 @@ def test_answers_have_the_bits_of_requests_alone(engines, schedule):
         n = len(result.tokens)
         assert n == len(expected.tokens) or result.finish_reason == "cancelled"
         for name in ("tokens", "logprobs", "top_logprobs"):
-            assert getattr(result, name) == getattr(expected, name)[:n]  # to the last bit
+            assert getattr(result, name) == getattr(expected, name)[:n]  # equal in every bit
         assert expected.cached_tokens == 0 and (step["keep"] or result.cached_tokens == 0)
         check_kept(ours, alone, step["keep"], np.concatenate([prompt, np.array(expected.tokens, np.int32)]))
         texts.append(np.concatenate([prompt, np.array(result.tokens, np.int32)]))
 
 
 def check_kept(ours, alone, keeps, text):
-    """The tokens that are kept are the text's, and their keys and values those of the text computed alone."""
+    """Checks that the kept tokens begin the text, and that their keys and values equal those of the text computed
+    alone.
+    """
     [reference] = alone._backend._prefixes._kept
     kept = ours._backend._prefixes._kept[-1 if keeps else 0]
     n = len(kept.tokens)
@@ -275,7 +283,7 @@ def check_kept(ours, alone, keeps, text):
 
 @needs_library
 @pytest.mark.parametrize("devices", [1, 8])
-def test_second_turn_computes_what_is_new(devices):
+def test_second_turn_computes_only_new_tokens(devices):
     made = model(None if devices == 1 else laneformer.make_mesh(devices))
     engine, alone = Engine(made, "cpu"), Engine(made, "cpu", prefix_cache=0)
     assert (engine.conditions["prefix_cache"], alone.conditions["prefix_cache"]) == (1, 0)
@@ -288,7 +296,7 @@ def test_second_turn_computes_what_is_new(devices):
     again = engine.generate(second, **ask).result
     assert (again.cached_tokens, again.tokens) == (279, expected.tokens)
     assert engine._backend._runs[0]._cache_size() == alone._backend._runs[0]._cache_size() + 1, (
-        "a prefix needs no other program"
+        "a prefix must not need another program"
     )
     whole = engine.generate(np.resize(TEXT, CONFIG.max_position_embeddings - 5), stop_tokens=()).result
     full = [*np.resize(TEXT, CONFIG.max_position_embeddings - 5), *whole.tokens[:4]]
@@ -297,7 +305,7 @@ def test_second_turn_computes_what_is_new(devices):
 
 
 @needs_library
-def test_cancelled_prompt_leaves_what_it_absorbed():
+def test_cancelled_prompt_keeps_its_computed_positions():
     engine = Engine(model(), "cpu", chaos_us=300)
     generation = engine.generate(TEXT[:1000], max_new_tokens=2)
     generation.cancel()
@@ -312,7 +320,7 @@ def test_cancelled_prompt_leaves_what_it_absorbed():
 
 
 @needs_library
-def test_failed_call_leaves_nothing(monkeypatch):
+def test_failed_call_keeps_nothing(monkeypatch):
     engine = Engine(model(), "cpu")
     expected = engine.generate(TEXT[:100], max_new_tokens=5).result
     run = engine._backend._runs[0]
@@ -328,7 +336,7 @@ def test_failed_call_leaves_nothing(monkeypatch):
     assert result.cached_tokens == 0 and result.logprobs == expected.logprobs
 
 
-def test_backend_without_kept_prefixes():
+def test_backend_xla_keeps_no_prefixes():
     engine = Engine(model(), "xla", prefix_cache=False)
     for _ in range(2):
         assert engine.generate(TEXT[:100], max_new_tokens=1).result.cached_tokens == 0

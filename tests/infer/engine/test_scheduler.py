@@ -1,4 +1,4 @@
-"""Several generations at once on emulated GPUs (tests/support/emulated.py): each has the bits that it has alone."""
+"""Several concurrent generations on emulated GPUs (tests/support/emulated.py): each has the bits that it has alone."""
 
 import itertools
 import threading
@@ -30,7 +30,7 @@ def available():
 
 
 def make_engines(config, parallel=2, **options):
-    """One for several generations, and one for each alone."""
+    """An engine for several generations, and one for a single generation."""
     model = model_of(config)
     return make_engine(model, parallel=parallel, **options), make_engine(model, **options)
 
@@ -49,7 +49,7 @@ def engines():
 
 
 def ask_together(engine, clients: list[list[dict]]) -> list[tuple[dict, infer.Result]]:
-    """What clients get that ask for one answer after the other, as many at once as the engine can."""
+    """The answers to clients that each send one request after another, as many at a time as the engine allows."""
     answers, room = [], threading.Semaphore(engine.parallel)
 
     def run(*steps):
@@ -66,7 +66,7 @@ def ask_together(engine, clients: list[list[dict]]) -> list[tuple[dict, infer.Re
 
 
 def check(engine, answers) -> None:
-    """Each answer has the bits of this engine's, as far as it got."""
+    """Checks that each answer has the bits of this engine's answer, up to its end."""
     for ask, result in answers:
         expected, count = engine.generate(**ask).result, len(result.tokens)
         assert count == len(expected.tokens) or result.finish_reason == "cancelled"
@@ -75,7 +75,9 @@ def check(engine, answers) -> None:
 
 
 def client(seed: int, vocab: int, requests: int) -> list[dict]:
-    """Prompts that the kernel reads or that XLA has blocks of; other settings, stops and lengths; some leave."""
+    """The requests of a client: prompts for the kernel or for blocks of XLA, with various settings, stop tokens and
+    lengths. Some are cancelled.
+    """
     rng = np.random.default_rng(seed)
     return [
         {
@@ -97,7 +99,7 @@ def test_three_clients_get_the_bits_of_generations_alone(seed, engines):
     check(alone, ask_together(ours, [client(10 * seed + n, vocab, 3) for n in range(3)]))
 
 
-def test_generations_share_passes_and_say_so(engines):
+def test_generations_report_shared_passes(engines):
     ours, alone = engines
     assert ours.parallel == ours.conditions["parallel"] == 2 and alone.conditions["parallel"] == 1
     first = ours.generate([3], max_new_tokens=300, stop_tokens=())
@@ -114,8 +116,8 @@ def test_generations_share_passes_and_say_so(engines):
     assert count < 300 and [token.others for token in ours.generate([3], max_new_tokens=4)] == [0] * 4
 
 
-def test_generations_that_run_together_have_drafts(engines):
-    """From the text and from predictions, right and wrong, in all the calls of a generation."""
+def test_concurrent_generations_have_drafts(engines):
+    """Drafts come from the text and from predictions, right and wrong, in all calls of a generation."""
     alone = engines[1]
     ours = make_engine(model_of(small.windowed_model()[0]), parallel=2, speculation=3)
     assert ours.conditions["speculation"] == 3 and ours.conditions["parallel"] == 2
@@ -133,7 +135,7 @@ def test_generations_that_run_together_have_drafts(engines):
     found = {ask["prompt"][0]: result.drafting for ask, result in answers}
     assert found[0].predicted_accepted > 25 and found[0].tokens_per_pass > 1.5
     assert found[3].predicted_accepted > 15 and sum(found[3].rows[2:]) == 0
-    assert found[0].passes + sum(found[0].accepted) == 59  # the first token is that of the prompt's last pass
+    assert found[0].passes + sum(found[0].accepted) == 59  # the prompt's last pass draws the first token
     forced = [*range(5, 25)] * 2
     with ours.generate([3], max_new_tokens=300, stop_tokens=()) as other:
         next(other)
@@ -141,8 +143,8 @@ def test_generations_that_run_together_have_drafts(engines):
     assert list(result.tokens) == forced and result.drafting.tokens_per_pass > 1.3
 
 
-def test_a_long_prompt_is_read_between_calls(engines, monkeypatch):
-    """A block at a time; the other generation has some passes between two blocks."""
+def test_long_prompt_is_read_between_calls(engines, monkeypatch):
+    """XLA reads one block at a time, and the other generation runs some passes between two blocks."""
     ours, alone = engines
     monkeypatch.setattr("infer.engine.gpu.BLOCK", 64)
     ask = {"prompt": small.prompt_of(ours.config, 330), "max_new_tokens": 5, "stop_tokens": ()}
@@ -160,7 +162,7 @@ def test_a_long_prompt_is_read_between_calls(engines, monkeypatch):
 
 
 @pytest.mark.slow
-def test_recurrent_states_and_kernel_prompts():
+def test_recurrent_states_and_kernel_prompts_change_no_bit():
     ours, alone = make_engines(small.make_config(**DELTA_NET["delta net"]), parallel=3)
     vocab = ours.config.vocab_size
     check(alone, ask_together(ours, [client(n, vocab, 4) for n in range(4)]))
@@ -169,18 +171,18 @@ def test_recurrent_states_and_kernel_prompts():
 
 
 @pytest.mark.slow
-def test_several_devices_of_a_process(tmp_path):
+def test_several_devices_of_a_process_change_no_bit(tmp_path):
     laneformer.save_hf(model_of(small.windowed_model()[0]), tmp_path)
     options = {"devices": 3} | emulated.engine_options()
     ours, alone = (infer.Engine.load(tmp_path, "cuda", parallel=n, **options) for n in (2, 1))
     check(alone, ask_together(ours, [client(n, ours.config.vocab_size, 2) for n in range(3)]))
 
 
-def test_a_device_error_ends_the_generations_that_run(engines, monkeypatch):
+def test_device_error_ends_the_running_generations(engines, monkeypatch):
     ours, alone = engines
     before = alone.generate([1], max_new_tokens=5).result.tokens
     with monkeypatch.context() as patch:
-        patch.setattr("infer.engine.native.power_of_two", lambda n: 1)  # caches that are too small for the call
+        patch.setattr("infer.engine.native.power_of_two", lambda n: 1)  # makes caches that are too small for the call
         patch.setattr("infer.engine.native.SMALLEST_CACHE", 1)
         ours._backend._scheduler._layers = None
         with pytest.raises(NativeError, match="do not fit the cache"):
@@ -192,7 +194,7 @@ def test_a_device_error_ends_the_generations_that_run(engines, monkeypatch):
     ("parallel", "speculation", "rows"),
     [(1, 0, 1), (1, 1, 2), (1, 2, 4), (3, 0, 3), (2, 1, 3), (2, 3, 4), (4, 3, 5), (8, 1, 8)],
 )
-def test_rows_are_for_requests_and_drafts(parallel, speculation, rows):
+def test_rows_cover_requests_and_drafts(parallel, speculation, rows):
     assert rows_for(parallel, speculation) == rows
 
 

@@ -64,16 +64,16 @@ def test_unfinished_function_fails(add):
             " 2))\n```\nand\n```bash\npython add.py\n```"
         ),
         "def add(a, b):\n    return a + b\n",
-        "```python\ndef add(a, b):\n    return a + b\n\nThis was cut",  # the block was not closed
+        "```python\ndef add(a, b):\n    return a + b\n\nThis was cut",  # the block is not closed
         "```python\nadd = lambda a, b: a + b\n```",
-        "```python\n    return a + b\n```",  # no signature: continues the prompt
+        "```python\n    return a + b\n```",  # without a signature, the code continues the prompt
         "    return a + b",
         "  ```python\n  x = 1\n  ```\n```python\ndef add(a, b):\n    return a + b\n```",
     ],
 )
 def test_program_in_a_chat_answer_is_found(add, answer):
     found = from_chat(add, answer)
-    assert passes(add, found.solution)  # with half(), which is only in the prompt
+    assert passes(add, found.solution)  # it uses half(), which only the prompt defines
     assert passes(add, add.prompt + found.completion)
 
 

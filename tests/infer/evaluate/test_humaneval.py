@@ -1,4 +1,4 @@
-"""From problems to a report, with engines that write given texts."""
+"""The whole way from problems to a report, with engines that write given texts."""
 
 import dataclasses
 import json
@@ -23,7 +23,7 @@ RIGHT, WRONG = (
 
 
 class Scripted:
-    """An engine that answers prompts by the function they end with; its tokens are characters."""
+    """An engine that looks up its answer by the function that the prompt ends with. Its tokens are characters."""
 
     def __init__(self, answers, context=1000):
         self.answers, self.asked, self.warm = answers, [], []
@@ -56,7 +56,7 @@ def problems(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judge():
-    with Judge("rlimits") as made:  # the programs here are our own
+    with Judge("rlimits") as made:  # no isolation: the programs here are our own
         yield made
 
 
@@ -107,7 +107,7 @@ def test_samples_have_different_seeds(problems, judge):
     assert len(again) == 11
     later = Scripted(RIGHT)
     list(generate(later, problems, max_new_tokens=50, samples=10, sampling=sampling, done={"HumanEval/0": 9}))
-    assert [asked.seed for _, asked, _ in later.asked] == seeds[9:]  # wherever one begins
+    assert [asked.seed for _, asked, _ in later.asked] == seeds[9:]  # the same seeds, wherever it begins
     other = Scripted(RIGHT)
     list(generate(other, problems, max_new_tokens=50, samples=10, sampling=dataclasses.replace(sampling, seed=6)))
     assert not {asked.seed for _, asked, _ in other.asked} & set(seeds)
@@ -139,7 +139,7 @@ def test_chat_mode_uses_the_template(problems, judge):
     report = evaluate(engine, problems, max_new_tokens=50, judge=judge, chat=Template())
     assert [v.passed for v in report.verdicts] == [True, False]
     assert "self-contained Python script" in engine.asked[0][0] and engine.asked[0][2] == ()
-    assert engine.stop_tokens == (0, 1000), "the end of a turn ends an answer"
+    assert engine.stop_tokens == (0, 1000), "the end of a turn must end an answer"
     assert engine.channels == ("channels of", len(engine.asked[-1][0]))
     assert report.settings["mode"] == "chat" and report.settings["template_sha256"] == "0" * 64
 
@@ -152,7 +152,7 @@ def test_request_sizes_are_warmed_up_first(problems):
 
 
 def test_real_model_is_scored(problems, judge):
-    """A model of random weights is run, and fails."""
+    """Runs a model with random weights, whose answers all fail."""
     config = laneformer.ModelConfig(
         vocab_size=128,
         hidden_size=32,
@@ -200,7 +200,7 @@ def test_both_forms_of_samples_are_read(tmp_path, problems, judge):
     samples = read_samples(write_jsonl(tmp_path / "s.jsonl", rows), problems)
     report = score(samples, problems, judge)
     assert report.pass_at == {1: 1.0} and report.as_json()["generation"] is None and report.speed is None
-    # What we write, other evaluators read: both fields, and the same program.
+    # Our samples have both fields, with the same program, so that other evaluation tools can read them.
     for sample in generate(Scripted(RIGHT), problems, max_new_tokens=50):
         assert sample.solution == problems[sample.task_id].prompt + sample.completion
 
@@ -244,7 +244,7 @@ def test_truncated_sample_file_is_resumed(tmp_path, problems):
     with pytest.raises(ConfigError, match=r"other settings \(max_new_tokens\): name another file"):
         SampleFile(path, {**settings, "max_new_tokens": 4}, problems)
     path.with_suffix(".settings.json").unlink()
-    with pytest.raises(ConfigError, match="other settings"):  # a file from elsewhere is not added to
+    with pytest.raises(ConfigError, match="other settings"):  # no samples are appended to a file from elsewhere
         SampleFile(path, settings, problems)
     assert path.read_bytes() == whole
 
@@ -265,5 +265,5 @@ def test_known_verdicts_are_reused(tmp_path, problems, judge):
         verdicts.known.update(known)
         again: Report = score(samples, problems, judge, verdicts=verdicts)
     assert again.verdicts[0].outcome.error == "as the file says" and again.verdicts[1] == report.verdicts[1]
-    with VerdictFile(path, {"data": "other"}) as verdicts:  # other problems, other sandbox: run again
+    with VerdictFile(path, {"data": "other"}) as verdicts:  # other conditions: run all again
         assert not verdicts.known

@@ -1,4 +1,4 @@
-"""Data files as problems; test_published_sets.py reads the published files."""
+"""Reading problems from data files. test_published_sets.py reads the published files."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ def test_mbpp_file_is_read(tmp_path):
     assert (
         least.prompt == '"""\nWrite a function to find the least of some numbers. \nassert least([3, 1, 2]) == 1\n"""\n'
     )
-    assert (least.entry_point, area.entry_point) == ("least", "area")  # not round, which the test calls first
+    assert (least.entry_point, area.entry_point) == ("least", "area")  # not `round`, which the test calls first
     assert "assert least([5]) == 5" in least.test
 
 
@@ -55,7 +55,7 @@ def test_defective_tests_are_repaired(tmp_path):
     assert outcome(problems["HumanEval/32"], "def find_zero(xs): return -xs[0] / xs[1]")
     assert not outcome(
         problems["HumanEval/32"], "def find_zero(xs): return -3 * xs[0]"
-    )  # below zero, which is not near it
+    )  # the result is below zero, but not near it
     assert problems.notes == (
         "HumanEval/32: test repaired (no solution passed: coefficients and result in the wrong places)",
     )
@@ -80,7 +80,9 @@ def test_defective_tests_are_repaired(tmp_path):
 
 
 def test_loose_comparisons_are_repaired(tmp_path):
-    """As EvalPlus's evaluator, which compares lengths and copies inputs: both kinds of programs passed before."""
+    """Repaired tests compare lengths and copy inputs, as EvalPlus's evaluator does. Without the repairs, wrong programs
+    of both kinds passed.
+    """
     (close, _, _), (reference, _, _) = REPAIRS[2:]
     test = (
         "import numpy as np\ndef assertion(out, exp, atol):\n    if out != exp and atol != 0:\n"
@@ -113,7 +115,7 @@ def outcome(problem, solution):
     return True
 
 
-def test_every_packing_is_read(tmp_path):
+def test_every_file_format_is_read(tmp_path):
     rows = [ADD, TWICE]
     plain = write_jsonl(tmp_path / "a.jsonl", rows)
     packed = tmp_path / "a.jsonl.gz"
@@ -148,7 +150,7 @@ def test_bad_files_are_refused(tmp_path, content, message):
         load_problems(path)
 
 
-def test_names_are_loaded_with_datasets(monkeypatch):
+def test_data_set_names_are_loaded_with_datasets(monkeypatch):
     asked = []
 
     def load_dataset(path, config, split):

@@ -1,5 +1,5 @@
-"""The published data sets, where LANEFORMER_EVALUATION_DATA names the folder of their files: reference solutions pass,
-wrong ones fail.
+"""The published data sets: reference solutions pass, wrong ones fail. The tests are skipped unless
+LANEFORMER_EVALUATION_DATA names the folder with their files.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def test_published_files_are_read(file):
     problems = load_problems(DATA / file)
     assert (problems.kind, len(problems)) == FILES[file]
     for problem in problems:
-        compile(problem.prompt, problem.task_id, "exec")  # so that a whole program may follow it
+        compile(problem.prompt, problem.task_id, "exec")  # a whole program may follow it
 
 
 def test_mbpp_prompts_match_evalplus():

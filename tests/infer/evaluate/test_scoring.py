@@ -1,4 +1,4 @@
-"""Judging programs, and the statistics, against direct counting and closed forms."""
+"""Judging programs, and the statistics against direct counting and closed forms."""
 
 import itertools
 import math
@@ -22,20 +22,20 @@ def problems(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def made():
-    with Judge("rlimits") as judge:  # the programs here are our own
+    with Judge("rlimits") as judge:  # no isolation: the programs here are our own
         yield judge
 
 
 @pytest.fixture
 def judge(made, monkeypatch):
-    """As new."""
+    """The judge in the state of a new one: no reference solution has been run."""
     monkeypatch.setattr(made, "_references", {})
     monkeypatch.setattr(made, "slowness", made.slowness)
     return made
 
 
 @given(st.integers(1, 8), st.integers(0, 8), st.integers(1, 8))
-def test_pass_at_k_is_the_share_of_draws_with_a_right_one(n, c, k):
+def test_pass_at_k_is_the_share_of_draws_with_a_correct_sample(n, c, k):
     c = min(c, n)
     if k > n:
         assert pass_at_k({"a": (n, c)}, k) is None
@@ -49,19 +49,19 @@ def test_pass_at_k_is_the_mean_over_problems():
     assert pass_at_k({"a": (2, 1), "b": (4, 4), "c": (1, 0)}, 2) is None
     assert pass_at_k({"a": (200, 3)}, 100) == pytest.approx(
         1 - math.prod(1 - 100 / i for i in range(198, 201))
-    )  # as in OpenAI's code
+    )  # the formula of OpenAI's code
 
 
 @given(st.integers(1, 500), st.floats(0, 1))
 def test_interval_inverts_the_score_test(n, share):
-    """Its ends solve (p - x)^2 = z^2 x (1 - x) / n."""
+    """The ends of the interval solve (p - x)^2 = z^2 x (1 - x) / n."""
     low, high = wilson(share, n)
     assert 0 <= low <= share + 1e-12 and share - 1e-12 <= high <= 1
     for x in (low, high):
         assert (share - x) ** 2 == pytest.approx(1.959963984540054**2 * x * (1 - x) / n, abs=1e-9)
 
 
-def test_intervals_match_published_ones():
+def test_intervals_match_published_intervals():
     for passed, total, low, high in [(82, 164, 0.42, 0.58), (74, 164, 0.38, 0.53), (195, 378, 0.47, 0.57)]:
         assert [round(end, 2) for end in wilson(passed / total, total)] == [low, high]
 
@@ -118,7 +118,7 @@ def test_limits_follow_the_machine_and_the_reference(judge, problems):
     assert judge.slowness >= 1
     judge.slowness, judge._references = 1.0, {add: 0.01, twice: 3.0}
     assert judge.limits(add).cpu_seconds == 5 and judge.limits(twice).cpu_seconds == 12
-    judge.slowness = 10.0  # a core ten times slower gives ten times as long
+    judge.slowness = 10.0  # on a core that is ten times slower, programs get ten times as long
     assert judge.limits(add).cpu_seconds == 50 and judge.limits(add).wall_seconds > 200
 
 

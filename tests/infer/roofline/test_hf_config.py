@@ -1,4 +1,4 @@
-"""config.json files that `infer roofline` is given: what they are taken for, their names, and damaged ones."""
+"""config.json files for `infer roofline`: the kind of model, the model's name, and damaged files."""
 
 import json
 
@@ -42,7 +42,7 @@ def test_errors_name_file_and_field(read, values, shown):
     assert shown in text and "some-model.json: " in text and "\n" not in text
 
 
-def test_models_that_run_here_are_no_mixtures(read):
+def test_models_that_run_here_are_not_read_as_mixtures(read):
     for kind in ("laneformer_tp", "llama", "mistral", "olmo2"):
         assert not read(tiny.values(model_type=kind)).is_moe
     for values in (MIXTRAL, KIMI, {"model_type": "jamba"}, {"model_type": ["llama"]}, {}):

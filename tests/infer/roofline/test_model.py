@@ -77,7 +77,7 @@ def test_public_figures_are_reproduced():
 def test_references_are_close():
     table = references()
     for figure, difference in zip(column(table, "figure"), column(table, "difference %"), strict=True):
-        assert abs(difference) < 5 or "3,000 tok/s, s" in figure  # "under 20 s" is a bound
+        assert abs(difference) < 5 or "3,000 tok/s, s" in figure  # the public figure "under 20 s" is a bound
     under = next(row for row in table.rows if "3,000 tok/s, s" in row[0])
     assert under[3] == pytest.approx(50_000 / 3000) and under[3] < under[1]
 
@@ -85,9 +85,9 @@ def test_references_are_close():
 @pytest.mark.parametrize(
     ("devices", "ceiling", "megabytes"), [(8, 7742, 555.4), (4, 3871, 1110.8), (2, 1935, 2221.7), (1, 968, 4443.3)]
 )
-def test_2b_at_a_copy_rate_of_4300(devices, ceiling, megabytes):
+def test_2b_at_4300_gb_per_s_has_the_documented_floors(devices, ceiling, megabytes):
     found = token(LARGE, make_node("h200", devices, bandwidth=4.3e12), Work())
-    # Floors of the kernel's design, without keys and values (0.25 MB are written) and the embedding's row.
+    # The lower bounds in the kernel's design, without keys and values (0.25 MB are written) and the embedding's row.
     assert found.ceiling == pytest.approx(ceiling, abs=1) and found.bytes / devices / 1e6 == pytest.approx(
         megabytes, rel=2e-4
     )
@@ -97,7 +97,7 @@ def test_2b_at_a_copy_rate_of_4300(devices, ceiling, megabytes):
 
 
 def test_norms_after_modules_add_bytes_and_edges():
-    """Per layer two vectors, and two square sums that a whole device waits for."""
+    """Each layer reads two more vectors, and a whole device waits for two more square sums."""
     node, layers = make_node("h200", 8), LARGE.num_hidden_layers
     before, after = (token(LARGE.replace(norm_after=norm), node, Work()) for norm in (None, "lane"))
     assert after.bytes - before.bytes == 2 * layers * LARGE.hidden_size * 2
@@ -151,9 +151,9 @@ def test_waits_match_hand_computation():
     assert waited("tp", 2.5) == pytest.approx(4 * 2.5)
     assert waited("parallel", 2.5) == pytest.approx(2 * 2.5)
     assert waited("none", 2.5) == 0
-    # dtp(2): sent at 1 and 2, wanted at 3 and, after the wait, at 4.5. Sent at 2 it is there at 4.5.
+    # dtp(2): exchanges start at 1 and 2 and land at 3 and 4 (4.5 after a wait). With 2.5 s the second arrives at 4.5.
     assert waited("dtp(2)", 2.0) == 0 and waited("dtp(2)", 2.5) == pytest.approx(0.5)
-    # The second exchange is short of 1 s more when the module before its landing is shorter.
+    # The second exchange waits longer if the module before its landing is shorter.
     assert waited("dtp(2)", 2.5, [1.0, 1.0, 1.0, 0.25]) == pytest.approx(0.5 + 0.75)
 
 
@@ -205,7 +205,7 @@ def test_longer_delays_hide_more():
     assert hides[1:] == sorted(hides[1:])
 
 
-def test_context_slows_and_fewer_bits_speed_up():
+def test_longer_context_is_slower_and_fewer_bits_are_faster():
     node = make_node(**H200)
     by = by_context(LARGE, node, Work())
     assert column(by, "context") == [0, 512, 1024, 2048, 4096]
@@ -217,8 +217,8 @@ def test_context_slows_and_fewer_bits_speed_up():
     assert column(table, "weights")[0] == "float32" and rates[0] < rates[1] < rates[-1]
 
 
-def test_quantized_matrices_have_their_own_bytes():
-    """A model in which two matrices of one layer are packed, against the same in 16 bits."""
+def test_quantized_matrices_count_the_bytes_of_their_format():
+    """Compares a model with two packed matrices in one layer to the same model in 16 bits."""
     table, packed = parameter_table(SMALL), {"layers.1.attention.wq": 1.0, "layers.3.feed_forward.w2": 4.25 / 8}
     usual, mixed = Work(context=20), Work(context=20, packed=packed)
     saved = sum(table[path].read * (2 - size) for path, size in packed.items())
@@ -237,7 +237,7 @@ def test_quantized_matrices_have_their_own_bytes():
 
 def test_lanes_raise_the_ceiling_in_proportion():
     table = by_lanes(LARGE, make_node(**H200), Work(), H200)
-    assert column(table, "lanes") == [1, 2, 4, 8]  # 16 would fit the heads; a node has 8
+    assert column(table, "lanes") == [1, 2, 4, 8]  # the heads allow 16 lanes, but a node has 8 devices
     ceilings = column(table, "ceiling tok/s")
     assert ceilings == pytest.approx([n * ceilings[0] for n in (1, 2, 4, 8)])
     rates = column(table, "tok/s")

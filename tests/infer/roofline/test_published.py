@@ -10,7 +10,7 @@ from infer.roofline.published import MOE, find_moe
 from infer.roofline.report import nominal_table
 from laneformer.errors import ConfigError
 
-# Billions of weights that one token reads, rounded by hand from the published dimensions, and bytes of each.
+# Billions of weights that one token reads, rounded by hand from the published dimensions, and bytes per weight.
 HAND = {
     "qwen3-coder-next": [(1.510, 1), (0.151, 1), (0.050, 2), (0.327, 1), (1.213, 1), (0.311, 2)],
     "gpt-oss-120b": [(3.583, 4.25 / 8), (0.013, 2), (0.956, 2), (0.579, 2)],
@@ -20,7 +20,7 @@ HAND = {
 GIGABYTES = {"qwen3-coder-next": 3.92, "gpt-oss-120b": 5.00, "deepseek-v4-flash": 10.80, "kimi-k2.6": 32.98}
 
 
-# Name, weights that one token reads, and format of each part, written by hand from the published dimensions.
+# Name of each part, number of weights that one token reads, and their format, by hand from the published dimensions.
 PARTS = {
     "qwen3-coder-next": (
         ("routed experts, 10 of 512", 48 * 10 * 3 * 512 * 2048, "fp8"),
@@ -44,7 +44,7 @@ PARTS = {
             43 * (4096 * 1024 + 1024 * 64 * 512 + 4096 * 512 + 64 * 512 * 1024 + 8 * 1024 * 4096),
             "fp8",
         ),
-        # 21 layers join 4 positions, with an indexer of 64 heads of 128; 20 join 128; the first two join none
+        # 21 layers compress 4 positions, with an indexer of 64 heads of 128; 20 layers 128; the first two none
         (
             "compressor and indexer",
             21 * (4 * 4096 * 512 + 1024 * 64 * 128 + 4096 * 64 + 4 * 4096 * 128) + 20 * 2 * 4096 * 512,
@@ -69,7 +69,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("name", MOE)
-def test_parts_by_hand(name):
+def test_parts_match_hand_computation(name):
     assert tuple((part.name, part.read, part.format) for part in MOE[name].parts) == PARTS[name]
 
 
@@ -89,24 +89,24 @@ def test_nominal_figures_match_their_rules():
     rows = [dict(zip(names, row, strict=True)) for row in table.rows]
     rules = {"qwen3-coder-next": 3.00, "gpt-oss-120b": 5.00, "deepseek-v4-flash": 9.45, "kimi-k2.6": 33.6}
     nominal = [row for row in rows if row["nominal tok/s"] is not None]
-    assert len(nominal) == 8 and len(rows) == 12  # the node that was asked for has none
+    assert len(nominal) == 8 and len(rows) == 12  # the requested node has no nominal figures
     for row in nominal:
         assert row["its GB/token"] == pytest.approx(rules[row["model"]], rel=8e-3)
         assert row["27.3% tok/s"] < row["35.7% tok/s"] < row["ceiling tok/s"]
         assert row["to nominal %"] == pytest.approx(100 * (row["its GB/token"] / row["bottom-up GB"] - 1))
     close = {row["model"]: row["to nominal %"] for row in nominal}
     assert abs(close["gpt-oss-120b"]) < 1 and close["qwen3-coder-next"] < -20
-    assert len(nominal_table(list(MOE.values()), make_node("h200", 8)).rows) == 8  # asked for is a public node itself
+    assert len(nominal_table(list(MOE.values()), make_node("h200", 8)).rows) == 8  # this node is one of the public ones
 
 
-def test_labels_give_other_ceilings():
+def test_labels_give_different_ceilings():
     h200 = make_node("h200", 8).total_bandwidth
     for active, size, rate in ((13e9, 1, 844), (32e9, 0.5, 686), (5.1e9, 0.5, 4303)):
         assert 0.357 * h200 / (active * size) == pytest.approx(rate, rel=2e-3)
 
 
 def test_cache_and_state_are_counted():
-    gpt = MOE["gpt-oss-120b"]  # 36 layers of 2 x 8 heads x 64, every other one of a window of 128
+    gpt = MOE["gpt-oss-120b"]  # 36 layers of 2 x 8 heads x 64, every other one with a window of 128
     assert gpt.kv_bytes(100, "bfloat16") == 36 * 2 * 8 * 64 * 100 * 2
     assert gpt.kv_bytes(1000, "fp8") == 18 * 2 * 8 * 64 * (1000 + 128)
     assert MOE["kimi-k2.6"].kv_bytes(10, "bfloat16") == 61 * 576 * 10 * 2
@@ -121,9 +121,9 @@ def test_unknown_names_are_refused():
         find_moe("kimi")
 
 
-def test_a_model_that_runs_reads_what_its_dimensions_say():
-    """The blocks' own weights and state against the published dimensions. These leave out the vectors of Qwen3-Next,
-    and have compressors and indexers of DeepSeek-V4 in FP8, which are in bfloat16 here.
+def test_runnable_models_read_the_bytes_of_their_dimensions():
+    """Compares the weights and state of the blocks to the published dimensions. The dimensions leave out the vectors of
+    Qwen3-Next. They count the compressors and indexers of DeepSeek-V4 in FP8, which are bfloat16 in the blocks.
     """
     found, work = MOE["qwen3-coder-next"], Work(context=100, packed=packed_bytes("qwen3_next_80b"))
     assert sum(bytes_by_part(QWEN3_NEXT_80B, work).values()) == pytest.approx(

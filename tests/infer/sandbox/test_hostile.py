@@ -1,4 +1,4 @@
-"""Programs that try to pass without solving their problem, and programs that try to reach out of the sandbox; every one
+"""Programs that try to pass without solving their problem, and programs that try to reach out of the sandbox. Each one
 is run at every isolating level of this machine.
 """
 
@@ -32,7 +32,7 @@ def box(request):
 
 
 def outcomes(box, jobs):
-    """The verdict and error of each job, a name -> arguments of Sandbox.run."""
+    """Name -> (verdict, error) of each job. jobs: name -> arguments of Sandbox.run."""
     with ThreadPoolExecutor(2) as pool:
         running = {name: pool.submit(box.run, *args, **named) for name, (args, named) in jobs.items()}
         return {name: (job.result().verdict, job.result().error) for name, job in running.items()}
@@ -50,14 +50,14 @@ def test_names_of_tests_are_out_of_reach(box):
 
 
 def traces():
-    """What hostile programs leave on the machine."""
+    """Traces of hostile programs on this machine: files, shared memory and message queues."""
     found = {os.path.join(folder, n) for folder in FOLDERS if os.path.isdir(folder) for n in os.listdir(folder)}
     lines = [line for kind in ("shm", "msg") for line in Path(f"/proc/sysvipc/{kind}").read_text().splitlines()]
     return {path for path in found if MARK in path} | {line for line in lines if str(KEY) in line.split()[:1]}
 
 
 def test_nothing_outside_is_reached(box, tmp_path):
-    """Every attempt fails, the next program is not affected, and no trace is left."""
+    """Every attempt fails and leaves no trace."""
     for folder in ("/tmp", "/var/tmp", "/dev/shm"):
         assert not (Path(folder) / MARK).exists()
     bait = [Path(folder) / f"{MARK}.bait" for folder in ("/tmp", "/var/tmp", "/dev/shm") if os.access(folder, os.W_OK)]

@@ -1,4 +1,4 @@
-"""What tests see of the program that they call by message."""
+"""Tests of a program that they call by message: they work as if they ran in the program's process."""
 
 import os
 import signal
@@ -12,7 +12,7 @@ from tests.support.sandboxes import LIMITS, verdict
 
 @pytest.fixture(scope="module")
 def box():
-    with Sandbox("rlimits") as made:  # the programs here are our own
+    with Sandbox("rlimits") as made:  # no isolation: the programs here are our own
         yield made
 
 
@@ -76,7 +76,7 @@ SEEN = {
 
 
 @pytest.mark.parametrize("name", SEEN)
-def test_tests_see_the_program_as_if_they_were_in_it(box, name):
+def test_tests_work_as_if_they_ran_in_the_program(box, name):
     assert verdict(box, *SEEN[name]) == ("passed", "")
 
 
@@ -97,7 +97,7 @@ def test_failures_name_their_exception(box, solution, test, error):
     assert verdict(box, solution, test) == ("failed", error)
 
 
-def test_tests_have_the_limits_of_a_program(box):
+def test_tests_have_the_limits_of_programs(box):
     limits = Limits(cpu_seconds=1, wall_seconds=30)
     assert verdict(box, "", "while True: pass", limits) == ("timeout", "the tests took more than 1 s of CPU time")
     assert verdict(box, "f = lambda: 1", "x = bytearray(6 << 30)")[0] == "memory"
@@ -112,10 +112,10 @@ def test_tests_do_not_influence_each_other(box):
     assert verdict(box, "", "import math\nassert math.isclose(1, 1) and abs(-3) == 3")[0] == "passed"
     draw = "import random, numpy\nassert f(random.random(), float(numpy.random.rand())) == 0"
     drawn = {verdict(box, "def f(*x): raise ValueError(x)", draw)[1] for _ in range(3)}
-    assert len(drawn) == 3, "forks of one process draw different numbers"
+    assert len(drawn) == 3, "forks of one process must draw different numbers"
 
 
-def test_judge_that_died_is_replaced(box):
+def test_dead_judge_is_replaced(box):
     assert verdict(box, "", "assert True")[0] == "passed"
     first = box._judge
     os.killpg(first._process.pid, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""The sandbox and attacks on it, each of which is run."""
+"""The sandbox, and attacks on it. Every attack is executed."""
 
 import contextlib
 import os
@@ -31,14 +31,14 @@ def box(request):
 
 @pytest.fixture(scope="module")
 def usual_box():
-    """The sandbox of level auto, or resource limits, for what does not depend on the level."""
+    """A sandbox of level auto, or rlimits if none works, for tests that do not depend on the level."""
     with Sandbox(usual_level()) as made:
         yield made
 
 
 @pytest.fixture
 def shut(box):
-    """A level that isolates programs."""
+    """A sandbox of each level that isolates programs."""
     if box.level.network:
         pytest.skip("this level has resource limits only")
     return box
@@ -79,7 +79,7 @@ def test_verdicts_of_right_and_wrong_programs(box):
     assert verdict(box, "", "assert undefined == 3")[0] == "failed"
 
 
-def test_programs_run_in_a_usual_environment(box):
+def test_programs_run_in_a_normal_environment(box):
     attack(box, "import numpy, typing, math, collections\nassert numpy.allclose(numpy.arange(3), [0, 1, 2])")
     attack(
         box,
@@ -91,8 +91,8 @@ def test_programs_run_in_a_usual_environment(box):
         "open('note', 'w').write('x')\nassert open('note').read() == 'x'\nimport os\nassert os.listdir('.') =="
         " ['note']",
     )
-    attack(box, "import os\nassert os.listdir('.') == []")  # nothing of the run before
-    attack(box, "assert __name__ != '__main__'")  # a main program at the end does not start
+    attack(box, "import os\nassert os.listdir('.') == []")  # nothing remains of the previous run
+    attack(box, "assert __name__ != '__main__'")  # code under `if __name__ == "__main__"` does not run
     attack(box, "import multiprocessing as m\nl = m.get_context('fork').Lock()\nwith l:\n    pass")
     attack(box, f"assert hash('a') == {hash_of_a()}")  # sets have the same order in every run
 
@@ -119,13 +119,13 @@ def hash_of_a():
         "import os\nif os.fork():\n    os._exit(0)",  # the child passes, but the program has ended
         "import atexit, sys\natexit.register(print, 'passed')\nsys.exit(0)",
         "import threading, os, time\nthreading.Thread(target=lambda: os._exit(0)).start()\ntime.sleep(1)",
-        # a report of success without nonce in every open file
+        # write a report of success to every open file
         (
             'import os\nfor fd in range(64):\n    try: os.write(fd, b\'{"verdict": "passed", "error": "", "cpu":'
             " 0}\\n')\n    except OSError: pass\nos._exit(0)"
         ),
         "print('passed'); print('{\"verdict\": \"passed\"}', flush=True); import os; os._exit(0)",
-        "import os; os.closerange(0, 64)",  # no report is no success
+        "import os; os.closerange(0, 64)",  # without a report, a program has not passed
     ],
 )
 def test_early_end_fails(usual_box, solution):
@@ -217,8 +217,8 @@ def test_output_is_discarded(box):
         box, "import sys\nfor _ in range(100):\n    sys.stdout.write('x' * 2**20)\n    sys.stderr.write('x' * 2**20)"
     )
     assert time.monotonic() - began < 15
-    assert verdict(box, "assert input() == ''")[0] == "failed"  # nothing to read either
-    # Into the report, as far as the limit on files goes.
+    assert verdict(box, "assert input() == ''")[0] == "failed"  # input is empty, too
+    # Write to all open files, and so also into the report.
     flood = "import os\nfor _ in range(100):\n    for fd in range(3, 64):\n        try: os.write(fd, b'x' * 2**20)\n"
     flood += "        except OSError: pass"
     assert verdict(box, flood)[0] == "failed"
@@ -263,7 +263,7 @@ def test_fork_bomb_is_stopped(box):
     attack(box, FORKS)
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
     assert box.run(bomb, "", SHORT).verdict == "timeout"
-    attack(box, "import os\nif os.fork() == 0: os._exit(0)\nos.wait()")  # and the next run is not in its shadow
+    attack(box, "import os\nif os.fork() == 0: os._exit(0)\nos.wait()")  # the next run is not affected
 
 
 def test_no_process_or_file_remains(shut):
@@ -277,7 +277,7 @@ def test_no_process_or_file_remains(shut):
     wait_until_gone(MARK)
 
 
-# ---- what cannot be reached
+# ---- unreachable resources
 
 
 def test_network_is_unreachable(shut):
@@ -288,7 +288,7 @@ def test_network_is_unreachable(shut):
     attack(
         shut, "assert {line.split(':')[0].strip() for line in open('/proc/net/dev').readlines()[2:]} <= {'lo', 'sit0'}"
     )
-    with socket.socket(socket.AF_UNIX) as here:  # a name that lives in the network namespace, not in the files
+    with socket.socket(socket.AF_UNIX) as here:  # an abstract name, which is in the network namespace
         here.bind("\0" + MARK)
         here.listen()
         name = "\\0" + MARK
@@ -308,7 +308,7 @@ def test_home_and_environment_are_hidden(shut, monkeypatch):
         "    except OSError: continue\n    assert b'SECRET' not in text",
     )
     python = levels.interpreter()
-    for home in {Path("/root"), Path("/home"), Path(os.path.expanduser("~"))}:  # except the path of a Python in it
+    for home in {Path("/root"), Path("/home"), Path(os.path.expanduser("~"))}:  # a Python in it is visible
         names = [python.relative_to(home).parts[0]] if python.is_relative_to(home) else []
         attack(shut, f"import os\nassert not os.path.exists({str(home)!r}) or os.listdir({str(home)!r}) == {names}")
 
@@ -385,7 +385,9 @@ def test_namespaces_are_refused_inside(shut):
 
 
 def test_concurrent_runs_beside_jax_threads(box):
-    """Started from threads of a process in which JAX runs; a fork of it would be a warning, which is an error here."""
+    """Programs start from threads of a process that runs JAX. Forking such a process would be a warning, which pytest
+    turns into an error.
+    """
     busy = jax.jit(lambda x: x @ x)
     with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(box.run, f"x = {n}", f"assert x % 2 == 0, {n}", LIMITS) for n in range(16)]
@@ -446,7 +448,7 @@ def test_bubblewrap_elsewhere_on_the_path_is_used(tmp_path, monkeypatch):
 
 
 def test_failed_self_test_is_refused(monkeypatch):
-    """The self-test is run on what claims to shut in and does not."""
+    """The self-test finds levels that claim to isolate programs but do not."""
     real = levels.LEVELS["rlimits"]
     for change, what in [
         ({"network": False}, "keeps the network out"),
@@ -472,6 +474,6 @@ def test_missing_and_unknown_levels_are_refused(monkeypatch, caplog):
     with pytest.raises(ConfigError, match="apt install bubblewrap"):
         sandbox._choose("bwrap")
     there.clear()
-    with pytest.raises(ConfigError, match=r"--sandbox rlimits .*virtual machine"):  # never taken by itself
+    with pytest.raises(ConfigError, match=r"--sandbox rlimits .*virtual machine"):  # auto never chooses it
         sandbox._choose("auto")
     assert sandbox._choose("rlimits").name == "rlimits"

@@ -1,4 +1,4 @@
-"""The filter of system calls, run by an interpreter of its instructions."""
+"""The filter of system calls, tested with an interpreter of its instructions."""
 
 import errno
 import socket
@@ -14,7 +14,7 @@ OTHERS = {"x86_64": (0, 1, 2, 3, 9, 57, 59, 302), "aarch64": (56, 57, 63, 64, 22
 
 
 def filtered(program, architecture, number, *args):
-    """What the filter returns for a call: ALLOWED, KILLED or an error number."""
+    """The result of the filter for a call: ALLOWED, KILLED or an error number."""
     data = struct.pack("<iIQ6Q", number, architecture, 0, *args, *[0] * (6 - len(args)))
     code, at, value = [*struct.iter_unpack("=HBBI", program)], 0, 0
     while True:

@@ -1,4 +1,4 @@
-"""The encoding of values, against Python's own comparison, and malformed messages."""
+"""The encoding of values, checked with Python's own comparison, and malformed messages."""
 
 import collections
 import decimal
@@ -23,7 +23,7 @@ def unusual(writer, value, depth):
 
 
 def through(value, known=()):
-    """The value after its way through a pipe, and the reader."""
+    """Sends a value through a pipe. Returns the value that arrives, and the reader."""
     source, sink = os.pipe()
     message = dump(lambda w: [w(value)], known, unusual)
     thread = threading.Thread(target=send, args=(sink, message))
@@ -39,7 +39,9 @@ def through(value, known=()):
 
 
 def same(one, other):
-    """Equal, of the same types, in the same order; nan equals nan, -0.0 does not equal 0.0."""
+    """Whether two values are equal, of the same types, and in the same order. nan equals nan, -0.0 does not equal
+    0.0.
+    """
     if type(one) is not type(other):
         return False
     if isinstance(one, dict):
@@ -192,7 +194,7 @@ def test_bad_messages_are_refused(tmp_path, message):
         os.close(handle)
 
 
-def test_truncated_message_is_the_end(tmp_path):
+def test_truncated_message_reads_as_none(tmp_path):
     whole = b"".join(dump(lambda w: [w(b"abc")], (), unusual))
     for size in range(len(whole)):
         (tmp_path / "m").write_bytes(whole[:size])

@@ -1,4 +1,4 @@
-"""python -m infer serve, as clients see it: OpenAI's forms over a real connection, one engine, one queue."""
+"""python -m infer serve from the client's side: OpenAI's APIs over a real connection, with one engine and one queue."""
 
 import json
 import socket
@@ -101,7 +101,9 @@ SPECULATION = ("drafts", "draft_tokens", "accepted_tokens")
 
 
 def counted(server):
-    """Of all answers so far: passes with drafts, drafts, right ones, right first ones, passes."""
+    """Counts over all answers so far: passes with drafts, drafts, correct drafts, correct first drafts, passes, rows of
+    passes.
+    """
     names = [f"spec_decode_num_{name}_total" for name in SPECULATION]
     names += ['spec_decode_num_accepted_tokens_per_pos_total{position="0"}', "pass_rows_count", "pass_rows_sum"]
     return [server.metric(name) for name in names]
@@ -109,8 +111,8 @@ def counted(server):
 
 @pytest.mark.skipif(BACKEND != "cpu", reason="other backends make no drafts")
 def test_drafts_change_no_answer_and_are_counted(server, engine):
-    """Without noise random weights repeat themselves. What is drafted depends on what passes take meanwhile; a trial
-    comes after some hundred passes at the latest.
+    """Without noise, random weights repeat themselves. The number of drafts depends on the times of passes meanwhile,
+    but the engine tries some at least every few hundred passes.
     """
     fields = {"max_tokens": 200, "temperature": 0, "return_token_ids": True}
     prediction = {"type": "content", "content": [{"type": "text", "text": PROMPT + " return a + b"}]}
@@ -136,7 +138,7 @@ def test_drafts_change_no_answer_and_are_counted(server, engine):
         if number > 3 and sums[1] > 0:
             break
     drafts, *rest = [new - old for new, old in zip(counted(server), before, strict=True)]
-    sums[5] += sums[4]  # a row of each pass is no draft
+    sums[5] += sums[4]  # one row of each pass is not a draft
     assert rest == sums[1:] and 0 < drafts <= sums[1]
 
 
@@ -153,7 +155,7 @@ def test_prediction_of_half_a_megabyte_is_read(server):
 
 def test_chat_matches_the_engine(server, engine, checkpoint):
     ids = ChatTemplate.load(checkpoint).encode(TALK, add_generation_prompt=True)
-    assert ids.count(257) == 2, "what a message spells is no control token"
+    assert ids.count(257) == 2, "text of a message must not become a control token"
     result = expected(engine, ids)
     fields = {"messages": TALK, "max_completion_tokens": 40, "model": "small", **DRAW}
     status, whole = server.post("/v1/chat/completions", return_token_ids=True, **fields)
@@ -277,7 +279,7 @@ def test_disconnected_client_frees_the_engine(server, streamed):
     cancelled = 'request_failure_total{reason="cancelled"}'
     before = server.metric(cancelled)
     if streamed:
-        for _ in range(2):  # the first time the engine may be compiling, which cannot be cancelled
+        for _ in range(2):  # twice, because at first the engine may be compiling, which cannot be cancelled
             with server.stream(prompt=PROMPT, max_tokens=CONTEXT, ignore_eos=True) as stream:
                 assert any(isinstance(event, dict) for event in stream)
         before += 1
@@ -290,7 +292,7 @@ def test_disconnected_client_frees_the_engine(server, streamed):
             )
             server.wait_for_metric("num_requests_running", 1)
     assert server.complete(PROMPT, max_tokens=2)["metrics"]["queue_time_ms"] < 500, (
-        "the whole answer takes many seconds"
+        "the whole answer would take many seconds"
     )
     assert server.metric(cancelled) == before + 1
 
@@ -342,7 +344,7 @@ def test_refusing_template_and_long_chat_are_errors(server):
 
 
 def test_deeply_nested_requests_are_refused(server):
-    for depth in (300, 600, 900, 960, 980, 1500):  # too deep for the template, for the pipe, for the body
+    for depth in (300, 600, 900, 960, 980, 1500):  # too deep for the template, for the pipe, and for the body
         nested = "[" * depth + "]" * depth
         call = '{"type": "function", "function": {"name": "f", "arguments": {"a": ' + nested + "}}}"
         body = '{"max_tokens": 1, "messages": [{"role": "assistant", "tool_calls": [' + call + "]}]}"

@@ -1,4 +1,4 @@
-"""Bodies of requests: JSON that no reader may misunderstand, and errors that name the place."""
+"""Bodies of requests: unambiguous JSON is read, and errors name the place."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Several answers to one request: choice i is what the same request gives with seed + i."""
+"""Several answers to one request: choice i is the answer to the same request with seed + i."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def text(choice):
 
 @pytest.mark.parametrize("path", list(ROUTES))
 @pytest.mark.parametrize("seed", [7, 2**64 - 2])
-def test_choices_have_seeds_that_follow(server, path, seed):
+def test_choices_have_consecutive_seeds(server, path, seed):
     asked = {**ROUTES[path], **DRAW}
     status, body = server.post(path, **asked, n=COUNT, seed=seed, store=True)
     assert status == 200 and body["warnings"] == ["store has no effect"], body
@@ -68,7 +68,7 @@ def test_streams_have_the_same_choices(server, path, usage):
 
 
 def test_choices_wait_together(server):
-    """They have one place in the queue, and leave it together."""
+    """Choices take one place in the queue, and leave it together."""
     long = {"max_tokens": CONTEXT, "ignore_eos": True}
     with server.stream(prompt=PROMPT, **long) as running:
         next(running)
@@ -92,6 +92,6 @@ def test_bad_numbers_are_refused(server, n):
     assert status == 400 and body["error"]["code"] == "unknown_parameter"
 
 
-def test_an_error_is_that_of_the_request(server):
+def test_error_of_a_choice_fails_the_request(server):
     status, body = server.post("/v1/completions", prompt="", n=2)
     assert status == 400 and body["error"]["param"] == "prompt"

@@ -1,4 +1,4 @@
-"""Limits on connections, with a small application behind uvicorn in this process."""
+"""Limits on connections, tested with a small application behind uvicorn in this process."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ LONG_POST = POST.replace(b"Length: 2", b"Length: 4") + b"2000"
 
 
 async def answer(scope, receive, send):
-    """Reads the body and waits for its milliseconds."""
+    """An application that waits for the number of milliseconds in the body."""
     if scope["type"] != "http":
         return
     body = b""
@@ -36,7 +36,7 @@ async def answer(scope, receive, send):
 
 @contextlib.contextmanager
 def served(limits):
-    """The port of a server with those limits."""
+    """Runs a server with these limits; yields its port."""
     clients = Connections(limits)
     config = uvicorn.Config(
         clients.app(answer),
@@ -61,7 +61,9 @@ def served(limits):
 
 
 def refusal(client, seconds=5.0):
-    """Status and error message that a client receives before its connection is closed; None if it only is closed."""
+    """The status and error message that a client receives before its connection is closed; None if it is closed without
+    an answer.
+    """
     client.settimeout(seconds)
     data = b""
     while piece := client.recv(4096):
@@ -85,7 +87,7 @@ def opened(port, *data, source="127.0.0.1"):
     return client
 
 
-def test_headers_have_a_time_limit():
+def test_slow_headers_are_refused():
     with served(Limits(9, 9, 0.2)) as port:
         began = time.monotonic()
         for data in (b"", b"GET / HT", GET[:-2]):
@@ -95,14 +97,14 @@ def test_headers_have_a_time_limit():
         with opened(port, GET) as client:
             assert served_on(client)
             client.sendall(b"G")
-            assert refusal(client)[0] == 408, "also of a second request"
+            assert refusal(client)[0] == 408, "the limit applies to a second request, too"
         assert 0.8 <= time.monotonic() - began < 10
         with opened(port, GET) as client:
             assert served_on(client) and refusal(client) is None, "an idle connection is closed without an answer"
         with opened(port, POST + b"4") as client:
             time.sleep(0.4)
             client.sendall(b"0")
-            assert served_on(client), "the limit is for the header"
+            assert served_on(client), "the limit applies only to the header"
         with opened(port, POST + b"99") as client:
             assert served_on(client)
 
@@ -122,7 +124,7 @@ def test_half_open_connections_make_room(limits):
         with opened(port, GET) as client:
             assert served_on(client)
         kept.sendall(GET)
-        assert served_on(kept), "of a client that has been answered before"
+        assert served_on(kept), "a connection that was answered before is closed, too"
 
 
 def test_busy_connections_are_not_closed():
@@ -134,9 +136,9 @@ def test_busy_connections_are_not_closed():
             for client in busy:
                 client.sendall(GET)
         with opened(port, GET, source="127.0.0.2") as other:
-            assert served_on(other), "the limit is for one address"
+            assert served_on(other), "the limit is per address"
         for client in busy:
-            replies = b""  # also to the request that it sent meanwhile
+            replies = b""  # the answer to a request that it sent meanwhile
             while (done := replies.count(b"\r\n\r\nok")) < 2:
                 replies += client.recv(4096) or b"closed"
                 assert not replies.endswith(b"closed")

@@ -1,5 +1,5 @@
-"""Eight clients for a long time, of which many leave: no slot is lost, and every answer is the one that its request
-gets alone.
+"""Eight clients send requests for a long time, and many disconnect. No slot is lost, and every answer equals the answer
+to its request alone.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ PROMPTS = [
     COMMON,
     f"{COMMON}print(area(2, 3))\n",
     f"{COMMON[:200]}import math\n",
-    "import numpy as np\n" * 100,  # absorbed in several passes
+    "import numpy as np\n" * 100,  # read in several passes
 ]
-LEAVES = 0.4  # share of the requests whose client goes away
+LEAVES = 0.4  # share of the requests whose client disconnects
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +47,12 @@ def server(checkpoint):
         "--most-slowdown",
         100,
         "--max-waiting",
-        8 * CLIENTS,  # also those of clients that left, until the server finds out
+        8 * CLIENTS,  # also counts clients that have disconnected, until the server notices
         "--timeout",
         600,
     )
     server = Server(checkpoint, *options)
-    server.patience = 600  # a process that is stopped for a minute is no lost slot
+    server.patience = 600  # a process that is stopped for a minute must not count as a lost slot
     reader = threading.Thread(target=show_log, args=(server.process,))
     reader.start()
     try:
@@ -64,7 +64,7 @@ def server(checkpoint):
 
 
 def show_log(process):
-    """Shows it where a test fails; a server waits where nothing reads its log."""
+    """Prints the server's log, so that it is shown if a test fails. Without a reader, the server would block."""
     for line in process.stderr:
         sys.stderr.write(line)
 
@@ -77,7 +77,7 @@ def request(prompt, seed):
 
 @pytest.fixture(scope="module")
 def alone(checkpoint):
-    """Text and log-probabilities of each request alone, on an engine that makes no drafts and keeps nothing."""
+    """The text and log-probabilities of each request alone, on an engine without drafts and kept prefixes."""
     engine = infer.Engine.load(checkpoint, BACKEND, prefix_cache=0, speculation=0)
 
     def answer(prompt, seed):
@@ -90,7 +90,7 @@ def alone(checkpoint):
 
 def same(expected, text, logprobs):
     assert text == expected.text
-    assert logprobs == list(expected.logprobs)  # to the last bit: JSON has the shortest decimals of a float64
+    assert logprobs == list(expected.logprobs)  # every bit: JSON has the shortest decimals of a float64
 
 
 def ask_whole(server, expected, ask):
@@ -112,7 +112,7 @@ def leave_stream(server, ask, events):
 
 
 def leave_whole(server, ask, bytes_sent, seconds):
-    """A client that goes away while its request arrives, waits or runs."""
+    """A client that disconnects while its request arrives, waits or runs."""
     body = json.dumps(ask).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
     whole = head.encode() + b"Content-Type: application/json\r\n\r\n" + body
@@ -122,7 +122,7 @@ def leave_whole(server, ask, bytes_sent, seconds):
 
 
 def memory(process):
-    """Resident bytes."""
+    """Resident memory of a process in bytes."""
     lines = Path(f"/proc/{process}/status").read_text(encoding="utf-8").splitlines()
     return 1024 * int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
 
@@ -130,11 +130,11 @@ def memory(process):
 @pytest.mark.parametrize(
     "seconds", [pytest.param(30, marks=pytest.mark.slow), pytest.param(600, marks=pytest.mark.exhaustive)]
 )
-def test_clients_come_and_go(server, alone, seconds):
+def test_answers_stay_equal_while_clients_come_and_go(server, alone, seconds):
     [engine] = server.children()
     all_together(lambda number: ask_whole(server, alone[PROMPTS[number % 6], 1], request(PROMPTS[number % 6], 1)), 8)
-    ends, half = time.monotonic() + seconds, []  # half: memory then, when programs of all sizes are compiled
-    counts = [[0, 0] for _ in range(CLIENTS)]  # whole answers, and clients that left
+    ends, half = time.monotonic() + seconds, []  # memory at half time, when programs of all sizes are compiled
+    counts = [[0, 0] for _ in range(CLIENTS)]  # number of whole answers, and of clients that disconnected
 
     def client(number):
         choices = random.Random(number)
@@ -161,9 +161,9 @@ def test_clients_come_and_go(server, alone, seconds):
     whole, left = map(sum, zip(*counts, strict=True))
     grown = memory(engine) - half[0]
     print(f"\n{whole} whole answers, {left} clients that left, engine {half[0] >> 20} MiB, then {grown / 2**20:+.1f}")
-    assert grown < 64 << 20, "a request leaves memory behind"
+    assert grown < 64 << 20, "requests leak memory"
     assert whole > seconds / 10 and left > seconds / 20 and server.metric("prefix_cache_hits_total") > 0
-    with contextlib.ExitStack() as streams:  # every slot still answers
+    with contextlib.ExitStack() as streams:  # every slot still works
         for _ in range(PARALLEL):
             stream = streams.enter_context(server.stream(prompt=PROMPTS[0], max_tokens=CONTEXT // 4, ignore_eos=True))
             assert isinstance(next(stream), dict)

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar, as clients of OpenAI, vLLM, SGLang and llama.cpp ask for them."""
+"""Answers that follow a grammar, requested in the fields of OpenAI, vLLM, SGLang and llama.cpp."""
 
 import json
 
@@ -69,7 +69,7 @@ def test_wrong_fields_are_named(fields, param, message):
     assert caught.value.status == 400 and error["param"] == param and message in error["message"]
 
 
-def test_a_response_has_the_form_that_it_was_asked_for():
+def test_response_has_the_requested_form():
     form = {"type": "json_schema", "name": "made", "schema": SCHEMA, "strict": True}
     asked = read_items({"input": "hi", "text": {"format": form}})
     assert asked.repeated["text"] == {"format": form}
@@ -89,7 +89,7 @@ def server(checkpoint):
     server.kill()
 
 
-def test_answers_are_those_of_the_engine(server, checkpoint):
+def test_answers_match_the_engine(server, checkpoint):
     engine, fields = infer.Engine.load(checkpoint, BACKEND), {"prompt": "a = ", "response_format": OPENAI, **DRAW}
     whole = server.post("/v1/completions", n=2, **fields)[1]
     for i, choice in enumerate(whole["choices"]):

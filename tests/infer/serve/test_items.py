@@ -1,4 +1,4 @@
-"""/v1/responses: items of input become a chat, the answer becomes items of output, whole and as events."""
+"""/v1/responses: items of input become a chat, and the answer becomes items of output, whole and as events."""
 
 import contextlib
 import json
@@ -40,7 +40,7 @@ def ask(server, **fields):
 
 
 def streamed(server, **fields):
-    """The events of a stream, whose names and numbers agree with its data."""
+    """The events of a stream. Checks that the names and numbers of the events agree with their data."""
     connection, response = server.connect("POST", PATH, json.dumps({**fields, "stream": True}), JSON)
     with contextlib.closing(connection), response:
         assert response.status == 200 and response.headers["content-type"].startswith("text/event-stream")
@@ -55,7 +55,7 @@ def streamed(server, **fields):
 
 
 def plain(response):
-    """A response without what differs from one to the next."""
+    """A response without the fields that differ between equal requests."""
     output = [{name: value for name, value in item.items() if name not in ("id", "call_id")} for item in
               response["output"]]  # fmt: skip
     kept = (
@@ -73,7 +73,9 @@ def plain(response):
 
 
 def rebuilt(events):
-    """The output that the events make: items by their deltas, which agree with what ends them."""
+    """The output that events describe: items from their deltas. Checks that the final events of each item agree with
+    them.
+    """
     output = []
     for event in events:
         kind = event["type"].removeprefix("response.")
@@ -98,7 +100,7 @@ def rebuilt(events):
     return output
 
 
-def test_the_whole_loop_of_a_tool(server):
+def test_whole_tool_loop_works(server):
     body = ask(server, **ASKED)
     message, call = body["output"]
     assert (body["object"], body["status"], body["error"], body["store"]) == ("response", "completed", None, False)
@@ -111,7 +113,7 @@ def test_the_whole_loop_of_a_tool(server):
     result = {**RESULT, "call_id": call["call_id"]}
     body = ask(server, **{**ASKED, "input": [QUESTION, message, call, result]})
     [message] = body["output"]
-    assert message["content"][0]["text"] == ANSWER and "warnings" not in body, "strict is obeyed"
+    assert message["content"][0]["text"] == ANSWER and "warnings" not in body, "strict must be enforced"
 
 
 @pytest.mark.parametrize("fields", [
@@ -300,7 +302,7 @@ def test_bad_requests_name_the_parameter(fields, param, message):
     assert caught.value.status == 400 and error["param"] == param and message in error["message"]
 
 
-def test_no_value_of_a_field_is_an_error_of_the_server():
+def test_no_field_value_causes_a_server_error():
     odd = ("", "x", 0, -1, 1, 0.5, True, False, [], {}, [[]], [{}], {"a": {}}, [{"type": "function"}], [5])
     names = ("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "include", "top_logprobs",
              "reasoning", "truncation", "store", "metadata", "parallel_tool_calls", "stream", "unknown")  # fmt: skip

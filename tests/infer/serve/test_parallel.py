@@ -1,5 +1,5 @@
-"""Several requests at once, on a CPU and on emulated GPUs: every client gets the answer that it gets alone, whatever
-the others do.
+"""Several concurrent requests, on a CPU and on emulated GPUs: every client gets the answer that it would get alone,
+whatever the others do.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ def backend(request):
 
 @pytest.fixture(scope="module")
 def load(backend):
-    """Clients, requests of each, and tokens of an answer; few where devices are emulated."""
+    """Numbers of clients, of requests per client, and of tokens per answer; small if devices are emulated."""
     return (CLIENTS, 6, 60) if backend == "cpu" else (PARALLEL + 1, 3, 12)
 
 
@@ -52,7 +52,7 @@ def draw(seed):
 
 @pytest.fixture(scope="module")
 def alone(checkpoint, backend, load):
-    """The texts of requests alone, by prompt and seed."""
+    """A function that returns the text of a request alone, by prompt and seed."""
     with pytest.MonkeyPatch.context() as patch:
         emulated.make_available(patch)
         engine = infer.Engine.load(checkpoint, backend, **(emulated.engine_options() if backend == "cuda" else {}))
@@ -64,8 +64,8 @@ def alone(checkpoint, backend, load):
     return {(prompt, seed): text(prompt, seed) for prompt in PROMPTS for seed in range(3)}
 
 
-def test_clients_get_their_solitary_answers(server, alone, load):
-    """Some leave in the middle of an answer; no slot is lost."""
+def test_clients_get_the_answers_of_requests_alone(server, alone, load):
+    """Some clients disconnect during an answer. No slot is lost."""
     clients, requests, tokens = load
 
     def client(number):
@@ -98,9 +98,9 @@ def test_requests_run_together_and_others_wait(server):
         with server.stream(prompt=PROMPTS[1], max_tokens=3, ignore_eos=True) as waiting:
             assert next(event for event in waiting if event != ": keepalive") == f": queued {PARALLEL}"
             assert server.metric("num_requests_running") == PARALLEL and server.metric("num_requests_waiting") == 1
-            whole = (PARALLEL * len(PROMPTS[0]) + PARALLEL) / (PARALLEL * CONTEXT)  # with a token of each at least
+            whole = (PARALLEL * len(PROMPTS[0]) + PARALLEL) / (PARALLEL * CONTEXT)  # after at least one token of each
             assert whole <= server.metric("kv_cache_usage_perc") <= 1
-            first.close()  # its slot goes to the one that waits, and the others go on
+            first.close()  # the waiting request gets its slot, and the others continue
             *_, last, done = waiting
         assert done == "[DONE]" and last["metrics"]["shared_passes"] > 0
     server.wait_for_metric("num_requests_running", 0)
@@ -108,7 +108,7 @@ def test_requests_run_together_and_others_wait(server):
     assert server.complete(PROMPTS[0], max_tokens=5)["metrics"]["shared_passes"] == 0
 
 
-def test_full_queue_counts_what_waits(server):
+def test_full_queue_counts_waiting_requests(server):
     with contextlib.ExitStack() as streams:
         for _ in range(PARALLEL + CLIENTS):
             streams.enter_context(server.stream(prompt=PROMPTS[0], max_tokens=CONTEXT, ignore_eos=True))

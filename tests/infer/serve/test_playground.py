@@ -1,4 +1,4 @@
-"""The playground: its files and the times of tokens; in a real browser it runs, chats, stops and copies."""
+"""The playground: its files and the times of tokens, and runs, chats, stops and copies in a real browser."""
 
 import json
 import re
@@ -19,7 +19,7 @@ def test_files_are_served(server, strict):
         ("/playground/style.css", "text/css"),
         ("/playground/icon.svg", "image/svg+xml"),
     ):
-        for each in (server, strict):  # with a key too: the page has to ask for it
+        for each in (server, strict):  # also if the server has a key, because the page must ask for it
             status, body, headers = each.get(path, HTML)
             assert status == 200 and body and headers["content-type"].startswith(kind), path
             policy = headers["content-security-policy"]

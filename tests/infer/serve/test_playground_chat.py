@@ -1,4 +1,6 @@
-"""The playground's conversation in a real browser: turns, edits, other answers, what a stop, an error and a reload leave."""
+"""The playground's conversation in a real browser: turns, edits, other answers, and the state after a stop, an error
+and a reload.
+"""
 
 import json
 import re
@@ -13,7 +15,7 @@ from tests.support.serving.playground_engine import answer
 
 @pytest.fixture
 def chat(server, open_page):
-    """A page with an empty conversation, and the messages of the requests that it sends."""
+    """A page with an empty conversation, and a list that records the messages of its requests."""
     page, sent = open_page(server, mode="chat"), []
 
     def note(request):
@@ -72,7 +74,7 @@ def test_edit_continues_from_there_and_keeps_the_earlier_turns(chat):
     expect(editor).to_have_value("Two. ")
     page.keyboard.press("Escape")
     expect(page.get_by_role("button", name="Edit message 2")).to_be_focused()
-    assert len(answers(page)) == 3, "an edit that was cancelled changes nothing"
+    assert len(answers(page)) == 3, "a cancelled edit must change nothing"
     press(page, "Edit message", 2)
     editor.fill("Other. ")
     page.keyboard.press("Control+Enter")
@@ -112,7 +114,7 @@ def test_retry_gives_another_version_of_an_answer(chat):
 
 
 @pytest.mark.slow
-def test_stop_keeps_what_has_arrived(server, chat):
+def test_stop_keeps_the_received_text(server, chat):
     page, sent = chat
     ask(page, CODE, 90_000)
     expect(page.locator("#state")).to_have_text("running")
@@ -150,7 +152,7 @@ def test_errors_lose_no_message(chat):
     page.keyboard.press("Control+Enter")
     expect(problem).to_contain_text("The prompt does not fit.")
     expect(page.get_by_role("textbox", name="Edit message 1")).to_have_value("a" * 100_000)
-    assert answers(page) == [answer("One. ", 30)], "the earlier turn is shown again"
+    assert answers(page) == [answer("One. ", 30)], "the earlier version must be shown again"
     page.keyboard.press("Escape")
     page.route("**/v1/chat/completions", lambda route: route.abort())
     press(page, "Retry answer", 1)
@@ -205,7 +207,7 @@ def test_reload_keeps_the_conversation_and_other_tabs_do_not_have_it(server, ope
 
 
 @pytest.mark.slow
-def test_reload_in_the_middle_of_an_answer_keeps_what_has_arrived(server, chat):
+def test_reload_during_an_answer_keeps_the_received_text(server, chat):
     page, _ = chat
     ask(page, CODE, 90_000)
     expect(page.locator("#count")).not_to_have_text("–")
@@ -224,13 +226,13 @@ def test_reload_in_the_middle_of_an_answer_keeps_what_has_arrived(server, chat):
 
 
 @pytest.mark.slow
-def test_reload_keeps_edits_that_were_not_sent(chat):
+def test_reload_keeps_unsent_edits(chat):
     page, sent = chat
     for message in ("One. ", "Two. "):
         say(page, message)
     press(page, "Edit message", 2)
     page.get_by_role("textbox", name="Edit message 2").fill("Second, half\nwritten. ")
-    press(page, "Retry answer", 2)  # another version of the turn, whose message is not being edited
+    press(page, "Retry answer", 2)  # another version of the turn, which is not being edited
     expect(page.locator("#state")).to_have_text("complete")
     press(page, "Edit message", 1)
     page.get_by_role("textbox", name="Edit message 1").fill("dropped")
@@ -249,7 +251,7 @@ def test_reload_keeps_edits_that_were_not_sent(chat):
     assert sent[-1] == turns("One. ", "Second, half\nwritten. ")
     page.reload()
     expect(page.locator("#conditions")).to_contain_text("batch 1")
-    assert page.locator(".editor").count() == 0, "an edit that was dropped or sent does not come back"
+    assert page.locator(".editor").count() == 0, "a cancelled or sent edit must not reappear"
 
 
 @pytest.mark.slow
@@ -294,7 +296,7 @@ STRETCHES = """async (cases) => {
 
 @pytest.mark.slow
 def test_stretches_have_the_names_of_each_character(server, open_page):
-    """Against a list with a name for each character."""
+    """Compares the stretches to a list with a name for each character."""
     random, cases, expected = np.random.default_rng(1), [], []
     for _ in range(300):
         n = int(random.integers(0, 12))
@@ -369,7 +371,7 @@ def test_full_storage_keeps_the_texts(chat):
 
 
 @pytest.mark.slow
-def test_company_and_its_cost_are_shown(chat):
+def test_other_requests_and_their_cost_are_shown(chat):
     page, _ = chat
     say(page, "alone ", 300)
     assert page.locator("#company").text_content() == "alone" and "company" not in facts(page, 1)
@@ -406,7 +408,7 @@ def test_keys_send_and_break_lines(chat):
             return [e.ariaLabel || e.id || e.name, getComputedStyle(e.name === 'mode' ? e.nextElementSibling : e).outlineStyle];
         }""")
         if page.evaluate("document.activeElement !== document.body"):
-            assert outline == "solid", f"{name}: nothing shows that it has the focus"
+            assert outline == "solid", f"{name}: its focus is not visible"
             reached.add(name)
     assert {
         "Edit message 1",

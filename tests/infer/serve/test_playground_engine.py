@@ -1,5 +1,5 @@
-"""The playground in a real browser with the engine of backend cpu: prefixes, drafts and company as the kernel reports
-them.
+"""The playground in a real browser with the engine of backend cpu: it shows prefixes, drafts and shared passes as the
+kernel reports them.
 """
 
 from itertools import pairwise
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(BACKEND != "cpu", reason="backend xla keeps no prefixes and makes no drafts"),
 ]
-TEXT = "abcdefghijklmnopqrstuvwxyz\n"  # repeated without end, which drafts can copy
+TEXT = "abcdefghijklmnopqrstuvwxyz\n"  # the answer repeats it endlessly, so drafts can copy it
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def text(tokens):
     return (TEXT * (tokens // len(TEXT) + 1))[:tokens]
 
 
-def test_prefixes_and_drafts_are_those_of_the_kernel(repeating, open_page):
+def test_prefixes_and_drafts_match_the_kernel(repeating, open_page):
     page = open_page(repeating, mode="chat")
     page.fill("[name=temperature]", "0")
     complete(page, "Say it.", 200)
@@ -57,7 +57,7 @@ def test_prefixes_and_drafts_are_those_of_the_kernel(repeating, open_page):
     assert answers(page) == [text(200), text(100)]
     before = first["timings"]["prompt_n"] + 200
     cached = second["timings"]["cache_n"]
-    assert before - 2 <= cached <= before, "the first prompt and answer, but for the last token"
+    assert before - 2 <= cached <= before, "the first prompt and answer, except the last token"
     assert facts(page, 2)["prompt"] == f"{cached + second['timings']['prompt_n']} tokens, {cached} cached"
     assert second["tokens"]["drafted"][0] == 0 and sum(second["tokens"]["drafted"]) > 60
 

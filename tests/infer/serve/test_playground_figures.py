@@ -16,9 +16,9 @@ def test_fast_stream_shows_every_token(server, open_page):
     page = open_page(server)
     session = page.context.new_cdp_session(page)
     session.send("Performance.enable")
-    complete(page, CODE, 30)  # what is compiled at first
+    complete(page, CODE, 30)  # compile all programs first
     shares = []
-    while len(shares) < 5:  # other programs can only make a share larger
+    while len(shares) < 5:  # load of other programs can only make the share larger
         before = seconds_busy(session)
         complete(page, CODE, 4500)
         busy, elapsed = np.subtract(seconds_busy(session), before)
@@ -139,7 +139,7 @@ def test_replay_has_the_text_and_the_speed(server, open_page):
     page.click("#play")
     expect(page.locator("#replay .text")).not_to_be_empty()
     complete(page, "another ", 20)
-    page.wait_for_timeout(100)  # frames in which the replay that was given up could still write
+    page.wait_for_timeout(100)  # frames in which the abandoned replay could still write
     assert shown(page) == answer("another ", 20) and page.locator("#replay").text_content() == ""
     slider = page.locator("#speed")
     for key, value in (("Home", "30 tok/s"), ("End", "3,000 tok/s")):

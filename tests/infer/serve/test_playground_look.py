@@ -1,4 +1,4 @@
-"""The look of the playground in a real browser: keys, colours, widths, motion, and text that is no HTML."""
+"""The look of the playground in a real browser: keys, colours, widths, motion, and text that must not become HTML."""
 
 import re
 
@@ -10,7 +10,7 @@ from tests.support.serving.playground import CODE, EVIL, answers, complete, show
 from tests.support.serving.playground_engine import answer
 
 
-def test_keys_focus_and_announcements(server, open_page):
+def test_keys_move_the_focus_and_ends_are_announced(server, open_page):
     page = open_page(server)
     page.fill("[name=max_tokens]", "50")
     page.focus("#prompt")
@@ -31,7 +31,7 @@ def test_keys_focus_and_announcements(server, open_page):
             return [e.id || e.name || e.textContent, getComputedStyle(e.name === 'mode' ? e.nextElementSibling : e).outlineStyle];
         }""")
         if page.evaluate("document.activeElement !== document.body"):
-            assert outline == "solid", f"{name}: nothing shows that it has the focus"
+            assert outline == "solid", f"{name}: its focus is not visible"
             reached.append(name)
     for name in (
         "LRU cache",
@@ -106,7 +106,7 @@ def test_themes_follow_system_and_button(server, open_page):
 
 @pytest.mark.slow
 def test_reduced_motion_writes_rarely(server, open_page):
-    gaps = {}  # in milliseconds, between writes while the answer grows
+    gaps = {}  # milliseconds between writes while the answer grows
     for motion in ("reduce", "no-preference"):
         page = open_page(server, reduced_motion=motion)
         page.evaluate("""() => {
@@ -115,6 +115,8 @@ def test_reduced_motion_writes_rarely(server, open_page):
                 .observe(document.getElementById('answer'), { childList: true, subtree: true });
         }""")
         complete(page, CODE, 6000)
-        gaps[motion] = np.diff(page.evaluate("window.writes.slice(0, -1)"))  # the last one is when the answer ends
+        gaps[motion] = np.diff(
+            page.evaluate("window.writes.slice(0, -1)")
+        )  # the last write is at the end of the answer
         assert shown(page) == answer(CODE, 6000)
     assert min(gaps["reduce"]) > 300 and min(gaps["no-preference"]) < 300, gaps

@@ -1,4 +1,4 @@
-"""Problems that the playground explains in a real browser: keys, refusals, crashes, a server that is not there."""
+"""Problems that the playground explains in a real browser: keys, refusals, crashes, a missing server."""
 
 import json
 
@@ -78,7 +78,7 @@ def test_refusals_are_explained(server, open_page):
         "The prompt does not fit. The prompt has 100000 tokens and the context 100000: shorten the prompt"
     )
     ask(page, CODE, 5, temperature=1e-7)
-    assert page.evaluate("document.activeElement.name") == "temperature", "the browser refuses the form"
+    assert page.evaluate("document.activeElement.name") == "temperature", "the browser must refuse the form"
     page.evaluate("document.querySelector('[name=temperature]').step = 'any'")
     ask(page, CODE, 5)
     expect(problem).to_contain_text("The server refused the request. Temperature = 1e-07: give 0")

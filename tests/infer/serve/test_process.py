@@ -1,6 +1,4 @@
-"""python -m infer serve as a process: its key, its time limit, an engine that crashes, how it starts and how it
-ends.
-"""
+"""python -m infer serve as a process: its key, its time limit, a crash of the engine, its start and its end."""
 
 import json
 import os
@@ -19,7 +17,7 @@ from tests.support.checkpoints import CHATML, CONTEXT, HARMONY, HARMONY_TEMPLATE
 from tests.support.serve_cases import BACKEND, JSON, PYTHON, ROOT, Server
 
 KEY = "sk-test-1234"
-TIMEOUT = 0.7 if BACKEND == "cpu" else 8.0  # in which backend xla also compiles
+TIMEOUT = 0.7 if BACKEND == "cpu" else 8.0  # enough for backend xla to compile, too
 LONG = "a prompt long enough to be kept for the next one"
 AUTH = {"Authorization": f"Bearer {KEY}"}
 
@@ -58,7 +56,7 @@ def test_slow_answer_times_out(server):
         *chunks, error = stream
     assert f"{TIMEOUT:g} s" in error["error"]["message"]
     assert 2 <= len([chunk for chunk in chunks if isinstance(chunk, dict)]) <= 10 * TIMEOUT + 2, (
-        "at least 100 ms lie between two events"
+        "there must be at least 100 ms between two events"
     )
     status, body = server.post("/v1/completions", AUTH, prompt="a", max_tokens=2)
     assert status == 200 and body["metrics"]["queue_time_ms"] < 300
@@ -81,7 +79,7 @@ def test_crashed_engine_is_restarted(server):
     server.wait_until(200)
     status, body = server.post("/v1/completions", AUTH, prompt=LONG)
     assert status == 200 and body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}, (
-        "of the engine that is gone"
+        "kept prefixes are lost with the engine"
     )
     assert "laneformer_engine_restarts_total 1.0" in server.get("/metrics", AUTH)[1]
 
@@ -98,7 +96,7 @@ def test_signal_ends_both_processes_and_fails_requests(server):
     assert not Path(f"/proc/{engine}").exists()
 
 
-def test_options_of_models_and_templates(checkpoint, tmp_path):
+def test_model_and_template_options_are_used(checkpoint, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages[0].content }}{% if thinking %}!{% endif %}{{ reasoning_effort }}")
     options = ("--any-model-name", "--chat-template", template, "--no-prefix-cache")
@@ -120,7 +118,7 @@ def test_options_of_models_and_templates(checkpoint, tmp_path):
 
 @pytest.fixture(scope="module")
 def thinker(tmp_path_factory):
-    """A model that reasons "Why", says "Why", and repeats that; the prompt ends in the header of the reasoning."""
+    """A server whose model repeats the reasoning "Why" and the answer "Why". Prompts end in the header of reasoning."""
     folder = save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "harmony", *HARMONY, lanes=1, layers=1)
     start = "'<|start|>assistant"
     template = HARMONY_TEMPLATE.replace(f"{start}' }}", f"{start}<|channel|>analysis<|message|>' }}")
@@ -130,11 +128,11 @@ def thinker(tmp_path_factory):
     return follow(folder, dict(pairwise(said)))
 
 
-def test_reasoning_is_apart_from_content(thinker):
+def test_reasoning_is_separate_from_content(thinker):
     server = Server(thinker, "--backend", BACKEND).wait_until(200)
     try:
         asked = {"messages": [{"role": "user", "content": "Is it?"}], "max_tokens": 14, "temperature": 0}
-        asked["cache_prompt"] = False  # both times the same usage
+        asked["cache_prompt"] = False  # the usage is the same both times
         status, body = server.post("/v1/chat/completions", **asked, logprobs=True)
         [choice] = body["choices"]
         assert (status, choice["finish_reason"]) == (200, "length"), body
@@ -171,7 +169,7 @@ def test_control_c_while_loading_ends_the_server(checkpoint):
 
 
 def test_loading_leaves_no_semaphore(checkpoint):
-    """One with a name, as spawned processes make them, would stay behind and be reported after a kill."""
+    """A named semaphore, as spawned processes make it, would leak and be reported after a kill."""
     code = (
         "import multiprocessing, sys\n"
         "from multiprocessing import resource_tracker\n"

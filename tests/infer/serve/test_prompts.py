@@ -1,4 +1,4 @@
-"""Prompts of chats with tools where the engine can hold no answer to a grammar."""
+"""Prompts of chats with tools on an engine that supports no grammars."""
 
 import pytest
 
@@ -17,7 +17,7 @@ CHAT = ChatTemplate(TEMPLATES["hermes"], TOKENIZER, {})
 
 
 class WithoutGrammars:
-    """An engine as it is without llguidance."""
+    """An engine without llguidance."""
 
     def why_no_constraint(self, name):
         return ConfigError(WHY)
@@ -30,7 +30,7 @@ def prompt(tools, form=None, chat=CHAT):
     return prompt_of(WithoutGrammars(), chat, USER, tools, {}, form)
 
 
-def test_a_required_call_begins_in_the_prompt_without_grammars():
+def test_required_call_begins_in_the_prompt_without_grammars():
     for name, opening in ((None, '<tool_call>\n{"name":'), ("get_weather", '{"name": "get_weather", "arguments":')):
         made = prompt(ToolRequest((WEATHER,), True, name))
         assert TOKENIZER.decode(made.ids).endswith(opening) and made.grammar is None and made.notes == ()

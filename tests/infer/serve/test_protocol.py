@@ -1,4 +1,4 @@
-"""Requests to the server: what is accepted, and errors that name the parameter."""
+"""Requests to the server: accepted parameters, and errors that name the parameter."""
 
 import contextlib
 import subprocess
@@ -138,7 +138,7 @@ def test_parameters_without_effect_are_named():
     assert call.prompt == CHAT["messages"]
 
 
-def test_other_words_for_a_parameter_are_obeyed():
+def test_other_names_of_a_parameter_are_accepted():
     assert read_call({**TEXT, "top_k": -1}, chat=False).sampling["top_k"] == 0
     assert read_call({**TEXT, "max_completion_tokens": 4}, chat=False).max_tokens == 4
     for fields, chat in ((TEXT, False), (CHAT, True)):
@@ -171,7 +171,8 @@ def test_reasoning_is_a_variable_of_the_template(fields, values, ignored):
     assert call.without_effect([], True) == [*values]
 
 
-# What clients send by default, beside tools (test_tools.py). Each is accepted; a warning names what has no effect.
+# Fields that clients send by default, besides tools (test_tools.py). All are accepted, and a warning names the fields
+# without effect.
 CLIENTS = {
     "openai": {"stream": True, "stream_options": {"include_usage": True}, "n": 1, "logprobs": False, "user": "me"},
     "litellm": {"temperature": 0.2, "max_completion_tokens": 9, "presence_penalty": 0.0, "frequency_penalty": 0.0,
@@ -197,8 +198,8 @@ def test_fields_of_clients_are_accepted(client):
     assert {name.split(" ")[0] for name in call.warnings} >= {"messages[2].reasoning_details"}
 
 
-def test_no_value_of_a_parameter_is_an_error_of_the_server():
-    """Every parameter with values of every type: taken, or refused by its name."""
+def test_no_parameter_value_causes_a_server_error():
+    """Tries every parameter with values of every type. Each is accepted, or refused with the parameter's name."""
     known = {name: None for name in (*ABSENT, *WITHOUT_EFFECT, *SAMPLING, *LIMITS, *LABELS, *FIELDS)}
     asked = {
         *Call.__dataclass_fields__,
@@ -323,7 +324,7 @@ def test_predictions_are_read(fields, chat):
         assert (call.prediction, call.warnings) == (text, ())
     call = read_call({**fields, "prediction": {"type": "content", "content": "a"}, "speculative.n_max": 2}, chat)
     assert call.without_effect([], False) == ["prediction", "speculative.n_max"] and call.without_effect([], True) == []
-    assert read_call({**fields, "speculative.n_max": 0}, chat).without_effect([], False) == [], "none are made anyway"
+    assert read_call({**fields, "speculative.n_max": 0}, chat).without_effect([], False) == [], "0 asks for no drafts"
 
 
 @pytest.mark.parametrize(
@@ -365,7 +366,7 @@ def test_host_names_are_read(header, name):
 
 
 def test_web_process_does_not_import_jax():
-    """As `python -m infer serve` starts it, with what it imports when it runs."""
+    """Imports everything that `python -m infer serve` imports when it starts and runs."""
     code = (
         "import sys, infer.__main__, infer.commands.serve, uvicorn, infer.serve.application,"
         " infer.serve.engine, infer.serve.guard, infer.serve.metrics\n"

@@ -1,4 +1,4 @@
-"""Tools in chats, over a real connection: definitions reach the template, calls come back as OpenAI's."""
+"""Tools in chats over a real connection: definitions reach the template, and calls are returned in OpenAI's form."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ SMALL = {"type": "function", "function": {"name": "add", "description": "", "par
     "type": "object", "properties": {"a": {"type": "integer", "minimum": 0, "maximum": 99}, "b": {"enum": [3, 5]}},
     "required": ["a", "b"], "additionalProperties": False}}}  # fmt: skip
 FORCED = {"type": "function", "function": {"name": "add"}}
-# What clients and agents sent in whole sessions (docs/serving.md), as recorded by a proxy, with its texts cut short.
+# Requests of clients and agents in whole sessions (docs/serving.md), recorded by a proxy, with shortened texts.
 SESSIONS = json.loads((ROOT / "tests/support/serving/client_sessions.json").read_text(encoding="utf-8"))
 HARMLESS = ("messages[1].provider_specific_fields has no effect",)
 
@@ -39,7 +39,7 @@ def server(checkpoint):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """The same model with a template that knows no tools."""
+    """The same model with a template that does not read tools."""
     server = Server(tool_model(tmp_path_factory.mktemp("checkpoints") / "plain", template=None), "--backend", BACKEND)
     yield server.wait_until(200)
     server.kill()
@@ -52,7 +52,7 @@ def ask(server, **fields):
 
 
 def streamed(server, **fields):
-    """The message that the deltas of a stream make, and the reason of its end."""
+    """The message that the deltas of a stream add up to, and its finish reason."""
     with server.stream(PATH, **fields) as stream:
         *chunks, done = stream
     assert done == "[DONE]"
@@ -77,7 +77,7 @@ def without_id(calls):
     return [{name: value for name, value in call.items() if name != "id"} for call in calls]
 
 
-def test_the_whole_loop_of_a_tool(server):
+def test_whole_tool_loop_works(server):
     [choice] = ask(server, **ASKED)["choices"]
     message = choice["message"]
     assert (choice["finish_reason"], message["role"], message["content"]) == ("tool_calls", "assistant", "I add.")
@@ -110,7 +110,7 @@ def test_definitions_and_calls_reach_the_template(server, checkpoint):
     assert none["prompt_token_ids"] == template.encode([QUESTION], add_generation_prompt=True)
 
 
-def test_a_required_call_begins_in_the_prompt(server, checkpoint):
+def test_required_call_begins_in_the_prompt(server, checkpoint):
     template = ChatTemplate.load(checkpoint)
     plain = template.encode([QUESTION], add_generation_prompt=True, tools=[ADD, WEATHER])
     for choice, opening in (
@@ -121,11 +121,11 @@ def test_a_required_call_begins_in_the_prompt(server, checkpoint):
         assert body["prompt_token_ids"][: len(plain)] == plain
         assert template._tokenizer.decode(body["prompt_token_ids"][len(plain) :]) == opening
         [made] = body["choices"]
-        assert made["message"]["content"].startswith(opening), "an answer without a call stays content"
+        assert made["message"]["content"].startswith(opening), "an answer without a call must stay content"
         assert made["finish_reason"] == "length"
 
 
-def test_one_call_is_enough(server):
+def test_answer_ends_after_one_call_without_parallel_calls(server):
     body = ask(server, **ASKED, parallel_tool_calls=False)
     [choice] = body["choices"]
     assert choice["finish_reason"] == "tool_calls" and without_id(choice["message"]["tool_calls"]) == [MADE]
@@ -133,7 +133,7 @@ def test_one_call_is_enough(server):
     assert streamed(server, **ASKED, parallel_tool_calls=False)[1:] == ([("add", '{"a": 2, "b": 3}')], "tool_calls")
 
 
-def test_a_call_that_is_cut_off_stays_content(server):
+def test_truncated_call_stays_content(server):
     [choice] = ask(server, **{**ASKED, "max_tokens": 12})["choices"]
     assert choice["finish_reason"] == "length" and "tool_calls" not in choice["message"]
     assert choice["message"]["content"].startswith('I add.\n<tool_call>\n{"name')
@@ -142,7 +142,7 @@ def test_a_call_that_is_cut_off_stays_content(server):
     assert choice["finish_reason"] == "stop" and choice["message"]["content"].endswith('"add", "')
 
 
-def test_tools_in_words_without_a_form(plain):
+def test_tools_are_described_in_words_without_a_format(plain):
     body = ask(plain, **ASKED)
     [choice] = body["choices"]
     assert choice["finish_reason"] == "tool_calls" and without_id(choice["message"]["tool_calls"]) == [MADE]
@@ -157,7 +157,7 @@ def test_tools_in_words_without_a_form(plain):
 
 @pytest.fixture(scope="module")
 def thinking(tmp_path_factory):
-    """A model that reasons before it answers, with a template that knows `enable_thinking`."""
+    """A model that reasons before it answers, with a template that reads `enable_thinking`."""
     source = TEMPLATES["hermes"].replace(
         "{% if add_gen", "{% if enable_thinking is false %}</think>{% endif %}{% if add_gen"
     )
@@ -167,7 +167,7 @@ def thinking(tmp_path_factory):
     server.kill()
 
 
-def test_reasoning_is_apart_from_content(thinking):
+def test_reasoning_is_separate_from_content(thinking):
     body = ask(thinking, **ASKED)
     [choice] = body["choices"]
     message = choice["message"]
@@ -186,7 +186,7 @@ def test_reasoning_is_apart_from_content(thinking):
     assert [item["type"] for item in items] == ["reasoning", "message"]
 
 
-def test_a_grammar_begins_behind_the_reasoning(thinking):
+def test_grammar_begins_after_the_reasoning(thinking):
     [choice] = ask(thinking, **{**ASKED, "tools": [SMALL]}, tool_choice="required")["choices"]
     message = choice["message"]
     assert message["reasoning_content"] == "Two of them." and fits(message["tool_calls"])
@@ -199,7 +199,7 @@ def test_a_grammar_begins_behind_the_reasoning(thinking):
 
 
 def fits(calls):
-    """Whether these are calls of SMALL whose arguments fit its schema."""
+    """Whether all calls are calls of SMALL with arguments that fit its schema."""
     jsonschema = pytest.importorskip("jsonschema")
     for call in calls:
         assert call["function"]["name"] == "add"
@@ -222,7 +222,7 @@ def test_calls_fit_their_schema_streamed_or_not(server, choice):
         assert fits(cut["message"].get("tool_calls", [])) or cut["finish_reason"] in ("stop", "length")
 
 
-def test_a_form_beside_tools(server):
+def test_answer_is_a_call_or_follows_the_form(server):
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": SMALL["function"]["parameters"]}}
     for fields in ({}, {"tool_choice": "required"}):
         [choice] = ask(server, **{**ASKED, "tools": [SMALL]}, **fields, response_format=form)["choices"]
@@ -230,7 +230,7 @@ def test_a_form_beside_tools(server):
         assert fits(called) if called else not fields and json.loads(choice["message"]["content"])
 
 
-def test_schemas_that_cannot_be_obeyed(server):
+def test_unenforceable_schemas_are_refused_or_named(server):
     odd = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "not": {}}, "strict": True}}
     status, body = server.post(PATH, **{**ASKED, "tools": [odd]})
     assert status == 400 and body["error"]["param"] == "tools"
@@ -260,7 +260,7 @@ def test_openai_client_calls_a_tool(server):
 
 
 def last_chunk(text):
-    """The JSON of the last event that has an answer, of a chat or a response."""
+    """The JSON of the last event that contains an answer, of a chat or a response."""
     data = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: {")]
     return json.loads(data[-1]), text.count('"tool_calls": [') + text.count('"type": "function_call"')
 
@@ -348,7 +348,7 @@ def test_bad_tools_name_the_parameter(fields, param, message):
     assert caught.value.status == 400 and error["param"] == param and message in error["message"]
 
 
-def test_no_value_of_a_field_is_an_error_of_the_server():
+def test_no_field_value_causes_a_server_error():
     odd = ("", "x", 0, -1, 0.5, True, [], {}, [[]], [{}], {"a": {}}, {"name": "f"}, {"type": "function"})
     for name in ("type", "function", "other", "strict"):
         for value in odd:

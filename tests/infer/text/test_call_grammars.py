@@ -1,4 +1,4 @@
-"""Grammars of calls: whatever is drawn under them is read as calls whose arguments fit their schemas."""
+"""Grammars of calls: every answer drawn under them is read as calls whose arguments fit their schemas."""
 
 import json
 import random
@@ -27,10 +27,10 @@ PROMPT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
 
 
 class Model:
-    """Draws answers at random from what a grammar allows."""
+    """Draws random answers that a grammar allows."""
 
     def __init__(self, folder, tool_format, special):
-        """special: whether the marks of the format are special tokens; otherwise they are spelled."""
+        """special: whether the marks of the format are special tokens; otherwise they are plain text."""
         marks = [STOP, *(MARKS if tool_format is HARMONY else tool_format.spelled if special else ())]
         made = byte_tokenizer(*marks, words=["name", '": ', '{"', "\n\n", "</param"])
         made.save(str(folder / "tokenizer.json"))
@@ -44,7 +44,7 @@ class Model:
         return call_grammar(self.format, request, self.special, **options)
 
     def draw(self, grammar, seed, limit=240):
-        """Tokens of an answer, and whether it ended."""
+        """The tokens of an answer, and whether it ended before the limit."""
         place = self.grammars.constraint(grammar, (self.ids(STOP),))
         chance, tokens = random.Random(seed), []
         likely = [*self.marks, *self.made.encode('"}]<{,:').ids, self.ids("name")]
@@ -107,7 +107,9 @@ def arguments():
 
 
 def usable(model, request, **options):
-    """The grammar; None where the tags of a format cannot write one of the schemas, which is an error in one line."""
+    """The grammar of a request. None if the tags of the format cannot express one of the schemas; the error is then
+    checked to be one line.
+    """
     try:
         return model.grammar(request, **options)
     except InputError as error:
@@ -129,7 +131,7 @@ def check(calls, request):
     opened=st.booleans(),
     seed=st.integers(0, 2**32),
 )
-def test_answers_are_calls_that_fit(model, one, other, how, parallel, opened, seed):
+def test_drawn_calls_fit_their_schemas(model, one, other, how, parallel, opened, seed):
     tools = (function("f", one), function("get_weather", other))
     name = "f" if how == "named" else None
     request = ToolRequest(tools, how != "auto", name, parallel and name is None, frozenset(("f", "get_weather")),
@@ -145,13 +147,13 @@ def test_answers_are_calls_that_fit(model, one, other, how, parallel, opened, se
     assert name is None or {call.name for call in calls} == {name}
     assert request.parallel or len(calls) <= 1
     if model.format is not HARMONY:
-        assert not any(mark in text for mark in model.format.openings), "no call stays text"
+        assert not any(mark in text for mark in model.format.openings), "no call may remain in the text"
 
 
 FREE = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
 
 
-def test_text_is_free_up_to_a_mark(model):
+def test_text_is_free_up_to_the_mark_of_a_call(model):
     request = ToolRequest((function("f", FREE),), strict=frozenset("f"))
     place = model.grammars.constraint(model.grammar(request), (model.ids(STOP),))
 
@@ -177,7 +179,7 @@ def test_text_is_free_up_to_a_mark(model):
         break
 
 
-def test_a_form_beside_tools(model):
+def test_answer_is_a_call_or_follows_the_form(model):
     person = Grammar.json_schema(FREE, "response_format")
     for form in (
         Grammar.choice(["yes", "no"]),
@@ -201,7 +203,7 @@ def test_a_form_beside_tools(model):
         assert seen
 
 
-def test_functions_that_are_not_strict_take_any_object(model):
+def test_loose_functions_take_any_object(model):
     request = ToolRequest((function("f", {"not": "a schema"}),), required=True, opened=False)
     for seed in range(6):
         tokens, ended = model.draw(model.grammar(request, loose={"f"}), seed)
@@ -210,7 +212,7 @@ def test_functions_that_are_not_strict_take_any_object(model):
 
 
 @pytest.mark.parametrize("schema", [{"type": "string"}, {"type": ["null"]}])
-def test_arguments_are_an_object(model, schema):
+def test_schemas_without_objects_are_refused(model, schema):
     with pytest.raises(InputError):
         model.grammar(ToolRequest((function("f", schema),), required=True))
 
@@ -219,7 +221,7 @@ def test_arguments_are_an_object(model, schema):
     {"pattern": 5}, {"minLength": "1"}, {"format": "date"}, {"type": ["string", "integer"], "minimum": 3}, {"allOf": 5},
     {"enum": ["5", 5]}, {"pattern": "^a|b$"}, {"anyOf": 5, "pattern": [1]}, {"type": "array", "items": {"$ref": "#"}},
 ])  # fmt: skip
-def test_tags_refuse_what_they_cannot_write(schema):
+def test_tags_refuse_schemas_that_they_cannot_express(schema):
     request = ToolRequest((function("f", {"type": "object", "properties": {"a": schema}}),), required=True)
     with pytest.raises(InputError):
         call_grammar(BY_NAME["qwen3-coder"], request, lambda text: None)
@@ -228,7 +230,7 @@ def test_tags_refuse_what_they_cannot_write(schema):
             call_grammar(BY_NAME["qwen3-coder"], ToolRequest((function("f", odd),), required=True), lambda text: None)
 
 
-def test_patterns_and_circles_in_tags(tmp_path):
+def test_tags_support_patterns_and_cyclic_schemas(tmp_path):
     made = Model(tmp_path, BY_NAME["qwen3-coder"], True)
     circle = {"anyOf": [{"$ref": "#/$defs/c"}] * 9 + [{"type": "string"}, {"type": "null"}]}
     schema = {"type": "object", "properties": {"p": {"type": "string", "pattern": r"^\/[a-c]/x{2}$"},

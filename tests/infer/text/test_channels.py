@@ -14,7 +14,7 @@ def ids(text):
 
 
 def parts(answer, prompt=PROMPT):
-    """The text of each part of an answer."""
+    """The text of the reasoning and of the content of an answer."""
     channels = Channels(Harmony.find(TOKENIZER), TOKENIZER, ids(prompt))
     found = {part: [] for part in Part}
     for token in ids(answer):
@@ -39,7 +39,7 @@ def parts(answer, prompt=PROMPT):
     ("<|channel|>unknown<|message|>a<|end|>lost<|start|>assistant<|message|>b", ("a", "b")),
     ("<|channel|><|message|>a", ("a", "")),
 ])  # fmt: skip
-def test_parts_of_an_answer(answer, expected):
+def test_parts_of_an_answer_are_found(answer, expected):
     assert parts(answer) == expected
 
 
@@ -47,15 +47,15 @@ def test_parts_of_an_answer(answer, expected):
     (PROMPT + "<|channel|>analysis<|message|>", ("ab", "")), (PROMPT + "<|channel|>final<|message|>", ("", "ab")),
     ("no marks", ("", "ab")), ("", ("", "ab")), (PROMPT, ("", "ab")),
 ])  # fmt: skip
-def test_the_prompt_may_begin_the_answer(prompt, expected):
+def test_prompt_may_begin_the_answer(prompt, expected):
     assert parts("ab", prompt) == expected
 
 
-def test_a_header_that_the_prompt_began():
+def test_answer_may_continue_a_header_of_the_prompt():
     assert parts("sis<|message|>a", PROMPT + "<|channel|>analy") == ("a", "")
 
 
-def test_marks_are_found_and_end_turns():
+def test_marks_are_found_and_turn_ends_stop_answers():
     harmony = Harmony.find(TOKENIZER)
     assert [TOKENIZER.id_to_token(token) for token in harmony[:4]] == list(HARMONY[:4])
     returned, called = (TOKENIZER.token_to_id(name) for name in HARMONY[4:])

@@ -1,4 +1,4 @@
-"""Chat templates: the text Hugging Face would give, the assistant's words found in it, and messages that cannot become
+"""Chat templates: they give the text of Hugging Face, the assistant's words are found in it, and messages cannot become
 control tokens.
 """
 
@@ -16,7 +16,7 @@ from laneformer.errors import CheckpointError, InputError
 from tests.support.checkpoints import HARMONY, HARMONY_TEMPLATE, byte_tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
-# What a person writes with a loop, and the same with the assistant's words enclosed.
+# A typical template with a loop, and the same template with {% generation %} blocks around the assistant's words.
 GENERATION = CHATML.replace(
     "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}",
     """
@@ -33,7 +33,7 @@ MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '
 
 
 def byte_level():
-    """Bytes, a few merges over line ends, and the special tokens."""
+    """A tokenizer of bytes, a few merges over line ends, and the special tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {piece: i for i, piece in enumerate([*alphabet, "ĊĊ", "ĠĠ", "nĊ"])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("Ċ", "Ċ"), ("Ġ", "Ġ"), ("n", "Ċ")]))
@@ -45,7 +45,7 @@ def byte_level():
 
 
 def sentencepiece_like():
-    """Characters, with a space put before a text and after every special token, as in Llama 2."""
+    """A tokenizer of characters that puts a space before a text and after every special token, as in Llama 2."""
     characters = [*map(chr, range(33, 127)), "▁", "\n", "é"]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(characters)}, [], fuse_unk=False))
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
@@ -94,7 +94,7 @@ def test_answers_are_found(source):
     assert BYTES.decode(ids[loss].tolist(), skip_special_tokens=False) == "".join(answers(rendered))
     assert BYTES.decode(ids.tolist(), skip_special_tokens=False) == rendered.text
     assert made.encode(messages) == ids.tolist()
-    assert not loss[-1] and loss[-2], "the line end after the last end of turn is the template's"
+    assert not loss[-1] and loss[-2], "the line end after the last end of turn must belong to the template"
 
 
 def test_end_token_ends_a_turn():
@@ -123,8 +123,10 @@ def test_templates_without_end_of_turn_have_no_ends(source):
     assert template(source).ends((7,)) == (7,)
 
 
-def test_harmony():
-    """What ends a message ends no answer; the analysis of earlier turns is left out, that of the last one is not."""
+def test_harmony_template_has_turn_ends_and_channels():
+    """The end of a message does not end an answer. The template leaves out the analysis of earlier turns, but not that
+    of the last turn.
+    """
     tokenizer = byte_tokenizer(*HARMONY)
     made = template(HARMONY_TEMPLATE, tokenizer)
     returned, called = (tokenizer.token_to_id(name) for name in HARMONY[4:])
@@ -144,7 +146,7 @@ def test_harmony():
     assert template().channels([1]) is None and template(HARMONY_TEMPLATE).channels([1]) is None
 
 
-def test_template_without_special_tokens():
+def test_answers_are_found_without_special_tokens():
     source = (
         "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}{% if add_generation_prompt"
         " %}assistant: {% endif %}"
@@ -153,7 +155,7 @@ def test_template_without_special_tokens():
 
 
 def test_no_token_crosses_the_border_of_an_answer():
-    """As at inference, where the prompt is encoded before there is an answer."""
+    """This matches inference, where the prompt is encoded before the answer exists."""
     made, messages = template(), talk("q", "\n\n  then")
     [(ids, loss)] = made.encode_rendered([made.render_with_answers(messages)])
     prompt = made.encode(messages[:1], add_generation_prompt=True)
@@ -169,7 +171,7 @@ words = st.lists(st.sampled_from(PARTS)).map("".join)
 @settings(deadline=None, max_examples=200)
 @given(st.lists(words, min_size=2, max_size=6), st.sampled_from([CHATML, GENERATION]))
 def test_messages_are_data(contents, source):
-    """Whatever they spell, the only control tokens are the template's: one at each end of a message."""
+    """Whatever messages contain, the only control tokens are those of the template: one at each end of a message."""
     messages = talk(*contents)
     made = template(source)
     rendered = made.render_with_answers(messages)
@@ -233,7 +235,7 @@ def test_templates_have_hugging_face_functions():
     assert made.says_date and not template().says_date
     assert (
         template("{% if true %}\n  {% if true %}\nx{% endif %}\n{% endif %}").render(talk("a")) == "x"
-    )  # lines of blocks leave nothing
+    )  # lines with only a block leave no text
 
 
 def test_rewritten_answers_are_refused():
@@ -246,7 +248,7 @@ def test_rewritten_answers_are_refused():
     assert answers(made.render_with_answers(talk("a", "<think>b</think>c"))) == ["<think>b</think>c<|im_end|>"]
     with pytest.raises(InputError, match=r"dropping\.jinja.* messages\[1\].*{% generation %}"):
         made.render_with_answers(talk("a", "<think>b</think>c", "d", "e"))
-    with pytest.raises(InputError, match=r"{% generation %}"):  # no generation prompt
+    with pytest.raises(InputError, match=r"{% generation %}"):  # a template without generation prompt
         other = template(
             "{% for m in messages %}{{ m.role + m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
         )

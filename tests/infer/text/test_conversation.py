@@ -1,4 +1,4 @@
-"""Conversations as a template can write them: roles, arguments of calls, tools in words."""
+"""Conversations in the form that a template can write: roles, arguments of calls, tools in words."""
 
 import json
 
@@ -40,7 +40,7 @@ def test_templates_get_arguments_as_objects(name):
 
 
 @pytest.mark.parametrize("name", list(TEMPLATES))
-def test_an_opening_is_in_the_tokens_of_the_template(name):
+def test_required_call_begins_in_the_prompt_with_the_template_tokens(name):
     chat = template(TEMPLATES[name])
     assert chat.tool_format.name == name
     plain = encode(chat, [USER], TOOLS, {})
@@ -53,26 +53,26 @@ def test_an_opening_is_in_the_tokens_of_the_template(name):
         assert all(TOKENIZER.token_to_id(token) in ids[len(plain) :] for token in special)
 
 
-def test_channels_take_the_reasoning_or_the_content_of_a_call():
+def test_harmony_writes_the_reasoning_or_the_content_of_a_call():
     for fields, shown in (({}, ""), ({"content": "I look."}, "I look."), ({"reasoning_content": "Hm."}, "Hm."),
                           ({"content": "I look.", "reasoning_content": "Hm."}, "Hm.")):  # fmt: skip
         made = text(TEMPLATES["harmony"], [USER, {**ASKING, **fields}], TOOLS)
         assert f"<|end|>{shown}<|start|>assistant<|channel|>commentary" in made
 
 
-def test_channels_need_their_tokens():
+def test_harmony_needs_its_tokens():
     other = ChatTemplate(TEMPLATES["harmony"], checkpoints.byte_tokenizer(*checkpoints.CHATML), {})
     assert other.tool_format is None
 
 
-def test_the_developer_is_the_system_where_the_template_has_none():
+def test_developer_becomes_system_without_a_developer_role():
     shown = "{% for m in messages %}{{ m.role + ':' + m.content + ' ' }}{% endfor %}"
     talk = [{"role": "developer", "content": "Be brief."}, USER]
     assert text(shown, talk) == "system:Be brief. user:Weather? "
     assert text(shown + "{# developer #}", talk) == "developer:Be brief. user:Weather? "
 
 
-def test_tools_in_words():
+def test_tools_are_described_in_words():
     shown = "{% for m in messages %}{{ '[' + m.role + ']' + m.content }}{% endfor %}"
     calls = {**ASKING, "content": "I look.", "tool_calls": [CALL, CALL]}
     made = text(shown, [{"role": "system", "content": "Be brief."}, USER, calls, RESULT, RESULT], TOOLS)
@@ -86,7 +86,7 @@ def test_tools_in_words():
     assert in_words([USER], None) == [USER]
 
 
-def test_a_call_cannot_be_required_without_a_form():
+def test_required_call_without_a_tool_format_is_refused():
     for name in (None, "get_weather"):
         with pytest.raises(InputError, match=r"^tool_choice = .* has no tool format"):
             text("{{ messages[0].content }}", [USER], ToolRequest((WEATHER,), True, name))

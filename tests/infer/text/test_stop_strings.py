@@ -1,4 +1,4 @@
-"""Stop strings do not depend on how a text is cut into pieces."""
+"""Stop strings: the result does not depend on how a text is cut into pieces."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ def test_result_does_not_depend_on_pieces(pieces, stops):
     stopper, text = StopStrings(stops), ""
     for piece in pieces:
         text += stopper.add(piece)
-        assert expected.startswith(text)  # nothing that a stop string takes back
+        assert expected.startswith(text)  # text that was passed on is never part of a stop string
     text += stopper.flush()
     assert (text, stopper.found) == (expected, stop)
 

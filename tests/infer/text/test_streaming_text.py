@@ -35,7 +35,7 @@ def byte_level():
 
 
 def sentencepiece_style():
-    """As in Llama 2: spaces are ▁, one is put before the text, unknown characters fall back to bytes."""
+    """As in Llama 2: spaces are ▁, one is put before the text, and unknown characters are encoded as bytes."""
     pieces = [
         "<unk>",
         "<s>",
@@ -91,7 +91,7 @@ def test_byte_level_text_round_trips(wrapped, text):
     tokens = wrapped["byte_level"].encode(text)
     pieces, rest = stream(wrapped["byte_level"], tokens)
     assert ("".join(pieces), rest) == (text, "")
-    for n, piece in enumerate(pieces):  # no replacement character for a character in progress
+    for n, piece in enumerate(pieces):  # no replacement character while a character is incomplete
         assert piece.count("�") <= text[len("".join(pieces[:n])) :].count("�")
 
 
@@ -99,10 +99,10 @@ def test_byte_level_text_round_trips(wrapped, text):
 @settings(deadline=None, max_examples=150)
 def test_sentencepiece_text_round_trips(wrapped, first, second):
     tokenizer = wrapped["sentencepiece_style"]
-    expected = (" " * bool(first) + first).replace("▁", " ")  # what this kind of vocabulary makes of ▁
+    expected = (" " * bool(first) + first).replace("▁", " ")  # this kind of vocabulary decodes ▁ as a space
     tokens = tokenizer.encode(first)
     assert "".join(stream(tokenizer, tokens)[0]) == expected[1:] == tokenizer.decode(tokens)
-    if first:  # a continuation keeps the space with which it begins, also after a special token
+    if first:  # a continuation keeps its leading space, also after a special token
         end = tokenizer._tokenizer.token_to_id("</s>")
         pieces, _ = stream(tokenizer, [*tokenizer.encode(second), end], tokens)
         assert "".join(pieces) == (" " * bool(second) + second).replace("▁", " ")
@@ -138,7 +138,7 @@ def test_special_tokens_have_no_text(wrapped):
     end = tokenizer._tokenizer.token_to_id("<|end|>")
     tokens = tokenizer.encode("<|end|>")
     assert end not in tokens and tokenizer.decode([*tokens, end]) == "<|end|>"
-    assert stream(tokenizer, [end, 10**6]) == (["", ""], "")  # 10**6: a padding row of the embedding table
+    assert stream(tokenizer, [end, 10**6]) == (["", ""], "")  # 10**6 stands for a padding row of the embedding table
 
 
 def test_begin_of_text_is_prepended(tmp_path):

@@ -17,7 +17,7 @@ def ids(text):
 
 
 def parts(answer, prompt=PROMPT):
-    """The text of each part of an answer."""
+    """The text of the reasoning and of the content of an answer."""
     place = Thinking(MARKS, TOKENIZER, ids(prompt))
     found = {part: [] for part in Part}
     for token in ids(answer):
@@ -36,7 +36,7 @@ def parts(answer, prompt=PROMPT):
     ("<think></think>\n\n\n 4", ("", "4")),
     ("", ("", "")),
 ])  # fmt: skip
-def test_parts_of_an_answer(answer, expected):
+def test_parts_of_an_answer_are_found(answer, expected):
     assert parts(answer) == expected
 
 
@@ -44,11 +44,11 @@ def test_parts_of_an_answer(answer, expected):
     (PROMPT + "<think>\n", ("a", "b")), (PROMPT + "<think>", ("a", "b")), ("", ("", "a</think>b")),
     (PROMPT + "<think>\n\n</think>\n\n", ("", "a</think>b")), ("<think> a message", ("", "a</think>b")),
 ])  # fmt: skip
-def test_the_prompt_may_begin_the_answer(prompt, expected):
+def test_prompt_may_begin_the_answer(prompt, expected):
     assert parts("a</think>b", prompt) == expected
 
 
-def test_what_may_precede_the_content():
+def test_openings_may_precede_the_content():
     def openings(text, prompt=PROMPT):
         place = Thinking(MARKS, TOKENIZER, ids(prompt))
         for token in ids(text):
@@ -57,11 +57,11 @@ def test_what_may_precede_the_content():
 
     assert openings("") == (["<think>"], True) and openings("", PROMPT + "<think>")[1]
     assert openings("<think>a</think>") == (["\n\n", "\n"], False)
-    assert openings("<think>a</think>\n\n\n") == ([], False), "white space has an end"
+    assert openings("<think>a</think>\n\n\n") == ([], False), "only a few tokens of white space may follow"
     assert openings("a") == ([], False) and openings("", PROMPT + "<think></think>")[1] is False
 
 
-def test_marks_are_tokens_that_the_template_names():
+def test_marks_must_be_tokens_in_the_template():
     assert (*map(TOKENIZER.token_to_id, WORDS[:2]), (TOKENIZER.token_to_id("\n\n"), ids("\n")[0])) == MARKS
     assert ThinkMarks.find("{{ messages }}", TOKENIZER) is None
     assert ThinkMarks.find("</think>", byte_tokenizer()) is None

@@ -1,4 +1,4 @@
-"""Calls of tools in answers: each format, and the same result however the answer is cut."""
+"""Tool calls in answers: every format is read, and the result does not depend on how the answer is cut."""
 
 import json
 import sys
@@ -22,14 +22,14 @@ HARMONY_PROMPT = "<|start|>user<|message|>Hi<|end|><|start|>assistant"
 
 
 def read(name, *pieces, request=TOOLS):
-    """The content and the (name, arguments) of the calls of an answer."""
+    """The content of an answer, and (name, arguments) of its calls."""
     text, calls = calls_of(TextReader(BY_NAME[name], request), pieces)
     assert len({call.id for call in calls}) == len(calls)
     return text, [(call.name, json.loads(call.arguments)) for call in calls]
 
 
 def read_harmony(answer, prompt=HARMONY_PROMPT, request=TOOLS):
-    """Reasoning, content and calls."""
+    """The reasoning, the content and the calls of an answer."""
     ids = TOKENIZER.encode(prompt).ids
     harmony = Harmony.find(TOKENIZER)
     channels, reader = (Channels(harmony, TOKENIZER, ids, calls=True) for _ in range(2))
@@ -96,7 +96,7 @@ def read_harmony(answer, prompt=HARMONY_PROMPT, request=TOOLS):
     ("llama3", '<|python_tag|>search.call(query="x")', '<|python_tag|>search.call(query="x")', []),
     ("llama3", " {1: 2} ", " {1: 2} ", []),
 ])  # fmt: skip
-def test_calls_of_an_answer(name, answer, text, calls):
+def test_calls_of_an_answer_are_read(name, answer, text, calls):
     assert read(name, answer) == (text, calls)
     for at in range(len(answer) + 1):
         assert read(name, answer[:at], answer[at:]) == (text, calls), at
@@ -109,7 +109,7 @@ def test_format_is_found_in_the_template(name):
     assert find_format(TEMPLATES[name], {"messages"}) is None
 
 
-def test_forms_that_are_not_known_are_not_taken_for_others():
+def test_unknown_formats_are_not_recognised():
     glm = '{{ tools }}<tool_call>{name}\n<arg_key>{key}</arg_key><arg_value>"arguments"</arg_value></tool_call>'
     apriel = '{{ tools }} within <tool_call>: <tool_calls>[{"name": NAME, "arguments": ARGS}]</tool_calls>'
     minimax = '{{ tools }}<tool_call><invoke name="NAME">"arguments"</invoke></tool_call>'
@@ -127,7 +127,7 @@ ARGUMENTS = st.dictionaries(st.text(min_size=1), JSON_VALUES, max_size=3)
 
 
 def cut(data, text):
-    """The text in random pieces."""
+    """A text, cut into random pieces."""
     borders = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
     return [text[a:b] for a, b in zip([0, *borders], [*borders, len(text)], strict=True)]
 
@@ -162,30 +162,30 @@ PIECES = st.sampled_from([
 @pytest.mark.parametrize("name", [each.name for each in TEXTS])
 @settings(max_examples=80, deadline=None)
 @given(st.data(), st.lists(PIECES, max_size=14))
-def test_any_cut_of_any_text_gives_the_same(name, data, pieces):
+def test_result_does_not_depend_on_pieces(name, data, pieces):
     answer = "".join(pieces)
     whole = read(name, answer)
     assert read(name, *cut(data, answer)) == whole and read(name, *answer) == whole
     if not whole[1]:
-        assert whole[0] == answer, "text without calls stays as it is"
+        assert whole[0] == answer, "text without calls must not change"
     one = read(name, *cut(data, answer), request=ToolRequest(TOOLS.tools, parallel=False))
     assert one[1] == whole[1][:1]
 
 
 @pytest.mark.parametrize("name", [each.name for each in TEXTS])
-def test_a_required_call_begins_in_the_prompt(name):
+def test_required_call_begins_in_the_prompt(name):
     tool_format = BY_NAME[name]
     for request in (ToolRequest(TOOLS.tools, required=True), ToolRequest(TOOLS.tools, True, "add", parallel=False)):
         opening = tool_format.opening(request)
         whole = written(name, [("add", {"a": 1})])
         squeezed, start = ("".join(text.split()) for text in (whole, opening))
-        assert squeezed.startswith(start), "what is written begins as the prompt does"
+        assert squeezed.startswith(start), "a written call must begin like the prompt's"
         at = next(n for n in range(len(whole) + 1) if "".join(whole[:n].split()) == start)
         assert read(name, whole[at:], request=request) == ("", [("add", {"a": 1})])
         assert read(name, "oops", request=request) == (opening + "oops", [])
 
 
-def test_one_call_ends_an_answer_that_may_have_only_one():
+def test_first_call_ends_the_answer_without_parallel_calls():
     reader = TextReader(BY_NAME["hermes"], ToolRequest(TOOLS.tools, parallel=False))
     answer = written("hermes", [("add", {}), ("add", {})])
     reads = [reader.add(0, piece, Part.CONTENT) for piece in answer]
@@ -194,7 +194,7 @@ def test_one_call_ends_an_answer_that_may_have_only_one():
     assert answer[: done + 1].endswith("}}")
 
 
-def test_hopeless_text_takes_little_time():
+def test_many_failed_openings_take_little_time():
     for answer in (
         "<tool_call>{" * 3000,
         "<function=" * 5000,
@@ -207,7 +207,7 @@ def test_hopeless_text_takes_little_time():
 
 
 @pytest.mark.parametrize("depth", [500, 100_000])
-def test_deep_arguments_stay_text(depth):
+def test_deeply_nested_arguments_stay_text(depth):
     answer = '<tool_call>{"name": "add", "arguments": {"a": ' + "[" * depth + "]" * depth + "}}</tool_call>"
     text, calls = read("hermes", answer)
     assert (text == answer and not calls) or (depth == 500 and len(calls) == 1)
@@ -226,11 +226,11 @@ def test_deep_arguments_stay_text(depth):
     ("<|channel|>analysis to=browser.search<|message|>{}", ("{}", "", [])),
     ("plain", ("", "plain", [])),
 ])  # fmt: skip
-def test_calls_of_channels(answer, expected):
+def test_calls_in_harmony_are_read(answer, expected):
     assert read_harmony(answer) == expected
 
 
-def test_a_required_call_of_channels_begins_in_the_prompt():
+def test_required_call_in_harmony_begins_in_the_prompt():
     named = ToolRequest(TOOLS.tools, True, "add", parallel=False)
     for request, rest in ((ToolRequest(TOOLS.tools, True), "add<|message|>"), (named, "")):
         prompt = HARMONY_PROMPT + HARMONY.opening(request)
@@ -252,6 +252,6 @@ def test_values_are_typed_by_their_schema(text, schema, value):
     assert typed(text, schema) == value and type(typed(text, schema)) is type(value)
 
 
-def test_json_text_keeps_characters():
+def test_json_text_does_not_escape_characters():
     assert json_text({"é": "ü"}) == '{"é": "ü"}' and read_object(json_text({"a": "\ud800"})) == {"a": "\ud800"}
     assert read_object("[1]") is None and read_object("{") is None and read_object('{"a": Infinity}') is None
