@@ -1,7 +1,7 @@
 """`python -m train RECIPE [--section.option value ...]`: starts or resumes the run that the recipe describes.
 
-With --dry-run it reports what the run would need on a described cluster, or with --sweep mesh on many, and trains
-nothing.
+With --dry-run it trains nothing and reports what the run would need on a described cluster, or with --sweep mesh on
+many meshes.
 """
 
 import shlex
@@ -13,7 +13,7 @@ from laneformer.interrupts import end, importing
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 2 a user's mistake, 130 or 143 stopped by a signal."""
+    """Returns the exit status: 0 when done, 2 after a user's mistake, 130 or 143 after a signal."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     resume = f"resume from the last checkpoint with: python -m train {shlex.join(arguments)}"
     interrupted = f"stopped without saving; {resume}"
@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str], interrupted: str) -> int:
-    with importing(interrupted):  # for seconds
+    with importing(interrupted):  # takes seconds
         from train.loop import Interrupted, train
         from train.planning.plan import dry_run
         from train.planning.sweep import mesh_sweep

@@ -1,4 +1,4 @@
-"""`python -m train.bench [RECIPE ...]`: training speed of recipes, next to a plain dense model of the same size."""
+"""`python -m train.bench [RECIPE ...]`: times training steps of recipes and of a plain dense model of the same size."""
 
 import json
 import multiprocessing
@@ -35,7 +35,7 @@ WARMUP = 3  # untimed steps after the first one, which compiles
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Time optimizer steps of recipes: every entry in a separate process, the entries in turn, several rounds."""
+    """Time optimizer steps of recipes. Each round runs every entry once, in a separate process."""
 
     recipes: tyro.conf.Positional[tuple[str, ...]] = ("stdlib",)
     """Recipes; quote one to add its options: stdlib "stdlib --mesh.host-devices 1 --mesh.lane 1"."""
@@ -91,7 +91,7 @@ def entries(bench: Bench) -> list[Entry]:
 
 
 def run(bench: Bench) -> dict:
-    """All figures: {"conditions": ..., "entries": [...]}."""
+    """Times every entry and returns all figures: {"conditions": ..., "entries": [...]}."""
     listed = entries(bench)
     measured: dict[str, list[dict]] = {entry.name: [] for entry in listed}
     with tempfile.TemporaryDirectory() as cache:  # compiled programs, for the later rounds
@@ -106,7 +106,7 @@ def run(bench: Bench) -> dict:
 
 
 def _in_a_process(entry: Entry, steps: int, cache: str) -> dict:
-    """Result of `_time` in a process that has the hardware to itself. Raises LaneformerError if it fails."""
+    """Runs `_time` in a process that has the hardware to itself. Raises LaneformerError if it fails."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_worker, args=(entry, steps, cache, theirs))
@@ -131,8 +131,9 @@ def _worker(entry: Entry, steps: int, cache: str, results) -> None:
 
 
 def _time(entry: Entry, steps: int) -> dict:
-    """Seconds of `steps` warm steps of the entry's first phase on random tokens, each waited for, and what they
-    ran on.
+    """Times `steps` warm steps of the entry's first phase on random tokens, and waits for each step.
+
+    Returns wall and processor seconds per step, seconds of the first step, and the hardware used.
     """
     config = entry.config
     if config.mesh.host_devices:
@@ -192,7 +193,7 @@ def _dense(config: TrainConfig, ids: np.ndarray) -> tuple[Callable, dict[str, in
 
 
 def _summary(entry: Entry, rounds: list[dict]) -> dict:
-    """Median and quartiles over the steps of all rounds, and what follows from the median."""
+    """Median and quartiles over the steps of all rounds, and the rates that follow from the median."""
     config, first = entry.config, rounds[0]
     phase = config.phases[0]
     seconds = sorted(s for result in rounds for s in result["seconds"])
@@ -295,7 +296,7 @@ def report(bench: Bench) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 for a user's mistake."""
+    """Returns the exit status: 0, or 2 for a user's mistake."""
     return run_command(report, Bench, "python -m train.bench", arguments)
 
 

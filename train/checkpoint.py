@@ -30,7 +30,7 @@ OPTIMIZER = "optimizer"  # moments and step counter; inference reads only params
 class Checkpoints:
     """The saved steps of one run: RUN/checkpoints/STEP/{params, optimizer, meta}.
 
-    A step's folder gets its name when its last file is written, so a kill at any moment leaves only complete ones. A
+    A step's folder gets its name when its last file is written, so a kill at any moment leaves only complete steps. A
     restored state must have the fingerprint recorded when it was saved.
     """
 
@@ -54,7 +54,7 @@ class Checkpoints:
         }
 
     def save(self, state: State, step: int) -> None:
-        """Starts writing the state, and returns once it is copied. Raises CheckpointError if any save failed."""
+        """Starts to write the state and returns once the state is copied. Raises CheckpointError if any save failed."""
         self.wait()
         self.saving = step
         needed, free = sum(x.nbytes for x in jax.tree.leaves(state)), shutil.disk_usage(self.run).free
@@ -116,7 +116,7 @@ class Checkpoints:
             self.manager.wait_until_finished()
 
     def close(self) -> None:
-        """Waits for the last save and ends its threads."""
+        """Waits for the last save and ends the threads that save."""
         with self._saving():
             self.manager.close()
 
@@ -165,7 +165,7 @@ def saved_steps(run: Path) -> list[int]:
 
 
 def versions() -> dict[str, str | None]:
-    """Versions that computed this run: packages, Python, and the project's git commit if there is one."""
+    """Versions of packages and Python, and the project's git commit, None without a git repository."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()

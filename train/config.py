@@ -57,7 +57,7 @@ class DataConfig:
             )
         if any(not 0 < weight < math.inf for weight in self.weights):
             raise ConfigError(
-                f"data.weights must be positive numbers, got {self.weights}; leave out folders without weight"
+                f"data.weights must be positive numbers, got {self.weights}; leave out folders of weight 0"
             )
         if self.validation_batches < 0:
             raise ConfigError(f"data.validation_batches must be at least 0, got {self.validation_batches}")
@@ -130,7 +130,9 @@ class WatchConfig:
     max_rise: float = 3.0
     """Stop when the median loss of 20 steps is this many nats above the lowest such median of the phase."""
     lanes: bool = True
-    """Record by depth, at each validation, how similar the lanes' streams are, and the ratio of landed to own parts."""
+    """At each validation, record by depth how similar the lanes' streams are, and how much other lanes add to a stream
+    relative to its own lane.
+    """
     tensorboard: bool = False
     """Also write RUN/tensorboard (pip install -e '.[tensorboard]')."""
     wandb: str = ""
@@ -146,7 +148,7 @@ class WatchConfig:
     humaneval: Path | None = None
     """File of problems: HumanEval, HumanEval+, MBPP or MBPP+, as .jsonl or .jsonl.gz."""
     humaneval_problems: int = 0
-    """Number of problems to use, from the first on; 0: all."""
+    """Number of problems to use, counted from the first; 0: all."""
     humaneval_tokens: int = 512
     """Tokens per answer, at most."""
     profile_at: int | None = None
@@ -169,10 +171,10 @@ class WatchConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DistillConfig:
-    """Distillation of a dense model into one cut from it by python -m scripts.convert_dense: see train/distill.py."""
+    """Distillation of a dense model into the one that scripts.convert_dense cut from it: see train/distill.py."""
 
     teacher: Path | None = None
-    """Checkpoint to learn the distribution of: a Hugging Face folder or a training run (default: none)."""
+    """Checkpoint whose distribution the model learns: a Hugging Face folder or a training run (default: none)."""
     student: Path | None = None
     """Checkpoint with the initial weights (default: random weights)."""
     kl_weight: float = 1.0
@@ -208,13 +210,13 @@ class PhaseConfig:
     accumulate: int = 1
     """Parts of a step's batch, computed one after another to save memory."""
     weights: Literal["float32", Kind] = field(default="float32", metadata=LATER)
-    """Format of the matrices in the forward pass of this phase: others than float32 are rounded at each step, so that
-    the model learns to work with them (docs/quantized.md).
+    """Format of the matrices in the forward pass of this phase. A format other than float32 rounds them at each step,
+    so that the model learns to work with rounded weights (docs/quantized.md).
     """
     group: Annotated[Shared | None, tyro.conf.arg(metavar="{INT,row,block,tensor}")] = field(
         default=None, metadata=LATER
     )
-    """What shares a scale in that format, as for python -m scripts.quantize."""
+    """Part of a matrix that shares a scale in that format, as --group of python -m scripts.quantize."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +265,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(PhaseConfig):
-    """A pretraining run. Its own fields describe the first phase, `then` the later ones."""
+    """A pretraining run. Its own fields describe the first phase; `then` describes the later ones."""
 
     name: str
     """Name of the run, and of its folder unless `run` is given."""
@@ -276,27 +278,27 @@ class TrainConfig(PhaseConfig):
     seed: int = 0
     """Seed of the initial weights."""
     z_loss: float = 0.0
-    """Weight in the loss of the mean squared log-sum-exp of the logits (arXiv 2204.02311), which keeps them from
+    """Weight, in the loss, of the mean squared log-sum-exp of the logits (arXiv 2204.02311). It keeps the logits from
     drifting.
     """
     load_balance_loss: float = field(default=0.01, metadata=LATER)
-    """Weight in the loss of the routers' load-balancing loss (arXiv 2101.03961), which makes a model's experts equally
-    busy; without experts it has no effect.
+    """Weight of the routers' load-balancing loss (arXiv 2101.03961), which spreads tokens evenly over the experts. No
+    effect without experts.
     """
     router_z_loss: float = field(default=0.001, metadata=LATER)
-    """Weight in the loss of the mean squared log-sum-exp of the routers' logits (arXiv 2202.08906); without experts it
-    has no effect.
+    """Weight, in the loss, of the mean squared log-sum-exp of the routers' logits (arXiv 2202.08906). No effect without
+    experts.
     """
     loss_chunk: int = 4096
     """Tokens per device whose logits are in memory at once."""
     compute_dtype: ComputeDtype = "auto"
     """Dtype of matrix products; auto: float32 on a CPU, else bfloat16. Master weights and sums are float32."""
     exchange_dtype: Narrow = field(default="float32", metadata=LATER)
-    """Dtype in which devices send their sums over lanes, and the gradients of these; the streams add them in theirs."""
+    """Dtype in which devices exchange sums over lanes and their gradients; streams add them in stream_dtype."""
     activation_dtype: Narrow = field(default="float32", metadata=LATER)
-    """Dtype of the results of attention's and MLPs' products, which the backward pass keeps."""
+    """Dtype of the results of matrix products in attention and MLP, which are kept for the backward pass."""
     stream_dtype: Narrow = field(default="float32", metadata=LATER)
-    """Dtype of the residual streams; bfloat16 adds in it, and not over several devices of a CPU."""
+    """Dtype of the residual streams and of the sums in them; bfloat16 excludes lanes on several CPU devices."""
     remat: Literal["none", "block", "dots"] = "none"
     """What the backward pass recomputes: nothing (none), whole modules (block), or all but matrix products (dots)."""
     run: Path | None = None
@@ -356,7 +358,7 @@ class TrainConfig(PhaseConfig):
 
     @property
     def phases(self) -> tuple[Phase, ...]:
-        """All phases in order, each with its own model config. Raises ConfigError for an invalid one."""
+        """All phases in order, each with its own model config. Raises ConfigError if one of these is invalid."""
         phases, model, steps, tokens = [], self.model, 0, 0
         for index, (name, phase) in enumerate([(FIRST, self), *self.then.items()]):
             if index:
@@ -379,7 +381,7 @@ class TrainConfig(PhaseConfig):
         return self.phases[-1].last_step
 
     def phase_at(self, step: int) -> Phase:
-        """The phase of the step after `step` steps; the last phase once all steps are done."""
+        """The phase that follows `step` finished steps of the run; the last phase once all steps are done."""
         return next((phase for phase in self.phases if step < phase.last_step), self.phases[-1])
 
     @property
@@ -426,15 +428,15 @@ def _check_phase(phase: Phase, config: TrainConfig) -> None:
     if attention := phase.model.compressed_attention:
         if not data.attend_across_documents:
             raise ConfigError(
-                f"{where}data.attend_across_documents = False with model.compressed_attention is not supported: entries"
-                " are made of positions whatever their document; leave it out"
+                f"{where}data.attend_across_documents = False with model.compressed_attention is not supported: an"
+                " entry may combine positions of two documents; leave it out"
             )
         entries = data.sequence_length // attention.overlap_ratio
         if attention.overlap_ratio in attention.ratios and entries > attention.index_topk:
             raise ConfigError(
                 f"model.compressed_attention.index_topk = {attention.index_topk} must be at least {entries}, the"
-                f" entries of {where}data.sequence_length = {data.sequence_length}: no loss trains the choice among"
-                " them"
+                f" entries of {where}data.sequence_length = {data.sequence_length}: no loss trains a choice among"
+                " entries"
             )
     if phase.weights != "float32" and phase.model.num_experts is not None:
         raise ConfigError(
@@ -477,7 +479,7 @@ _FREE = (
 
 
 def recorded(config: TrainConfig) -> dict[str, object]:
-    """Every field as "section.option" -> JSON value."""
+    """All fields of the config: "section.option" -> JSON value."""
 
     def flatten(value: Any, prefix: str):
         if dataclasses.is_dataclass(value):

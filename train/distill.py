@@ -1,9 +1,9 @@
 """Distillation: a model cut into lanes learns the distribution of the dense model it was cut from, while its delay
 grows.
 
-The teacher runs as a separate program before each step, and its logits are part of the batch, so that a step stays one
-program of state and batch. All logits of a batch are in memory at once, twice: for long sequences and large
-vocabularies use small batches.
+The teacher runs as a separate program before each step, and its logits are part of the batch, so that a step remains
+one program of state and batch. All logits of a batch, of both models, are in memory at once: for long sequences and
+large vocabularies use small batches.
 """
 
 import json
@@ -28,8 +28,8 @@ from laneformer.weights import parameter_table
 from train.config import Phase, TrainConfig
 
 TEACHER = "teacher_logits"  # in a batch: float32 [b, s, v]
-RECORD = "distill.json"  # in a run folder: the fingerprint of its teacher
-# Fields a run may choose; every other field of the student's config determines its weights or what they compute.
+RECORD = "distill.json"  # file of a run folder with the fingerprint of its teacher
+# Fields that may differ between the student and the recipe; all others determine weights or what weights compute.
 _FREE = (
     "layout",
     "broadcast_delay",
@@ -65,11 +65,11 @@ def distilled_sums(
 
 
 def annealed(config: TrainConfig, phase: Phase, step: int) -> Phase:
-    """The phase with its layout in the step after `step`: dtp(0) at first, its own after distill.anneal_steps.
+    """The phase with the layout that it has after `step` steps: dtp(0) at first, its own from distill.anneal_steps on.
 
-    The delay grows in equal stages, each compiled separately. So every step runs one layout of the table, the same when
-    loaded or resumed. The alternative, mixing weights as inputs of one program, would keep the reductions of all delays
-    in every step.
+    The delay grows in equal stages, each compiled separately. So every step runs one ordinary layout, the same one when
+    the run is resumed. The alternative, mixing weights as inputs of one program, would keep the reductions of all
+    delays in every step.
     """
     distill = config.distill
     if step >= distill.anneal_steps:
@@ -84,7 +84,10 @@ def final_delay(model: ModelConfig) -> float:
 
 
 class Distillation:
-    """The teacher of a run, and its initial weights. Raises CheckpointError or ConfigError if either does not fit."""
+    """The teacher of a run, and the student's initial weights.
+
+    Raises CheckpointError or ConfigError if either does not fit the model.
+    """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, precision: Precision):
         self.config, self.mesh, self.teacher = config, mesh, None
@@ -119,7 +122,7 @@ class Distillation:
             return
         file, now = run / RECORD, {"teacher": fingerprint(self.teacher.weights())}
         if jax.process_index() > 0:
-            return  # every process computes the fingerprint, one records it
+            return  # every process computes the fingerprint, process 0 records it
         if new:
             part = file.with_name(file.name + ".part")
             part.write_text(json.dumps(now) + "\n", encoding="utf-8")
@@ -166,14 +169,14 @@ def _check_student(path: Path, found: ModelConfig, model: ModelConfig) -> None:
     ]
     if wrong:
         raise ConfigError(
-            f"distill.student = {path} differs from the recipe's model; set the options to its {', '.join(wrong)}"
+            f"distill.student = {path} differs from the recipe's model; set the model to its {', '.join(wrong)}"
         )
 
 
 def _check_teacher(path: Path, found: ModelConfig, config: TrainConfig) -> None:
     if found.vocab_size != config.model.vocab_size:
         raise ConfigError(
-            f"distill.teacher = {path} has a vocabulary of {found.vocab_size}, the model one of"
+            f"distill.teacher = {path} has a vocabulary of {found.vocab_size}, but the model has"
             f" {config.model.vocab_size}; choose a teacher with the same tokens"
         )
     longest = max(phase.data.sequence_length for phase in config.phases)

@@ -48,7 +48,7 @@ class Evaluation:
             log.record(step, {"validation": {tag: self._validate(params, tag, step, log) for tag in self.sets}})
             if self.bf12 is not None:
                 log.record(step, {"bf12": self.bf12(params)})
-            model = self.phase.model  # the lanes of several residual streams are equal
+            model = self.phase.model  # with several residual streams, the lanes are equal
             if self.config.watch.lanes and model.num_lanes > 1 and model.residual_streams is None:
                 log.record(step, {"lanes": self._lanes(params)})
         if self.samples is not None and self._due(step, self.config.watch.samples_every):
@@ -66,7 +66,7 @@ class Evaluation:
         return step == self.phase.last_step or step % every == 0
 
     def _validate(self, params: Params, tag: str, step: int, log: RunLog) -> dict[str, float]:
-        """Mean held-out loss in nats per token, and bits per byte if every token of the text counts."""
+        """Mean loss on the set `tag` in nats per token, and bits per byte if every token of its text counts."""
         held_out = self.sets[tag]
         sums = [jax.device_get(self.trainer.evaluate(params, self._put(rows))) for rows in held_out.batches]
         found = {"loss": float(sum(s["nll"] for s in sums) / sum(s["weight"] for s in sums))}
@@ -78,7 +78,10 @@ class Evaluation:
         return found
 
     def _lanes(self, params: Params) -> dict[str, list[float | None]]:
-        """Statistics by time in the schedule, of experts by layer: see `Laneformer.lane_statistics`."""
+        """Statistics of the lanes by time in the schedule, and of their experts by layer with experts.
+
+        See `Laneformer.lane_statistics`.
+        """
         rows = next(iter(self.sets.values())).batches[0]
         found = {name: x.tolist() for name, x in jax.device_get(self.trainer.lanes(params, self._put(rows))).items()}
         ratio = [landed / own if own else None for landed, own in zip(found["landed"], found["own"], strict=True)]
@@ -112,7 +115,7 @@ class Problems:
         self.judge = Judge()
 
     def solve(self, params: Params, step: int) -> dict[str, float]:
-        """passed, total and pass@1 of the model with these weights."""
+        """Writes all verdicts and returns passed, total and pass@1 of the model with the weights `params`."""
         report = evaluate(
             self.live.holding(params), self.problems, max_new_tokens=self.tokens, judge=self.judge
         ).as_json()

@@ -7,16 +7,17 @@ from laneformer.weights import attention_flops_per_token, matmul_parameters
 def forward_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
     """FLOPs of a forward pass per token of a sequence, 2 per multiplication and addition: 2 M + attention.
 
-    M are the `matmul_parameters`. The convention of PaLM (arXiv 2204.02311, appendix B), except that attention counts
-    only keys that a query attends to, about half of them. Norms, rotations, softmax and sums over lanes are left out.
+    M is the number of `matmul_parameters`. This is the convention of PaLM (arXiv 2204.02311, appendix B), except that
+    attention counts only keys that a query attends to, about half of them. Norms, rotations, softmax and sums over
+    lanes are not counted.
     """
     return 2 * matmul_parameters(config) + attention_flops_per_token(config, sequence_length)
 
 
 def train_flops_per_token(config: ModelConfig, sequence_length: int) -> float:
-    """FLOPs of forward and backward pass, which needs two products for each: 3 x forward = 6 M + 12 H e keys.
+    """FLOPs of forward and backward pass per token: 3 x forward = 6 M + 12 H e keys, for H heads of size e.
 
-    Recomputation is not counted.
+    The backward pass needs two products for each product of the forward pass. Recomputation is not counted.
     """
     return 3 * forward_flops_per_token(config, sequence_length)
 

@@ -36,11 +36,11 @@ class Interrupted(Exception):
 
 
 def train(config: TrainConfig) -> None:
-    """Runs `config` to the end of its last phase, from the newest checkpoint of its folder if there is one.
+    """Runs `config` to the end of its last phase, starting at the newest checkpoint in its folder, if any.
 
     Writes RUN/{run.json, tokenizer.json, metrics.jsonl, program/, checkpoints/STEP}. On the same number of devices the
-    same config gives bitwise the same losses and weights however often it is stopped, on another number the same to
-    rounding. Raises LaneformerError for a user's mistake and Interrupted after SIGINT or SIGTERM.
+    same config gives bitwise equal losses and weights, however often the run is stopped. On another number of devices
+    they agree to rounding. Raises LaneformerError for a user's mistake and Interrupted after SIGINT or SIGTERM.
     """
     if config.mesh.host_devices:
         lf.use_host_devices(config.mesh.host_devices)
@@ -92,7 +92,7 @@ class PhaseData:
 
     @classmethod
     def open(cls, phase: Phase, stores: Stores) -> Self:
-        """Raises InputError or ConfigError if the stores cannot supply the phase."""
+        """Opens the data of `phase`. Raises InputError or ConfigError if the stores cannot supply it."""
         train, extra = ([stores[path] for path in paths] for paths in (phase.data.path, phase.data.validation_path))
         # A later phase that reads the same folder reads it in another order.
         seed = phase.data.seed + 1_000_003 * phase.index
@@ -114,7 +114,7 @@ class _Loop:
     ):
         self.config, self.mesh, self.data, self.distillation = config, mesh, data, distillation
         self.checkpoints, self.log, self.stop = checkpoints, log, stop
-        self.asked_by_any = False  # a process asked to stop, and all processes know it
+        self.asked_by_any = False  # whether a fetched step reported that some process asked to stop
 
     def run(self, phase: Phase, state: State | None, first: int) -> State:
         """Runs the phase from step `first` to its end. Raises Interrupted after a signal."""
@@ -143,7 +143,7 @@ class _Loop:
             return self._steps(state, stream, profile)
 
     def _compile(self, phase: Phase) -> None:
-        """Compiles the step and records its program. phase: with the layout of this step."""
+        """Compiles the step and records its program. phase: the current phase, with the layout of this step."""
         trainer = self.trainer if phase is self.phase else Trainer(self.config, phase, self.mesh, self.batches.keys)
         lowered = trainer.lower_step()
         self.step, self.compiled = lowered.compile(), phase
@@ -157,7 +157,7 @@ class _Loop:
             try:
                 with clock("data"):
                     before, batch = next(stream)
-            except (LaneformerError, OSError):  # from the data: save, so that the run resumes here once it is repaired
+            except (LaneformerError, OSError):  # damaged data: save, so that the run resumes here after a repair
                 if pending is not None and jax.process_count() == 1:
                     self._fetch(*pending)
                     self._save(state, step)
@@ -199,11 +199,11 @@ class _Loop:
                 raise Interrupted(self.stop[0] if self.stop else signal.SIGTERM, step)
 
     def _stopping(self) -> bool:
-        """Whether to stop after this step. Several processes agree through the steps that all have done."""
+        """Whether to stop after this step. Several processes agree, because all read the answer from the same step."""
         return bool(self.stop) if jax.process_count() == 1 else self.asked_by_any
 
     def _fetch(self, step: int, values: dict, wait: float) -> None:
-        """Waits for a step and records it."""
+        """Waits for the metrics of `step` and logs them. wait: seconds that the loop waited for the step's batch."""
         values = jax.tree.map(lambda value: value.tolist(), jax.device_get(values))
         self.asked_by_any |= bool(values.pop("asked"))
         self.log.step(self.phase, step, values, self.batches.epochs_at(step - self.phase.first_step), wait)
@@ -215,7 +215,9 @@ class _Loop:
 
 
 def _mesh(config: TrainConfig) -> Mesh:
-    """The mesh of the run. Raises ConfigError if it is impossible, or leaves devices of a job of processes unused."""
+    """The mesh of the run. Raises ConfigError if it is impossible, or leaves devices of a job with several processes
+    unused.
+    """
     mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
     if jax.process_count() > 1 and mesh.size < jax.device_count():
         lane = math.gcd(mesh.shape[LANE], jax.device_count())

@@ -28,11 +28,12 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.GradientTransformation:
-    """Clipping by the norm over all weights, AdamW or Muon, and decay of matrices and embeddings; at learning rate 1.
+    """The optimizer at learning rate 1: clipping by the norm over all weights, AdamW or Muon, decay of matrices and
+    embeddings.
 
-    muon orthogonalises each lane's share of a matrix, and of each expert's, separately and scales the result to the
-    size of an AdamW update, so that one learning rate serves both (Liu et al., arXiv 2502.16982). Embeddings, head,
-    routers, norms and biases use AdamW.
+    Muon orthogonalises each lane's share of a matrix, and each expert's, separately. It scales the result to the size
+    of an AdamW update, so that one learning rate serves both (Liu et al., arXiv 2502.16982). With Muon, embeddings,
+    head, routers, norms and biases still use AdamW.
     """
     table = parameter_table(model)
     decays = {path: weight.group != "vector" for path, weight in table.items()}
@@ -49,7 +50,7 @@ def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.Gradien
 
 
 def per_lane(weight: Weight) -> bool:
-    """Whether it is a matrix in each lane; a router, which all lanes share, is none."""
+    """Whether the weight is a separate matrix in each lane; a router, which all lanes share, is not."""
     return weight.group == "matrix" and weight.spec[0] == LANE
 
 

@@ -21,9 +21,10 @@ T = TypeVar("T")
 
 
 def find_recipe(name: str, house: str = HOUSE, kind: type[T] = TrainConfig) -> T:
-    """Config of a recipe: a name in the package `house`, or MODULE:FUNCTION or FILE.py:FUNCTION of the user.
+    """Returns the config of a recipe.
 
-    Raises ConfigError for an unknown recipe and for one that does not return a `kind`.
+    name: a recipe of the package `house`, or a function of the user as MODULE:FUNCTION or FILE.py:FUNCTION. Raises
+    ConfigError if the recipe is unknown or does not return a `kind`.
     """
     recipes = importlib.import_module(house).RECIPES
     if ":" not in name and name not in recipes:
@@ -67,7 +68,10 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainCo
 
 
 def read_options(default: T, program: str, arguments: Sequence[str], *markers) -> T:
-    """`default` with the fields that the arguments change. markers: of tyro.conf. Raises ConfigError."""
+    """Returns `default` with the changes that the arguments make. markers: markers of tyro.conf.
+
+    Raises ConfigError for an unknown option or an invalid value.
+    """
     with _SPELLINGS:
         config = (*markers, tyro.conf.AvoidSubcommands)
         return errors.read_options(type(default), program, arguments, default=default, config=config)
@@ -83,7 +87,7 @@ _ROPE_FORMS = {
 
 @_SPELLINGS.primitive_rule
 def _rope_scaling(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Reads `--model.rope-scaling yarn:factor=4,original_max_position_embeddings=4096`, for recipes that have none."""
+    """Lets `--model.rope-scaling yarn:factor=4,original_max_position_embeddings=4096` set a field that may be None."""
     if info.type not in (RopeScaling, RopeScaling | None):
         return None
 
@@ -106,7 +110,7 @@ def _rope_scaling(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 @_SPELLINGS.primitive_rule
 def _delta_net(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    """Reads `--model.delta-net key_heads=8,value_heads=8,key_dim=32,value_dim=32`."""
+    """Lets `--model.delta-net key_heads=8,value_heads=8,key_dim=32,value_dim=32` set a field that may be None."""
     if info.type not in (DeltaNetSizes, DeltaNetSizes | None):
         return None
 
@@ -123,7 +127,7 @@ def _delta_net(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
 
 
 def _spelled(kind: type, metavar: str, read: Callable, write: Callable) -> PrimitiveConstructorSpec:
-    """An option that is one of a kind, or None, in one word."""
+    """An option with a value of type `kind`, or None, written as one word."""
     return PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
@@ -134,12 +138,12 @@ def _spelled(kind: type, metavar: str, read: Callable, write: Callable) -> Primi
 
 
 def _read_fields(text: str) -> dict[str, object]:
-    """Of FIELD=VALUE,... Raises ValueError."""
+    """Parses FIELD=VALUE,... with JSON values. Raises ValueError for any other form."""
     return {name: json.loads(value) for name, value in (field.split("=") for field in text.split(",") if field)}
 
 
 def _write_fields(value) -> str:
-    """Those of a dataclass that differ from their defaults, but for its type."""
+    """Writes a dataclass as FIELD=VALUE,... without `type` and fields that have their default."""
     changed = {f.name: getattr(value, f.name) for f in fields(value) if f.name != "type"}
     usual = {f.name: f.default for f in fields(value)}
     return ",".join(f"{name}={json.dumps(field)}" for name, field in changed.items() if field != usual[name])

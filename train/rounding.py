@@ -1,6 +1,8 @@
-"""Training for weights of 8 and 4 bits: the forward pass has every matrix rounded as `python -m scripts.quantize` would
-round it, and the gradient goes to the weights as if nothing was rounded (straight-through estimator, Bengio et al.,
-arXiv 1308.3432; for quantized networks Jacob et al., arXiv 1712.05877). Master weights stay float32.
+"""Training for weights of 8 and 4 bits.
+
+The forward pass rounds every matrix as `python -m scripts.quantize` does. The gradient reaches the weights as if
+nothing had been rounded (straight-through estimator, Bengio et al., arXiv 1308.3432; for quantized networks Jacob et
+al., arXiv 1712.05877). Master weights stay float32.
 """
 
 import jax
@@ -25,7 +27,10 @@ from laneformer.weights import parameter_table
 
 
 def _as_dtype(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """XLA may leave out a conversion and its inverse, unless told that bits are dropped."""
+    """Rounds float32 values to `dtype`; the result is float32.
+
+    XLA may remove a conversion followed by its inverse; these operations keep the rounding.
+    """
     if dtype == np.float32:
         return x
     if dtype == ml_dtypes.bfloat16:
@@ -41,7 +46,7 @@ ARRAYS = Arrays(jnp, _as_dtype, _fold)
 
 
 def rounded(weights: jax.Array, kind: Kind, shared: Shared | None = None) -> jax.Array:
-    """The values of float32 weights [*lanes, rows, columns] in this format; their gradient is that of the weights."""
+    """Rounds float32 weights [*lanes, rows, columns] to this format; the gradient passes through unchanged."""
     group = group_of(kind, shared, weights.shape)
     shape = weights.shape[-2:]
     stored = stored_dtype(group, shape[1])
@@ -53,7 +58,7 @@ def rounded(weights: jax.Array, kind: Kind, shared: Shared | None = None) -> jax
         return ungrouped(numbers * (scales if whole is None else scales / whole), shape)
 
     values = jax.vmap(one)(exact).reshape(weights.shape)
-    return values + (weights - jax.lax.stop_gradient(weights))  # exactly the values
+    return values + (weights - jax.lax.stop_gradient(weights))  # equals `values` exactly
 
 
 def matrices_of(config: ModelConfig) -> list[str]:
@@ -62,7 +67,7 @@ def matrices_of(config: ModelConfig) -> list[str]:
 
 
 def held(params: dict[str, jax.Array], config: ModelConfig, kind: Kind, shared: Shared | None) -> dict[str, jax.Array]:
-    """The weights of a forward pass."""
+    """The weights that a forward pass uses: matrices rounded to the format, the others unchanged."""
     return params | {path: rounded(params[path], kind, shared) for path in matrices_of(config)}
 
 

@@ -23,7 +23,7 @@ Stores = dict[Path, TokenStore]
 def open_stores(config: TrainConfig) -> Stores:
     """Opens every token folder of the run.
 
-    Raises InputError or ConfigError unless one tokenizer made them all and the model's vocabulary has room for it.
+    Raises InputError or ConfigError unless one tokenizer made all of them and its vocabulary fits into the model's.
     """
     paths = [path for phase in config.phases for path in (*phase.data.path, *phase.data.validation_path)]
     stores = {path: TokenStore.open(path) for path in dict.fromkeys(paths)}
@@ -70,7 +70,7 @@ def only_one(run: Path) -> Iterator[None]:
 
 
 def has_started(run: Path) -> bool:
-    """Whether a step of the run is recorded. Until then its settings may still change."""
+    """Whether a step of the run is recorded. Until then the settings may still change."""
     metrics = run / METRICS
     return bool(saved_steps(run)) or (metrics.exists() and metrics.stat().st_size > 0)
 
@@ -82,7 +82,7 @@ def _read_record(run: Path) -> dict:
         record = json.loads(file.read_text(encoding="utf-8"))
         wanted = {"config": dict, "tokenizer_sha256": str, "train_tokens_sha256": dict}
         if not isinstance(record, dict) or not all(isinstance(record.get(name), kind) for name, kind in wanted.items()):
-            raise ValueError(f"it needs {', '.join(wanted)}")
+            raise ValueError(f"it must contain {', '.join(wanted)}")
         return record
     except (OSError, ValueError) as error:
         raise CheckpointError(
@@ -91,10 +91,11 @@ def _read_record(run: Path) -> dict:
 
 
 def _check_checkpoints(config: TrainConfig, save_every: int) -> None:
-    """Raises CheckpointError if the run saved steps that are missing now: it would start over and drop its metrics.
+    """Raises CheckpointError if saved steps are missing: the run would otherwise start over and drop its metrics.
 
-    The run makes the folder before its first step, and starts its second save after the first is complete.
-    save_every: the value that the run started with.
+    The run makes the checkpoint folder before its first step, and starts its second save after the first is complete.
+    So a recorded step without the folder, or a step past the second save without a saved one, shows that checkpoints
+    are missing. save_every: the value at the run's start.
     """
     run = config.run_folder
     folder, last = run / STEPS, last_step(run / METRICS)

@@ -20,10 +20,12 @@ SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 
 
 class LiveEngine:
-    """An engine over the weights in training, in place on the training mesh; compiled once, at its first request."""
+    """An engine that uses the weights in training in place, on the training mesh. It compiles once, at its first
+    request.
+    """
 
     def __init__(self, config: ModelConfig, mesh: Mesh, precision: Precision, tokenizer: Path):
-        """tokenizer: a tokenizer.json; without a readable one the engine takes and returns token ids."""
+        """tokenizer: a tokenizer.json; if it is not readable, the engine takes and returns token ids."""
         self.config, self.mesh, self.precision = config, mesh, precision
         try:
             self.tokenizer = Tokenizer(tokenizer, config.bos_token_id)
@@ -32,7 +34,7 @@ class LiveEngine:
         self._engine: Engine | None = None
 
     def holding(self, params: dict[str, jax.Array]) -> Engine:
-        """The engine with these weights: path -> weight, on the mesh."""
+        """The engine with the weights `params`: path -> weight, on the mesh."""
         jax.block_until_ready(params)  # on host devices, programs with collectives must not queue up
         model = Laneformer(self.config, params, self.precision, self.mesh)
         if self._engine is None:
@@ -46,10 +48,10 @@ class Samples:
     """Continues prompts with weights that are being trained."""
 
     def __init__(self, live: LiveEngine, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling = SAMPLING):
-        """prompts: texts; without a tokenizer token ids such as "3,1,4", and samples then have no text.
+        """prompts: texts, or without a tokenizer token ids such as "3,1,4"; samples then have no text.
 
-        The empty prompt starts a document: the begin-of-text token, or else the end-of-text token of the document
-        before. Raises InputError for a prompt that does not fit the model.
+        The empty prompt starts a document: it is the begin-of-text token, or in a model without one the end-of-text
+        token, which ends the previous document. Raises InputError for a prompt that does not fit the model.
         """
         self.live, self.config, self.tokenizer = live, live.config, live.tokenizer
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
@@ -101,13 +103,15 @@ class Samples:
             )
         context = self.config.max_position_embeddings
         if len(ids) >= context:
-            raise InputError(f"watch.prompts: {prompt!r} has {len(ids)} tokens, the context {context}; shorten it")
+            raise InputError(
+                f"watch.prompts: {prompt!r} has {len(ids)} tokens, but the context is {context}; shorten it"
+            )
         check_ids(self.config, np.array([ids]))
         return np.array(ids, np.int32)
 
 
 def texts(records: Sequence[dict]) -> dict[str, str]:
-    """Name -> prompt and answer of each sample, for a `Sink`; ids where there is no text."""
+    """Prompt and answer of each sample by name, for a `Sink`; without text, the answer is its token ids."""
     return {
         f"samples/{r['sample']}": f"{r['prompt']}{r.get('text', ' -> ' + ','.join(map(str, r['tokens'])))}"
         for r in records

@@ -27,7 +27,7 @@ Batch = dict[str, jax.Array]
 START_EARLY = "xla_gpu_experimental_collective_start_as_early_as_possible"
 PARALLEL = "xla_gpu_experimental_parallel_collective_overlap_limit"
 LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
-DTYPES = {"ids": jnp.int32, "weights": jnp.float32, "segments": jnp.int32}  # of a batch: train/data/batches.py
+DTYPES = {"ids": jnp.int32, "weights": jnp.float32, "segments": jnp.int32}  # arrays of a batch: train/data/batches.py
 
 
 def precision_of(config: TrainConfig, mesh: Mesh) -> Precision:
@@ -44,10 +44,12 @@ def precision_of(config: TrainConfig, mesh: Mesh) -> Precision:
 
 
 def compiler_options(schedule: Schedule, mesh: Mesh) -> dict[str, bool | int | str]:
-    """Options of XLA for the step: on GPUs every sum over lanes starts as soon as its operand exists, and all that the
-    schedule has under way may be, beside as many exchanges of the data axis. By default XLA has one at a time, and
-    starts it about one product before it is needed. Where none is delayed the default is better. On CPUs the library
-    YNNPACK, which sums over a leading axis slowly, gets products alone.
+    """XLA options for compiling the step.
+
+    On GPUs, if the schedule delays sums over lanes, every sum starts as soon as its operand exists. As many sums may
+    run at once as the schedule has in flight, and as many exchanges of the data axis. By default XLA runs one at a time
+    and starts it about one product before its result is needed, which is better for a schedule without delays. On CPUs
+    the library YNNPACK gets matrix products only, because it is slow at sums over a leading axis.
     """
     platform = mesh.devices.flat[0].platform
     if platform == "cpu":
@@ -57,7 +59,7 @@ def compiler_options(schedule: Schedule, mesh: Mesh) -> dict[str, bool | int | s
 
 
 def known_options(options: dict[str, bool | str]) -> dict[str, bool | str]:
-    """The options if this jaxlib knows them: experimental ones come and go."""
+    """Returns `options` if this jaxlib accepts them, else {}: jaxlib adds and removes experimental options."""
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
     except jax.errors.JaxRuntimeError:
@@ -76,11 +78,13 @@ class State:
 
 
 class Trainer:
-    """The compiled programs of one phase on one mesh: `step(state, batch, asked)`, `evaluate(params, batch)`,
-    `lanes(params, batch)`, `held(params)`: the weights of the forward pass.
+    """The compiled programs of one phase on one mesh.
 
-    keys: arrays of a batch, see train/data/batches.py: ids int32 [b, s + 1], whose position t predicts token t + 1, and
-    optionally weights float32 [b, s] of the targets and segments int32 [b, s + 1].
+    `step(state, batch, asked)` does one optimizer step. `evaluate(params, batch)` returns the sums of the loss,
+    `lanes(params, batch)` the statistics of the lanes, and `held(params)` the weights that the forward pass uses.
+
+    keys: names of the arrays of a batch (train/data/batches.py): ids int32 [b, s + 1], whose position t predicts token
+    t + 1, and optionally weights float32 [b, s] of the targets and segments int32 [b, s + 1].
     """
 
     def __init__(self, config: TrainConfig, phase: Phase, mesh: Mesh, keys: Sequence[str] = ("ids",)):
@@ -111,7 +115,10 @@ class Trainer:
         return jax.jit(self._before, donate_argnums=0, out_shardings=self.state_shardings)(params)
 
     def adopt(self, state: State, before: Phase) -> State:
-        """The final state of phase `before`, for this phase: with its moments, unless the kind of optimizer changes."""
+        """Turns the final state of phase `before` into the first of this phase.
+
+        The optimizer's moments are kept, unless the kind of optimizer changes.
+        """
         if before.optimizer.kind == self.phase.optimizer.kind:
             return state
         fresh = jax.jit(self.optimizer.init, out_shardings=self.state_shardings.optimizer)(state.params)
@@ -125,7 +132,7 @@ class Trainer:
         )
 
     def lower_step(self) -> jax.stages.Lowered:
-        """The step's program before compilation; allocates nothing of the model's size."""
+        """Lowers the step without compiling it; allocates no array of the model's size."""
         batch = {key: jax.ShapeDtypeStruct(self._shape(key), DTYPES[key]) for key in self.keys}
         if self.config.distill.teacher is not None:
             data = self.phase.data
@@ -135,9 +142,9 @@ class Trainer:
         return self.step.lower(self.abstract_state(), batch, jax.ShapeDtypeStruct((self.mesh.size,), jnp.int32))
 
     def put_batch(self, rows_of: Callable[[slice], dict[str, np.ndarray]], keys: Iterable[str] | None = None) -> Batch:
-        """A global batch of which each host reads its rows: rows_of(slice) -> {key: array [rows, ...]}.
+        """Makes a global batch; each host reads only its own rows.
 
-        keys: arrays of the batch (default: the trainer's).
+        rows_of: slice of the batch -> {key: array [rows, ...]}. keys: names of the arrays (default: the trainer's).
         """
         read: dict[tuple, dict[str, np.ndarray]] = {}  # devices that share rows share one read
 
@@ -154,7 +161,7 @@ class Trainer:
         }
 
     def put_asked(self, asked: bool) -> jax.Array:
-        """Whether this process asks the run to stop, int32 [devices]; `step` returns the maximum to all processes."""
+        """Whether this process asks the run to stop, int32 [devices]; `step` returns the maximum over all processes."""
         return jax.make_array_from_callback(
             (self.mesh.size,), self.asked_sharding, lambda i: np.full(1, asked, np.int32)
         )
@@ -199,7 +206,7 @@ class Trainer:
                 self.model(params), batch, weight=distill.kl_weight, temperature=distill.temperature, **also
             )
         ids, segments = batch["ids"], batch.get("segments")
-        rows = self.phase.data.batch_size // (self.phase.accumulate * self.mesh.shape[DATA])  # of a part, per device
+        rows = self.phase.data.batch_size // (self.phase.accumulate * self.mesh.shape[DATA])  # per part and device
         return self.model(params).loss(
             ids[:, :-1],
             ids[:, 1:],
@@ -214,8 +221,10 @@ class Trainer:
         )
 
     def _load(self, params: dict[str, jax.Array], parts: Batch) -> jax.Array | None:
-        """The experts' load in a batch of several parts, by one more forward pass: the load-balancing loss is a
-        product of means over the batch, no sum over parts. None where there is nothing to balance.
+        """The experts' load [n, l, e] over all parts of a batch, from an extra forward pass; None without a
+        load-balancing loss.
+
+        That loss is a product of means over the whole batch, so it is not a sum over parts.
         """
         experts = [layer for layer in self.phase.model.layers if isinstance(layer.feed_forward, ExpertsOptions)]
         if not experts or not self.config.load_balance_loss:
@@ -235,7 +244,10 @@ class Trainer:
         )
 
     def _step(self, state: State, batch: Batch, asked: jax.Array) -> tuple[State, dict[str, Any]]:
-        """Updates by the gradients of the mean objective over the batch, unless they are not finite."""
+        """Updates the state by the gradients of the mean objective over the batch.
+
+        If loss or gradient norm is not finite, only the step counter changes.
+        """
         accumulate, differentiate = self.phase.accumulate, jax.value_and_grad(self._sums, has_aux=True)
         model = self.phase.model
 

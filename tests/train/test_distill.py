@@ -183,7 +183,7 @@ def test_losses_agree_on_every_mesh(tmp_path, dense, student, command):
     [
         (("--distill.teacher", "nowhere"), "nowhere is not a folder"),
         (("--distill.student", "nowhere"), "nowhere is not a folder"),
-        (("--distill.teacher", "DENSE", "--model.vocab-size", "128"), "vocabulary of 64, the model one of 128"),
+        (("--distill.teacher", "DENSE", "--model.vocab-size", "128"), "vocabulary of 64, but the model has 128"),
         (
             ("--distill.teacher", "DENSE", "--data.sequence-length", "48", "--model.max-position-embeddings", "64"),
             "data.sequence_length",

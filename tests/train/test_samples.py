@@ -138,7 +138,7 @@ def test_empty_prompt_starts_a_document(mesh, tokenizer, tmp_path, text):
     [
         ("def f", False, "'def f' .*tokenizer.json"),
         ("1,257", False, "token id 257 is outside the vocabulary of 257"),
-        ("x" * 47, True, "48 tokens, the context 48"),
+        ("x" * 47, True, "48 tokens, but the context is 48"),
     ],
 )
 def test_bad_prompts_raise_before_training(mesh, tokenizer, tmp_path, prompt, text, message):
