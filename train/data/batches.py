@@ -1,9 +1,9 @@
 """The data order: which rows make up the batch of a step, as a pure function of seed and step.
 
-The sources take turns in exact shares (train/data/mixture.py). A source has n rows (train/data/packing.py), in the
-order permute(0..n-1, seed, e) in epoch e, and epochs follow each other without a gap; step s takes rows
-[s * batch, (s + 1) * batch) of the whole, so that a batch may straddle epochs. There is no state to save: resuming,
-another number of hosts, and inspecting the batch of step 123456 are all `batch_at(step)`.
+The sources alternate in exact shares (train/data/mixture.py). A source has n rows (train/data/packing.py), in the order
+permute(0..n-1, seed, e) in epoch e, and epochs follow each other without a gap. Step s takes rows
+[s * batch, (s + 1) * batch) of the whole sequence, so a batch may span two epochs. There is no state to save: a resumed
+run, a run on another number of hosts, and an inspection of step 123456 all call `batch_at(step)`.
 """
 
 import collections
@@ -50,8 +50,9 @@ def tagged(stores: Sequence[TokenStore]) -> dict[str, TokenStore]:
 class Batches:
     """The training batches of one phase, from the split `train` of one or several stores, reshuffled in every epoch.
 
-    stores: those of data.path, in its order. seed: of the order. keys: names of the arrays in every batch. Raises
-    InputError for a store without a single row, ConfigError for a share of less than one row in a block of the mixture.
+    stores: the folders of data.path, in the same order. seed: seed of the order of rows. The attribute `keys` names the
+    arrays of every batch. Raises InputError for a store without a single row, ConfigError for a share of less than one
+    row in a block of the mixture.
     """
 
     def __init__(self, data: DataConfig, stores: Sequence[TokenStore], seed: int):
@@ -63,11 +64,12 @@ class Batches:
         for store, count in zip(stores, self.mixture.counts, strict=True):
             if count < 1:
                 raise ConfigError(
-                    f"{store.path} has less than 1 row in {BLOCK}; leave it out, or raise its share with data.weights"
+                    f"{store.path} supplies less than 1 row in {BLOCK}; leave it out, or raise its share with"
+                    " data.weights"
                 )
 
     def rows_at(self, step: int, rows: slice = slice(None)) -> list[tuple[int, int]]:
-        """Source and row within it, for each of the `rows` of the batch of `step`."""
+        """(source, row in that source) for each of the chosen `rows` of the batch of `step`."""
         if step < 0:
             raise IndexError(f"step {step} is negative")
         wanted = collections.defaultdict(list)  # (source, epoch) -> [(place in the batch, row before shuffling)]
@@ -86,7 +88,7 @@ class Batches:
         return out
 
     def batch_at(self, step: int, rows: slice = slice(None)) -> Rows:
-        """The batch of `step`, or the `rows` of it that a host needs; reads only these rows.
+        """The batch of `step`, or only the `rows` that a host needs; reads no others.
 
         "ids" int32 [rows, s + 1], "weights" float32 [rows, s] of the targets, "segments" int32 [rows, s + 1]: see
         train/data/packing.py.
@@ -114,8 +116,8 @@ def stacked(rows: Sequence[Rows], keys: Sequence[str], length: int) -> Rows:
 class HeldOut:
     """Held-out batches of one store.
 
-    bits per byte = loss in nats per token / ln 2 * tokens_per_byte; None with a loss mask, since the loss is then not
-    over the whole text.
+    bits per byte = loss in nats per token / ln 2 * tokens_per_byte. tokens_per_byte is None with a loss mask, because
+    the loss then does not cover the whole text.
     """
 
     batches: list[Rows]
@@ -125,10 +127,10 @@ class HeldOut:
 def validation_sets(data: DataConfig, stores: Sequence[TokenStore], extra: Sequence[TokenStore]) -> dict[str, HeldOut]:
     """At most data.validation_batches full batches of the split `validation` of each store, by tag; no row twice.
 
-    stores: those of data.path, skipped if they have no such split; extra: those of data.validation_path, which must
-    have one. The rows are spread evenly over the split in file order and do not depend on the seed, so that validation
-    losses of different runs are comparable. Raises InputError for a split smaller than a batch, or one whose loss mask
-    leaves nothing to measure.
+    stores: the folders of data.path; those without this split are skipped. extra: the folders of data.validation_path,
+    which must have the split. The rows are spread evenly over the split in file order and do not depend on the seed, so
+    that validation losses of different runs are comparable. Raises InputError for a split smaller than a batch, or if
+    its loss mask leaves nothing to measure.
     """
     if data.validation_batches == 0:
         return {}
@@ -153,7 +155,7 @@ def _held_out(data: DataConfig, store: TokenStore) -> HeldOut:
     batches = [stacked([source.row(row) for row in batch.tolist()], keys, data.sequence_length) for batch in chosen]
     if "weights" in keys and not any(batch["weights"].any() for batch in batches):
         raise InputError(
-            f"no token in the validation batches of {store.path} counts, by its loss mask; choose another folder, or"
+            f"the loss mask of {store.path} excludes every token of the validation batches; choose another folder, or"
             " skip validation with --data.validation-batches 0"
         )
     masked = store.has_loss_mask("validation")
@@ -167,7 +169,7 @@ class Prefetch(Generic[T]):
             for step, batch in stream: ...
 
     An exception of `make` is raised by `next` at its step, and ends the iteration. `close` (or leaving the `with`)
-    drops the queue, waits for the batch being made, and ends the thread. Without it the program can still exit.
+    drops the queue, waits for the batch being made, and ends the thread. The program can exit without it.
     """
 
     def __init__(self, make: Callable[[int], T], steps: Iterable[int], depth: int = 2):

@@ -22,8 +22,8 @@ def apportion(weights: Sequence[float], seats: int) -> np.ndarray:
 
 
 class Mixture:
-    """The endless sequence of sources: in rows [b BLOCK, (b + 1) BLOCK) source i appears counts[i] times, in an order
-    permuted by seed and b.
+    """The endless sequence of sources. In rows [b BLOCK, (b + 1) BLOCK) source i appears counts[i] times; seed and b
+    determine the order.
     """
 
     def __init__(self, weights: Sequence[float], seed: int):

@@ -8,7 +8,7 @@ them per epoch; `row(index)` reads one, and `row_keys` lists its arrays:
     "segments"  int32 [s + 1]     number of the document within the row; attention must not cross it
 
 The first token of a document counts as a target only if documents are packed end to end and attend to each other: it is
-then predicted from the end mark of the document before.
+then predicted from the end mark of the previous document.
 """
 
 import heapq
@@ -25,8 +25,8 @@ BLOCK_DOCUMENTS = 1 << 18  # documents packed at a time, which bounds the memory
 
 
 def row_keys(data: DataConfig, stores: Sequence[TokenStore], split: str) -> tuple[str, ...]:
-    """Arrays of a row of these stores: weights only if some target does not count, segments only if attention has
-    borders.
+    """Names of the arrays in a row of these stores: "weights" only if some targets do not count, "segments" only if
+    attention must not cross documents.
     """
     weights = (
         data.packing == "best_fit"
@@ -59,7 +59,7 @@ class Concat:
         if self.store.has_loss_mask(self.split):
             counts = self.store.read_loss(self.split, start + 1, self.length)
         if "segments" in self.keys:
-            # Of every document but the row's first.
+            # Where each document begins, except the first of the row.
             begins = self.store.document_ends(self.split, start, start + self.length) - start
             counts[begins - 1] = False
             border = np.zeros(self.length + 1, np.int32)
@@ -74,8 +74,8 @@ class BestFit:
     """Rows of whole documents, fitted together and padded with the end mark (Ding et al., Fewer Truncations, arXiv
     2404.10830).
 
-    A document longer than a row is cut into pieces that overlap by one token, [i s, (i + 1) s] of it, all but the last
-    full rows: no target is lost, and every token of a document but its first is a target exactly once per epoch.
+    A document longer than a row is cut into pieces of its tokens [i s, (i + 1) s], which overlap by one token; all but
+    the last fill a row. So every token of a document except its first is a target exactly once per epoch.
     Best-fit-decreasing runs at construction, over the pieces of BLOCK_DOCUMENTS consecutive documents at a time, and
     keeps 12 bytes per piece and 8 per row. Raises InputError for a split with nothing to predict.
     """
@@ -116,7 +116,7 @@ class BestFit:
         """Start and length of the pieces of one block, row by row, and the number of pieces in each row."""
         ends = ends[max(first - 1, 0) : first + BLOCK_DOCUMENTS]
         begins, ends = (ends[:-1], ends[1:]) if first else (np.concatenate([[0], ends[:-1]]), ends)
-        pieces = -(-(ends - begins - 1) // self.length)  # of each document; 0 for a single token
+        pieces = -(-(ends - begins - 1) // self.length)  # per document; 0 for a document of one token
         skipped = np.repeat(np.cumsum(pieces) - pieces, pieces)
         starts = np.repeat(begins, pieces) + (np.arange(pieces.sum()) - skipped) * self.length
         lengths = np.minimum(np.repeat(ends, pieces) - starts, self.length + 1).astype(np.int32)
@@ -148,9 +148,9 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
             else:
                 room, first, number = capacity, rows, -(-left // (capacity // size))
                 rows += number
-            each = room // size  # a row with the least room has it until it is full
+            each = room // size  # pieces per row: the row stays the one with the least room until it is full
             full = min(number, left // each)
-            last = left - full * each if full < number else 0  # fewer than `each`, to one row more
+            last = left - full * each if full < number else 0  # fewer than `each`, for one more row
             left -= full * each + last
             if full:
                 runs.append((first, full, each))

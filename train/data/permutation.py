@@ -31,8 +31,8 @@ def permute(index: np.ndarray, size: int, seed: int, epoch: int) -> np.ndarray:
 
     which is invertible, hence a bijection of range(a * b). Results in [size, a * b), fewer than a of them, go through
     again until they are inside ("cycle walking"), which keeps it a bijection of range(size). The keys are key[i] =
-    mix(mix(mix(seed) ^ epoch) + i + 1). Written out here, on 64-bit integers alone, so that no version of a library can
-    change the order of a run.
+    mix(mix(mix(seed) ^ epoch) + i + 1). The code uses only 64-bit integers and no library generator, so that no version
+    of a library can change the order of a run.
     """
     a = math.isqrt(size - 1) + 1 if size > 1 else 1
     b = -(-size // a)

@@ -8,9 +8,10 @@
     validation-00000.bin ...
 
 `StoreWriter` collects everything in `.partial/` and moves it into place at the end, the manifest last: a folder with a
-manifest is finished. An interrupted run leaves the folder as it was, and its own work up to the last checkpoint, from
-which the same run resumes. `TokenStore` reads. Every file has a CRC-32 per 256 KiB block, checked when a block is first
-read: a flipped bit is found before it is trained on, and opening a store of any size reads no tokens.
+manifest is finished. An interrupted run leaves the folder unchanged and keeps its own work up to the last checkpoint,
+from which the same run resumes. `TokenStore` reads a finished folder. Every file has a CRC-32 per 256 KiB block,
+checked when a block is first read: a flipped bit is found before training uses it, and opening a store of any size
+reads no tokens.
 """
 
 import contextlib
@@ -35,7 +36,7 @@ from laneformer.errors import ConfigError, InputError
 FORMAT = "laneformer-tokens"
 VERSION = 2
 BLOCK_BYTES = 1 << 18  # one checksum per block: 0.2 ms to check, 32 bytes of manifest per MiB of tokens
-OPEN_FILES = 256  # every mapping holds a file descriptor, of which 1024 is a common limit
+OPEN_FILES = 256  # every mapping holds a file descriptor, and a process often may have only 1024
 SHARD_NAME = re.compile(r"[a-z0-9_]+-\d{5}")
 SHARD_FILE = re.compile(SHARD_NAME.pattern + r"\.(bin|ends|loss)")
 DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
@@ -129,7 +130,8 @@ class Manifest:
             raise InputError(f"{file} is not a {FORMAT} manifest; give a folder written by python -m scripts.tokenize")
         if (version := values.pop("version", None)) != VERSION:
             raise InputError(
-                f"{file} has format version {version}, this program reads {VERSION}; tokenize again with --overwrite"
+                f"{file} has format version {version}, but this program reads {VERSION}; tokenize again with"
+                " --overwrite"
             )
         try:
             splits = {
@@ -138,7 +140,7 @@ class Manifest:
             manifest = cls(**values, splits=splits)
             for shards in splits.values():
                 if len({shard.masked for shard in shards}) != 1:
-                    raise ValueError("a split without shards, or with a loss mask for some of them")
+                    raise ValueError("a split has no shards, or a loss mask for only some of them")
             for part in manifest.files():
                 blocks = -(-part.bytes // BLOCK_BYTES)
                 if not SHARD_FILE.fullmatch(part.name) or len(bytes.fromhex(part.crc32)) != 4 * blocks:
@@ -165,7 +167,7 @@ class TokenStore:
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
-        """Opens `path`: reads the manifest, the tokenizer's hash and the size of every file, no tokens.
+        """Opens `path`: reads the manifest, the tokenizer's hash and the size of every file, but no tokens.
 
         Raises InputError for a missing or truncated file, a tokenizer.json that did not make the ids, or a bad
         manifest.
@@ -232,7 +234,7 @@ class TokenStore:
         return np.concatenate(found)
 
     def verify(self) -> None:
-        """Reads every file and checks all its blocks. Raises InputError that names the first damaged one."""
+        """Reads every file and checks all its blocks. Raises InputError, which names the first damaged block."""
         for part in self.manifest.files():
             self._checked(part, 0, part.length)
 
@@ -263,7 +265,7 @@ class TokenStore:
         """The shards that hold tokens [start, stop): shard, first position in it, count, and count before it."""
         shards, ends = self._shards(split), self._ends[split]
         if not 0 <= start <= stop <= ends[-1]:
-            raise IndexError(f"tokens [{start}, {stop}) of split {split!r}, which has {ends[-1]}")
+            raise IndexError(f"tokens [{start}, {stop}) are outside split {split!r} of {ends[-1]} tokens")
         done, index = 0, int(np.searchsorted(ends, start, side="right"))
         while start + done < stop:
             shard = shards[index]
@@ -290,7 +292,7 @@ class TokenStore:
         return np.memmap(self.path / part.name, part.dtype, mode="r"), np.frombuffer(bytes.fromhex(part.crc32), ">u4")
 
     def _checked(self, part: File, start: int, stop: int) -> np.ndarray:
-        """Values [start, stop) of one file as a view, after checking those of its blocks that were never read."""
+        """Values [start, stop) of one file as a view, after checking the blocks that are read for the first time."""
         data, expected = self._map(part)
         unchecked = self._unchecked.setdefault(part.name, np.ones(len(expected), bool))
         first, last = start * part.dtype.itemsize // BLOCK_BYTES, -(-stop * part.dtype.itemsize // BLOCK_BYTES)
@@ -314,8 +316,8 @@ class StoreWriter:
 
     `settings` (JSON values) is everything that the result depends on besides the other arguments. After an interrupted
     run with the same settings, `done` is the number of its last checkpoint, and the work resumes there: the result is
-    the same, byte for byte. Unfinished work of other settings is discarded; without `settings`, all of it. Raises
-    ConfigError while another process writes to `path`.
+    the same, byte for byte. Unfinished work with other settings is discarded; without `settings`, any unfinished work
+    is. Raises ConfigError while another process writes to `path`.
     """
 
     def __init__(
@@ -387,8 +389,8 @@ class StoreWriter:
     ) -> None:
         """Appends one document of `ids[n]`, which encode `text_bytes` bytes of UTF-8, and adds the marks around it.
 
-        `loss[n]` is true for every token whose prediction counts; the end mark counts if the last token does, the begin
-        mark never. Without it every token counts; a split has masks for all of its documents or for none.
+        `loss[n]` is true for every token whose prediction counts. The end mark counts if the last token does, the begin
+        mark never. Without `loss` every token counts. A split has masks for all of its documents or for none.
         """
         ids = np.asarray(ids)
         if ids.size and not (ids.min() >= 0 and ids.max() < self.manifest.vocab_size):
@@ -479,7 +481,7 @@ class StoreWriter:
         self._shards.setdefault(split, []).append(shard)
 
     def _resume(self) -> bool:
-        """Resumes from the last checkpoint in `.partial/`; False if it is incomplete or of other settings."""
+        """Resumes from the last checkpoint in `.partial/`; False if it is incomplete or has other settings."""
         try:
             state = json.loads((self.partial / PROGRESS).read_text(encoding="utf-8"))
             if state["identity"] != self._identity:
@@ -514,14 +516,14 @@ class StoreWriter:
         return True
 
     def _clear(self, keep: Collection[str] = ()) -> None:
-        """Deletes all files in `.partial/` but those to keep."""
+        """Deletes all files in `.partial/` except those in `keep`."""
         for file in self.partial.iterdir():
             if file.name not in keep:
                 file.unlink()
 
 
 class _ShardFiles:
-    """A shard being written, from the state `start` on, which has no checksums."""
+    """A shard being written. start: its state at the last checkpoint or at its creation, without checksums."""
 
     def __init__(self, folder: Path, start: Shard, dtype: np.dtype):
         self.start, self.tokens, self.bytes, self.documents = start, start.tokens, start.bytes, start.documents

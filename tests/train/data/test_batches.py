@@ -211,7 +211,7 @@ def test_incompatible_stores_raise(tmp_path, stores):
         tagged([stores[0], write(tmp_path / "other" / "counting", [50])])
     with pytest.raises(InputError, match=r"counting and .*strange .*--tokenizer"):
         batches(stores[0], write(tmp_path / "strange", [50], tokenizer=b"u"))
-    with pytest.raises(ConfigError, match=r"small has .*16384.*data\.weights"):
+    with pytest.raises(ConfigError, match=r"small supplies .*16384.*data\.weights"):
         batches(*stores, weights=(1.0, 1.0, 1e-5))
     with pytest.raises(InputError, match=r"tiny has 3 tokens, .*data\.sequence_length"):
         batches(stores[0], write(tmp_path / "tiny", [2]))
@@ -259,7 +259,7 @@ def test_fully_masked_validation_split_raises(tmp_path):
         writer.add("validation", [1] * 50, 50, loss=[False] * 50)
         writer.finish({})
     store = TokenStore.open(tmp_path)
-    with pytest.raises(InputError, match=r"no token .*--data\.validation-batches 0"):
+    with pytest.raises(InputError, match=r"every token .*--data\.validation-batches 0"):
         validation_sets(DataConfig(path=(Path("x"),), sequence_length=10, batch_size=2), [store], [])
 
 

@@ -270,13 +270,13 @@ SHARD = {
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"version": 1}, "format version 1, this program reads 2; .*--overwrite"),
+        ({"version": 1}, "format version 1, but this program reads 2; .*--overwrite"),
         ({"format": "other"}, "is not a laneformer-tokens manifest"),
         ({"dtype": "float32"}, "damaged .*float32"),
         ({"splits": {"train": [{"file": "train-00000.bin"}]}}, "damaged"),
         ({"splits": {"train": [{**SHARD, "tokens_crc32": "00"}]}}, r"\.bin does not have 1 blocks"),
         ({"splits": {"train": [{**SHARD, "ends_crc32": ""}]}}, r"\.ends does not have 1 blocks"),
-        ({"splits": {"train": [SHARD, {**SHARD, "loss_crc32": "00000000"}]}}, "loss mask for some"),
+        ({"splits": {"train": [SHARD, {**SHARD, "loss_crc32": "00000000"}]}}, "loss mask for only some"),
         ({"splits": {"train": [{**SHARD, "name": "../train-00000"}]}}, "damaged"),
         ({"surprise": 1}, "damaged .*surprise"),
     ],
