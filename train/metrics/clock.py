@@ -12,7 +12,7 @@ class Clock:
 
         with clock("eval"): ...
 
-    Nested buckets: the inner one takes the time; outside of all it goes to "other". Not thread-safe.
+    Of nested buckets only the innermost is charged; time outside every bucket goes to "other". Not thread-safe.
     """
 
     def __init__(self, before: Iterable[dict] = (), *, now: Callable[[], int] = time.perf_counter_ns):
@@ -42,7 +42,7 @@ class Clock:
         return seconds
 
     def total(self) -> dict[str, float]:
-        """Seconds by bucket of the whole run: this process until now, and the records before it."""
+        """Seconds by bucket of the whole run until now, including the earlier processes in `before`."""
         self._charge()
         return _seconds(self._total)
 

@@ -10,7 +10,7 @@ from laneformer.checkpoint import STEPS, complete_steps
 from laneformer.errors import LaneformerError
 
 WINDOW = 20  # steps in a median
-SHOWN = 5  # last steps in the message
+SHOWN = 5  # number of last steps that the message lists
 
 
 class DivergedError(LaneformerError):
@@ -18,24 +18,24 @@ class DivergedError(LaneformerError):
 
 
 class Divergence:
-    """Reads the step records of a run in order and raises DivergedError when continuing makes no sense.
+    """Reads the step records of a run in order and raises DivergedError when continuing is pointless.
 
-    There are two reasons: `max_skipped` consecutive steps were not finite, or the median of the last 20 losses is more
-    than `max_rise` nats above the lowest such median of the phase. Both depend on the records alone: given those of
-    metrics.jsonl, a resumed run decides as if it had never stopped.
+    This is so if `max_skipped` consecutive steps were not finite, or if the median of the last 20 losses is more than
+    `max_rise` nats above the lowest such median of the phase. Both conditions depend only on the records, so a resumed
+    run that reads metrics.jsonl first decides as if it had never stopped.
     """
 
     def __init__(self, run: Path, *, max_skipped: int, max_rise: float):
         """run: folder whose checkpoints the message names."""
         self.run, self.max_skipped, self.max_rise = run, max_skipped, max_rise
-        self.skipped = 0  # steps, in the whole run
+        self.skipped = 0  # skipped steps of the whole run
         self._in_a_row = 0
         self._good = 0  # last step at which nothing was wrong
         self._recent: deque[dict] = deque(maxlen=max(SHOWN, max_skipped + 1))
         self._start_phase(None)
 
     def update(self, record: dict) -> None:
-        """Adds a record; only step records count. A step is skipped if marked so or if its loss is not finite."""
+        """Adds a step record; ignores others. A step is skipped if marked so or if its loss is not finite."""
         if "loss" not in record:
             return
         if record.get("phase") != self._phase:
@@ -64,7 +64,7 @@ class Divergence:
                 f"({self._lowest[0]:.3f} at step {self._lowest[1]})",
                 "max_rise",
             )
-        if max(median, record["loss"]) - self._lowest[0] <= self.max_rise / 10:  # the median alone is ten steps late
+        if max(median, record["loss"]) - self._lowest[0] <= self.max_rise / 10:  # the median alone lags by ten steps
             self._good = record["step"]
 
     def _start_phase(self, name: str | None) -> None:
@@ -78,7 +78,7 @@ class Divergence:
         good = (
             f"the last good checkpoint is {self.run / STEPS / str(saved[-1])}"
             if saved
-            else "no checkpoint from before is left"
+            else "no earlier checkpoint is left"
         )
         return DivergedError(
             f"diverged at step {step}: {what}.\nSteps {last[0]['step']} to {step}: loss {_numbers(last, 'loss')};"

@@ -1,4 +1,4 @@
-"""How much of the weights a table of bf12 holds (docs/bf12.md): what decoding gains by it later depends on that."""
+"""Measures how many weights the tables of bf12 cover (docs/bf12.md); the gain of bf12 in decoding depends on it."""
 
 from functools import partial
 
@@ -13,7 +13,10 @@ from laneformer.formats import BF12_MOST_EXCEPTIONS, bf12_table
 
 
 class Bf12Statistic:
-    """Counts weights, rounded to bfloat16, that are exceptions of bf12: products share a table, as in the kernels."""
+    """Counts the weights that, rounded to bfloat16, are exceptions of bf12.
+
+    The matrices of one product share a table, as in the kernels.
+    """
 
     def __init__(self, config: ModelConfig, mesh: Mesh | None = None):
         ops = decoder_ops(config)
@@ -24,8 +27,10 @@ class Bf12Statistic:
         self._everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
 
     def __call__(self, params: dict[str, jax.Array]) -> dict[str, float]:
-        """exceptions: their share of the products' weights; most: that of the product with most; left: products with
-        too many to be held. params: the weights by path; every process of a job calls it.
+        """Counts the exceptions in `params`, weights by path. Every process of a job must call it.
+
+        exceptions: their share of the weights of all products. most: the largest share in one product. left: number of
+        products with too many exceptions for bf12.
         """
         found = {path: _counts(params[path], self._everywhere) for group in self.groups for path in group}
         found = jax.device_get(found)
@@ -41,7 +46,7 @@ class Bf12Statistic:
 
 @partial(jax.jit, static_argnames="everywhere")
 def _counts(weight: jax.Array, everywhere: NamedSharding | None) -> jax.Array:
-    """How often e >> 1 has each value, int32 [128]."""
+    """Number of weights for each value of e >> 1, e being the exponent's bits: int32 [128]."""
     bits = jax.lax.bitcast_convert_type(weight.astype(jnp.bfloat16), jnp.uint16)
     counts = jnp.bincount((bits.reshape(-1) >> 8 & 0x7F).astype(jnp.int32), length=128)
     return counts if everywhere is None else jax.lax.with_sharding_constraint(counts, everywhere)

@@ -15,7 +15,7 @@ class Profile:
                 profile.on_step(step, state)
                 state = train_step(state, batch)
 
-    A run that starts inside the window traces the rest of it; one that ends inside it keeps the part it has.
+    A run that starts inside the window traces the rest of it; a run that ends inside it keeps the steps traced so far.
     """
 
     def __init__(self, folder: Path, first: int, steps: int):
@@ -23,8 +23,8 @@ class Profile:
         self._tracing = False
 
     def on_step(self, step: int, state: Any) -> None:
-        """Call before each step. state: result of the steps before, waited for at both ends so that the trace has whole
-        steps.
+        """Call before each step. state: result of the previous steps. Both ends of the trace wait for it, so that the
+        trace contains whole steps.
         """
         if (step in self.window) == self._tracing:
             return
@@ -33,7 +33,7 @@ class Profile:
             self._stop()
         else:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # every Python call would bury the steps
+            options.python_tracer_level = 0  # events of every Python call would hide the steps
             jax.profiler.start_trace(self.folder, profiler_options=options)
             self._tracing = True
 

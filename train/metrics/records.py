@@ -1,4 +1,4 @@
-"""metrics.jsonl: one line per step and validation, no step twice however often a run is resumed."""
+"""metrics.jsonl: one line per step and validation, and no step twice, however often a run is resumed."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from typing import Protocol, Self
 
 from laneformer.errors import InputError, writing
 
-SPEED = ("tokens_per_second", "mfu")  # in the group "time" of `scalars`, with all *_seconds
+SPEED = ("tokens_per_second", "mfu")  # `scalars` puts these and all *_seconds into the group "time"
 
 
 class Sink(Protocol):
@@ -25,14 +25,16 @@ class Sink(Protocol):
         """Writes the texts of a step, by name."""
 
     def close(self) -> None:
-        """Returns when all records are handed over."""
+        """Returns when all records are delivered."""
 
 
 class MetricsLog:
-    """Appends records {"step": n, ...} to a JSONL file, after dropping those that an interrupted run wrote later."""
+    """Appends records {"step": n, ...} to a JSONL file, after dropping those of steps that a resumed run repeats."""
 
     def __init__(self, path: Path, resumed_at: int, sinks: Sequence[Sink] = ()):
-        """resumed_at: last step to keep. sinks: get every record too; open those that read `last_step(path)` first."""
+        """resumed_at: last step to keep. sinks: also receive every record. Open sinks that read `last_step(path)`
+        before this log.
+        """
         self.path, self.sinks = path, sinks
         kept = [line for line in read_lines(path) if line["step"] <= resumed_at]
         part = path.with_name(path.name + ".part")
@@ -42,7 +44,7 @@ class MetricsLog:
             self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
 
     def write(self, step: int, **values) -> None:
-        """Writes a record, line-buffered. Floats keep all digits, so that equal lines mean bitwise equal losses; those
+        """Writes a record, line-buffered. Floats keep all digits, so that equal lines mean bitwise equal losses; floats
         that are not finite become null.
 
         Raises LaneformerError, as `sync` does, if the file cannot be written.
@@ -115,7 +117,7 @@ def scalars(values: dict) -> dict[str, float]:
 
 
 def _finite(value):
-    """The value with null for every float that is not finite, which JSON cannot express."""
+    """The value with None for every float that is not finite, which JSON cannot express."""
     if isinstance(value, dict):
         return {key: _finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

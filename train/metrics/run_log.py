@@ -19,12 +19,13 @@ from train.metrics.sinks import TensorBoard, WeightsAndBiases
 from train.planning.cluster import peak_flops
 from train.samples import texts
 
-METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # of a run folder
+METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # files of a run folder
 
 
 class RunLog:
-    """Takes the records of a run. Every process has one, so that all stop at the same divergence; the first one alone
-    writes and prints.
+    """Writes the records of a run and checks them for divergence.
+
+    Every process has a RunLog, so that all stop at the same divergence; only process 0 writes and prints.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, first: int):
@@ -39,7 +40,7 @@ class RunLog:
         before = self.clock.total()
         self._peak, self._spent = peak_flops(self.devices[0].device_kind), before["step"] + before["data"]
         self._speeds: list[float] = []
-        self._last = 0  # step done by this process
+        self._last = 0  # last step that this process recorded, 0 before the first
         self._stack = ExitStack()
         self.bar = tqdm(
             total=config.total_steps,
@@ -93,7 +94,7 @@ class RunLog:
         self.divergence.update({"step": step, **record})
 
     def record(self, step: int, record: dict, line: str = "") -> None:
-        """Writes measurements made after a step, and a line about them to the terminal."""
+        """Writes measurements made after a step to the file, and `line` about them to the terminal."""
         if record:
             self._write(step, record)
         if line and self.writes:
@@ -148,8 +149,10 @@ class RunLog:
 
 
 def _experts(values: dict) -> str:
-    """What a line about a step says of its experts: of the layer with the fullest one, and of all layers the number of
-    experts that no token uses.
+    """Text about the experts for the line of a step; "" without experts.
+
+    It has the load of the fullest expert of any layer, and the number of experts, summed over layers, that no token
+    uses.
     """
     if "experts" not in values:
         return ""

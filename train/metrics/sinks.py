@@ -1,4 +1,4 @@
-"""Copies of the metrics for TensorBoard and for Weights & Biases; both are extras."""
+"""Copies of the metrics for TensorBoard and for Weights & Biases, which are optional dependencies."""
 
 import json
 import os
@@ -56,14 +56,14 @@ class TensorBoard:
 class WeightsAndBiases:
     """One Weights & Biases run for all processes of a training run, online or with WANDB_MODE=offline.
 
-    W&B cannot drop steps. A resumed run computes the same values again, so those are left out. Online, W&B reports its
-    last step; offline, every process writes its own part in RUN/wandb for `wandb sync`, with steps that do not overlap.
-    A killed process loses up to 15 s of rows there, which metrics.jsonl has.
+    W&B cannot drop steps. A resumed run computes the same values again, so values that W&B already has are not sent.
+    Online, W&B reports its last step; offline, every process writes its own part in RUN/wandb for `wandb sync`, with
+    steps that do not overlap. A killed process loses up to 15 s of rows in W&B; metrics.jsonl has them.
     """
 
     def __init__(self, run: Path, *, project: str, name: str, config: dict, last_step: int):
         """run: folder of the run, where wandb.json keeps the W&B id. last_step: last recorded step (records.last_step),
-        also if a resumed run drops it. Raises InputError if wandb is not installed or cannot start.
+        even if the resumed run drops it. Raises InputError if wandb is not installed or cannot start.
         """
         try:
             import wandb

@@ -136,7 +136,7 @@ def test_message_after_skipped_steps(tmp_path):
     assert step == 9
     assert text.startswith("diverged at step 9: the loss or its gradient was not finite in 3 steps in a row.\n")
     assert "Steps 5 to 9: loss 2, 2, not finite, not finite, not finite; gradient norm 0.625, 0.75, not finite" in text
-    assert "until step 6; no checkpoint" in text and "raise watch.max_skipped" in text
+    assert "until step 6; no earlier checkpoint" in text and "raise watch.max_skipped" in text
     assert issubclass(DivergedError, LaneformerError)
 
 
