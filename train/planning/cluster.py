@@ -29,7 +29,7 @@ class Device:
     per_node: int
 
 
-# The devices on sale in infer/roofline/devices.py.
+# The devices of infer/roofline/devices.py that are on sale.
 DEVICES: dict[str, Device] = {
     name: Device(
         kind=known.kind,
@@ -46,7 +46,7 @@ DEVICES: dict[str, Device] = {
 
 
 def find_device(name: str, count: int) -> Device:
-    """The device of that name; "cpu" is one of `count` parts of this machine. Raises ConfigError."""
+    """The device called `name`; "cpu" is one of `count` equal parts of this machine. Raises ConfigError if unknown."""
     if name == "cpu":
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // count
         return Device(
@@ -59,30 +59,31 @@ def find_device(name: str, count: int) -> Device:
 
 @dataclass(frozen=True, kw_only=True)
 class Speeds:
-    """What a device of a mesh is assumed to reach, for the times of its kernels and exchanges."""
+    """Speeds that one device of a mesh is assumed to reach."""
 
     products: float
-    """Matrix products, FLOP/s."""
+    """FLOP/s of matrix products."""
     memory: float
-    """Device memory, bytes/s."""
+    """Bytes/s of device memory."""
     link: float
-    """To the other devices of the node, bytes/s in one direction."""
+    """Bytes/s, in one direction, to the other devices of the node."""
     network: float
-    """To other nodes, likewise; 0 in a single node."""
+    """Bytes/s, in one direction, to other nodes; 0 if unknown, which is allowed in a single node."""
     inside: frozenset[str]
     """Axes of the mesh whose exchanges stay within a node."""
     members: Mapping[str, int]
-    """Devices of one node in a group of an axis, where they are more than one."""
+    """Axis -> devices of one node that are in the same group of the axis; an axis that is not listed has 1."""
 
     def kernel_seconds(self, flops: float, count: float) -> float:
-        """Seconds of a kernel with that many FLOPs of products and `count` bytes of memory."""
+        """Seconds of a kernel whose products have `flops` FLOPs and which reads and writes `count` bytes of memory."""
         return max(flops / self.products, count / self.memory)
 
     def exchange_seconds(self, kind: str, axis: str, sent: float) -> tuple[str, float]:
-        """The link that an exchange along a mesh axis takes, and its seconds there, for bytes that a device sends.
+        """(link, seconds) of an exchange along a mesh axis in which each device sends `sent` bytes.
 
-        kind: as XLA names it. Rings of an all-gather, reduce-scatter or all-reduce leave a node once for each of its
-        members, over the network of each; what an all-to-all sends leaves it over the sender's alone.
+        kind: XLA's name of the exchange. The link is "links" (inside a node) or "network". Rings of an all-gather,
+        reduce-scatter or all-reduce leave a node over the network of every member of the group in that node. Bytes of
+        an all-to-all leave it over the network of their sender.
         """
         if axis in self.inside:
             return "links", sent / self.link
@@ -91,7 +92,7 @@ class Speeds:
 
 
 def speeds_of(device: Device, mesh: Mapping[str, int], efficiency: float = EFFICIENCY) -> Speeds | None:
-    """Speeds on a mesh whose devices are ordered lane by lane; None if some are unknown."""
+    """Speeds on a mesh [data, lane] that numbers its devices in this order, lane fastest; None if one is unknown."""
     from laneformer.mesh import DATA, LANE  # imports JAX, which the roofline does not need
 
     devices = mesh[DATA] * mesh[LANE]

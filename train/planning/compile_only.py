@@ -1,4 +1,4 @@
-"""Devices to compile for without having them: NVIDIA GPUs described to XLA's CUDA compiler, or parts of the CPU."""
+"""Devices to compile for without owning them: NVIDIA GPUs described to XLA's CUDA compiler, or parts of the CPU."""
 
 import importlib.util
 from typing import Literal
@@ -12,7 +12,7 @@ from train.planning.cluster import Device
 
 Compiler = Literal["auto", "cuda", "cpu"]
 
-# Compiler options. XLA chooses tiles of Triton kernels by timing them on a GPU; without one its first guess may fail.
+# Compiler options. XLA chooses tiles of Triton kernels by timing them; without a GPU its first guess may fail.
 OPTIONS: dict[str, dict[str, bool]] = {"cuda": {"xla_gpu_enable_triton_gemm": False}, "cpu": {}}
 
 # Chips for XLA's CUDA compiler, from target_config/specs of github.com/openxla/xla: multiprocessors, compute
@@ -21,7 +21,7 @@ _CHIPS = {"h100": (132, 9, 52_428_800, 1.98), "h200": (132, 9, 52_428_800, 1.98)
 
 
 def compile_only_devices(name: str, device: Device, nodes: int, compiler: Compiler) -> tuple[list, str]:
-    """The devices of `nodes` nodes of device `name`, to make a mesh of, and their compiler, cuda or cpu.
+    """The devices of `nodes` nodes of device `name`, for a mesh, and their compiler, cuda or cpu.
 
     cuda is XLA:GPU without a GPU and needs jax's CUDA plugin. cpu emulates any device: exchanges, products and state
     are those of the real program, but XLA:CPU computes bfloat16 in float32 and fuses less, so that temporary memory and
@@ -33,7 +33,7 @@ def compile_only_devices(name: str, device: Device, nodes: int, compiler: Compil
     )
     if compiler == "auto":
         compiler = "cuda" if name in _CHIPS and has_cuda else "cpu"
-    jax.config.update("jax_platforms", "cpu")  # leaves GPUs of this machine alone
+    jax.config.update("jax_platforms", "cpu")  # does not use GPUs of this machine
     count = nodes * device.per_node
     if compiler == "cuda":
         if name not in _CHIPS:

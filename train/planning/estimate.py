@@ -1,8 +1,8 @@
 """Figures of a training step counted from its config: FLOPs, exchanges, memory traffic and memory of one device.
 
 Nothing is compiled, so a table of many meshes takes a second. FLOPs and exchanges are those of the program that XLA:GPU
-makes of train/step.py. Memory and its traffic are sums over the step's arrays, whose weights (`TRAFFIC`, `KEPT`,
-`WORKING`) were fitted to such programs.
+compiles from train/step.py. Memory and its traffic are weighted sums over the step's arrays; the weights (`TRAFFIC`,
+`KEPT`, `WORKING`) were fitted to such programs.
 """
 
 import math
@@ -21,13 +21,13 @@ WIDTHS = {"float32": 4, "bfloat16": 2}
 
 # By --remat. Fitted to 100 steps compiled by XLA:GPU (jaxlib 0.10.2) for H200s: widths of 768 to 8,192, 2 to 24 layers,
 # meshes of 8 to 256 devices, tp, ladder, laneformer and dtp(4), up to 32 parts, activations and exchanges in float32
-# and bfloat16. docs/training.md states how near they are.
-TRAFFIC = {  # passes over an array, beyond the time of the products
+# and bfloat16. docs/training.md states the errors.
+TRAFFIC = {  # passes over an array whose time adds to that of the products
     "none": {"streams": 32.8, "sums": 1.3, "columns": 12.4, "logits": 3.2, "matrices": 0.0, "share": 12.4},
     "dots": {"streams": 28.7, "sums": 2.0, "columns": 17.6, "logits": 4.7, "matrices": 0.0, "share": 16.2},
     "block": {"streams": 39.9, "sums": 0.0, "columns": 16.9, "logits": 5.4, "matrices": 1.7, "share": 11.4},
 }
-KEPT = {  # copies that stay until the backward pass has used them
+KEPT = {  # copies that are kept until the backward pass has used them
     "none": {"streams": 1.6, "columns": 2.6},
     "dots": {"streams": 1.2, "columns": 3.0},
     "block": {"streams": 1.1, "columns": 2.3},
@@ -41,7 +41,7 @@ WORKING = {  # copies in use at one time
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What one device holds, computes and sends in a step."""
+    """What one device stores, computes and sends in a step."""
 
     state: float
     """Bytes of weights and moments."""
@@ -50,7 +50,7 @@ class Estimate:
     flops: float
     """FLOPs of products, recomputed ones included."""
     traffic: float
-    """Bytes of memory that take time beside `flops`."""
+    """Bytes of memory read and written whose time adds to that of `flops`."""
     sent: Mapping[tuple[str, str], float]
     """(kind of exchange, axis) -> bytes sent."""
 
@@ -62,32 +62,33 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Counts:
-    """Values on one device; those of tokens are of one part of the batch."""
+    """Numbers of values on one device; those that depend on tokens are for one part of the batch."""
 
     tokens: int
     stream: float
-    """The streams of its lanes."""
+    """Values of the streams of the device's lanes."""
     columns: float
-    """Results of one layer's products of q, k, v, gate and up."""
+    """Results of the products of q, k, v, gate and up in one layer."""
     logits: float
     chunk: float
     """Logits that are in memory at once."""
     gathered: float
-    """Weights of the layers' matrices, whole along the data axis."""
+    """Weights of the layers' matrices, gathered along the data axis."""
     reread: float
-    """Those that recomputing a block multiplies again: all but the last of each module."""
+    """The part of `gathered` that recomputing a block multiplies again: all but the last matrix of each module."""
     head: float
-    """Weights of the head, likewise whole."""
+    """Weights of the head, gathered along the data axis."""
     table: int
-    """Weights of the embedding table, likewise."""
+    """Weights of the whole embedding table."""
     share: float
-    """Weights that the device keeps, of all kinds."""
+    """Weights of all kinds that the device stores."""
 
 
 def estimate(config: TrainConfig, phase: Phase, mesh: Mapping[str, int]) -> Estimate:
-    """The step of a phase on a mesh {"data": devices, "lane": devices}, with bfloat16 products.
+    """Estimates a step of a phase on a mesh {"data": devices, "lane": devices}, with bfloat16 products.
 
-    Raises ConfigError for what is not counted: experts, heads other than replicate, weights in 8 or 4 bits, a teacher.
+    Raises ConfigError for options that are not counted: experts, heads other than replicate, tied embeddings, weights
+    in 8 or 4 bits, a teacher.
     """
     _check(config, phase)
     n, parts = _counts(config, phase, mesh), phase.accumulate
@@ -97,7 +98,7 @@ def estimate(config: TrainConfig, phase: Phase, mesh: Mapping[str, int]) -> Esti
         return sum(weight * arrays[name] for name, weight in weights.items())
 
     gradients, kept = arrays["share"], total(KEPT[config.remat])
-    # Those of several parts are added up while activations are kept; those of one grow as activations go.
+    # Gradients of several parts are summed beside the activations; those of one part grow as activations are freed.
     held = gradients + kept if parts > 1 else max(gradients, kept)
     traffic = parts * total(TRAFFIC[config.remat]) - (parts - 1) * TRAFFIC[config.remat]["share"] * arrays["share"]
     return Estimate(
@@ -119,7 +120,7 @@ def _check(config: TrainConfig, phase: Phase) -> None:
         ("distill.teacher", config.distill.teacher, None),
     ):
         if value != counted:
-            raise ConfigError(f"{name} = {value} is not counted by --sweep; leave --sweep out, which compiles the step")
+            raise ConfigError(f"--sweep does not count {name} = {value}; leave --sweep out to compile the step instead")
 
 
 def _counts(config: TrainConfig, phase: Phase, mesh: Mapping[str, int]) -> _Counts:
@@ -149,21 +150,21 @@ def _counts(config: TrainConfig, phase: Phase, mesh: Mapping[str, int]) -> _Coun
 
 
 def _share(weight: Weight, mesh: Mapping[str, int]) -> float:
-    """Values of a weight on one device."""
+    """Number of values of a weight that one device stores."""
     spec = fit_spec(weight.spec, weight.shape, SimpleNamespace(shape=mesh))
     return weight.size / math.prod(mesh[axis] for axis in spec if axis is not None)
 
 
 def _state(phase: Phase, mesh: Mapping[str, int]) -> float:
-    """Bytes of float32 weights and their moments: two for AdamW, one where Muon orthogonalises."""
+    """Bytes of float32 weights and their moments on one device: two moments for AdamW, one for Muon's matrices."""
     muon = phase.optimizer.kind == "muon"
     table = parameter_table(phase.model).values()
     return sum(4 * _share(weight, mesh) * (2 if muon and per_lane(weight) else 3) for weight in table)
 
 
 def _flops(config: TrainConfig, phase: Phase, n: _Counts, mesh: Mapping[str, int]) -> float:
-    """Of one part: three products with each weight, cuDNN's attention (two products forward, five backward from its
-    inputs alone), and what is computed again.
+    """FLOPs of one part on one device: three products with each weight, cuDNN's attention (two products forward, five
+    backward from its inputs alone), and recomputation.
     """
     again = {"none": 0.0, "dots": 0.0, "block": 2 * n.tokens * n.reread}[config.remat]
     attention = attention_flops_per_token(phase.model, phase.data.sequence_length) * n.tokens / mesh[LANE]
@@ -178,13 +179,13 @@ def _sent(config: TrainConfig, phase: Phase, n: _Counts, mesh: Mapping[str, int]
         stream = WIDTHS[config.stream_dtype]
         narrow = min(WIDTHS[config.exchange_dtype], stream)
         payloads = sum(payload.channels for payload in phase.model.schedule.payloads)
-        # Each sum and its gradient; the head's, in float32; the gradient of the embedded tokens.
+        # Each sum and its gradient; the head's sum and gradient, in float32; the gradient of the embedded tokens.
         sums = n.tokens * width * (2 * payloads * narrow + 2 * 4 + stream)
         found["all-reduce", LANE] = 2 * (lane - 1) / lane * parts * sums
     if data > 1:
         share = (data - 1) / data * parts
         again = n.reread if config.remat == "block" and config.activation_dtype == "float32" else 0
-        tokens = 4 * n.tokens * width  # looked up in columns of the table, or the table is gathered
+        tokens = 4 * n.tokens * width  # embedded tokens; a table smaller than these is gathered
         looked_up = 4 * n.table < tokens
         gathered = 2 * (2 * n.gathered + n.head + again) + (4 * n.table if looked_up else 0)
         found["all-gather", DATA] = share * gathered

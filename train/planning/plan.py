@@ -1,4 +1,4 @@
-"""`python -m train RECIPE --dry-run`: projected memory and time of a recipe on a cluster you do not need to have."""
+"""`python -m train RECIPE --dry-run`: projects memory and time of a recipe on a cluster that you need not have."""
 
 import dataclasses
 import json
@@ -57,10 +57,10 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """Projected seconds per step, a roofline: each resource alone at full speed, products at `efficiency`."""
+    """Projected seconds per step by a roofline: each resource alone at full speed, products at `efficiency`."""
 
     device: float
-    """Sum over kernels of the longer of products at efficiency x peak and bytes at the memory's bandwidth."""
+    """Kernels: for each the longer of its products at efficiency x peak and its bytes at the memory's bandwidth."""
     products: float
     """Part of `device` for the model's FLOPs alone."""
     links: float
@@ -68,7 +68,7 @@ class Times:
     network: float
     """Exchanges between nodes."""
     overlaps: tuple[Overlap, ...] | None
-    """Exchanges beside kernels in the order of the program; None if it starts none apart from its end (XLA:CPU)."""
+    """Overlap of exchanges and kernels in the program's order; None if every exchange is one instruction (XLA:CPU)."""
 
     @property
     def scheduled(self) -> float | None:
@@ -82,12 +82,12 @@ class Times:
 
     @property
     def in_turn(self) -> float:
-        """Seconds if they never overlap."""
+        """Seconds if computing and exchanges never overlap."""
         return self.device + self.links + self.network
 
     @property
     def bound(self) -> str:
-        """The resource that limits the step when all overlap."""
+        """Name of the resource that limits the step if everything overlaps."""
         name = max(("device", "links", "network"), key=lambda name: getattr(self, name))
         if name == "device":
             return "matrix products" if self.products > self.device / 2 else "device memory"
@@ -131,7 +131,7 @@ class Plan:
     phases: tuple[PhasePlan, ...] = ()
 
     def as_json(self) -> dict:
-        """All figures and those derived from them."""
+        """All figures, derived ones included, as JSON values."""
         phases = []
         for phase in self.phases:
             program = dataclasses.replace(phase.program, steps=())
@@ -170,7 +170,7 @@ def plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:
     )
     compiled: dict[tuple, tuple[Trainer, Program]] = {}
     for phase in config.phases:
-        keys = row_keys(phase.data, (), "train")  # a store with loss masks would add weights
+        keys = row_keys(phase.data, (), "train")  # a store with loss masks would add "weights"
         what = (
             phase.model,
             phase.data.batch_size,
@@ -188,7 +188,10 @@ def plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:
 
 
 def device_of(cluster: ClusterConfig, count: int, nodes: int) -> Device:
-    """The cluster's device, of which it has `count` in so many nodes. Raises ConfigError if its network is unknown."""
+    """The device of a cluster of `count` devices in `nodes` nodes.
+
+    Raises ConfigError if several nodes are connected by a network of unknown speed.
+    """
     device = find_device(cluster.device, count)
     if cluster.network is not None:
         device = dataclasses.replace(device, network=cluster.network * 1e9 / 8)
@@ -245,7 +248,7 @@ def _times(plan: Plan, phase: Phase, model_flops: float, program: Program) -> Ti
         return None
     products = model_flops / plan.devices / speeds.products
     kernels = sum(k.times * speeds.kernel_seconds(k.flops, k.bytes) for k in program.kernels)
-    if program.unknown_loops:  # most of attention's tiles are not counted
+    if program.unknown_loops:  # the program's figures miss most of attention's tiles
         attention = 3 * attention_flops_per_token(phase.model, phase.data.sequence_length) * phase.tokens_per_step
         kernels += attention / plan.devices / speeds.products
     exchanges = {"links": 0.0, "network": 0.0}
@@ -278,8 +281,8 @@ def _advice(config: TrainConfig, phase: Phase, parameters: int, program: Program
 
 
 def speeds(plan: Plan, phase: PhasePlan) -> dict[str, list[float]]:
-    """step_seconds, tokens_per_second, mfu and days, each [no overlap, full overlap] and, for a program that is
-    scheduled, as it is; empty without speeds.
+    """step_seconds, tokens_per_second, mfu and days, each [no overlap, full overlap], and a third value as scheduled if
+    the program overlaps exchanges. Empty if the cluster has no speeds.
     """
     if phase.times is None:
         return {}
@@ -400,7 +403,7 @@ def _notes(plan: Plan) -> list[str]:
 
 
 def _range(values: Sequence[float], form: str) -> str:
-    """Text of [no overlap, full overlap] and, where known, as scheduled."""
+    """Text of [no overlap, full overlap], or of these and as scheduled."""
     low, high = (format(value, form) for value in sorted(values[:2]))
     text = low if low == high else f"{low} to {high}"
     return text if len(values) < 3 else f"{text}, {format(values[2], form)} as scheduled"

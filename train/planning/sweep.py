@@ -1,4 +1,4 @@
-"""`python -m train RECIPE --dry-run --sweep mesh`: which mesh suits a recipe on 8 to 1,024 devices, by counting."""
+"""`python -m train RECIPE --dry-run --sweep mesh`: estimates which mesh suits a recipe on 8 to 1,024 devices."""
 
 import dataclasses
 import json
@@ -23,8 +23,8 @@ from train.recipes import parse
 
 TRILLION = 1e12
 ASSUMED = (
-    "projected by counting, not compiled and not measured; of two figures the first is for computing and exchanges that"
-    " never overlap, the second for complete overlap"
+    "projected by counting, not compiled and not measured; of two figures the first is without overlap of computing and"
+    " exchanges, the second with complete overlap"
 )
 
 
@@ -33,13 +33,13 @@ class SweepConfig:
     """Options of --sweep in addition to the recipe's."""
 
     sweep: Literal["mesh"] = "mesh"
-    """mesh: devices on the data and lane axes, with the parts of a batch and the recomputation that suit each."""
+    """mesh: try every mesh of data and lane axes, each with the `accumulate` and `remat` that suit it best."""
     gpus: tuple[int, ...] = (8, 16, 32, 64, 128, 256, 512, 1024)
     """Numbers of devices."""
     price: float | None = None
     """Price of a GPU-hour; adds the cost of a trillion tokens, in its currency (default: no cost)."""
     best: bool = False
-    """Show the fastest mesh of each number of devices alone."""
+    """Show only the fastest mesh for each number of devices."""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     json: Path | None = None
     """File to write all figures to."""
@@ -55,12 +55,12 @@ class SweepConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """A mesh with its parts of a batch and its recomputation."""
+    """A mesh with one choice of `accumulate` (parts of a batch) and `remat` (recomputation)."""
 
     device: Device
     efficiency: float
     phase: Phase
-    """With the parts of this point."""
+    """The first phase, with this point's `accumulate`."""
     remat: Remat
     data: int
     lane: int
@@ -76,7 +76,7 @@ class Point:
 
     @cached_property
     def times(self) -> Times:
-        """Seconds per step."""
+        """Projected seconds per step."""
         speeds = speeds_of(self.device, {DATA: self.data, LANE: self.lane}, self.efficiency)
         exchanges = {"links": 0.0, "network": 0.0}
         for (kind, axis), sent in self.figures.sent.items():
@@ -88,7 +88,7 @@ class Point:
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """Of a step without overlap and with complete overlap."""
+        """Seconds per step without overlap, and with complete overlap."""
         return self.times.in_turn, self.times.overlapped
 
     def as_json(self, price: float | None) -> dict:
@@ -112,7 +112,7 @@ class Point:
         }
 
     def days(self, seconds: float) -> float:
-        """Days of a trillion tokens with steps of that many seconds."""
+        """Days that a trillion tokens take, given the seconds of a step."""
         return TRILLION / self.phase.tokens_per_step * seconds / DAY
 
 
@@ -124,9 +124,7 @@ def meshes(lanes: int, devices: int) -> Iterator[tuple[int, int]]:
 
 
 def points(config: TrainConfig, device: Device, efficiency: float, data: int, lane: int) -> list[Point]:
-    """Every choice of parts and recomputation on one mesh; empty if the batch has fewer sequences than the data axis,
-    or does not divide.
-    """
+    """Every choice of parts and recomputation on one mesh; empty if the batch does not divide over the data axis."""
     first, found = config.phases[0], []
     rows, rest = divmod(first.data.batch_size, data)
     for parts in (n for n in range(1, rows + 1) if rest == 0 and rows % n == 0):
@@ -148,8 +146,9 @@ def points(config: TrainConfig, device: Device, efficiency: float, data: int, la
 
 
 def fastest(found: Sequence[Point]) -> Point | None:
-    """The point with the shortest step without overlap, to three digits, among those that fit; then the one of the
-    fewest parts, then of the least memory.
+    """The point that fits with the shortest step without overlap, to three digits; None if no point fits.
+
+    Of equal steps it is the one with the fewest parts, then with the least memory.
     """
 
     def order(p: Point) -> tuple[float, int, float]:
@@ -159,12 +158,12 @@ def fastest(found: Sequence[Point]) -> Point | None:
 
 
 def least_memory(found: Sequence[Point]) -> Point | None:
-    """The point that needs the least memory."""
+    """The point that needs the least memory; None if there is none."""
     return min(found, key=lambda p: p.figures.memory, default=None)
 
 
 def why_not(config: TrainConfig, device: Device, data: int, found: Sequence[Point]) -> str:
-    """Why no choice works on a mesh with that data axis."""
+    """The reason why no choice fits on a mesh with `data` devices on the data axis."""
     least = least_memory(found)
     if least is None:
         return f"a batch of {config.data.batch_size} sequences does not divide into {data} shares"
@@ -176,15 +175,15 @@ def why_not(config: TrainConfig, device: Device, data: int, found: Sequence[Poin
 
 
 def sweep(config: TrainConfig, options: SweepConfig) -> tuple[list[dict], str]:
-    """All figures of the fastest choice on every mesh, and the table. The first phase alone.
+    """All figures of the fastest choice on every mesh, and the table, both for the first phase only.
 
-    Raises ConfigError for what `estimate` does not count, and for a cluster without known speeds.
+    Raises ConfigError for options that `estimate` does not count, and for a cluster without known speeds.
     """
     cluster = options.cluster
     largest = max(options.gpus)
     device = device_of(cluster, largest, math.ceil(largest / find_device(cluster.device, largest).per_node))
     if device.peak_flops is None:
-        raise ConfigError(f"--sweep needs speeds, which cluster.device = {cluster.device!r} has none of; choose a GPU")
+        raise ConfigError(f"--sweep needs known speeds, but cluster.device = {cluster.device!r} has none; choose a GPU")
     rows, records = [], []
     for count in options.gpus:
         tried = [
