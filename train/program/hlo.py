@@ -1,4 +1,4 @@
-"""Reads the text of a compiled XLA program: kernels and exchanges of one device, counted once per loop iteration."""
+"""Reads the text of a compiled XLA program: kernels and exchanges of one device, counted in every loop iteration."""
 
 import math
 import re
@@ -81,7 +81,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Collective:
-    """One kind of exchange of one device, per call of the program."""
+    """All exchanges of one kind, axis and group size by one device, per call of the program."""
 
     kind: str
     axis: str
@@ -100,26 +100,26 @@ class Exchange(NamedTuple):
 
     kind: str
     axis: str
-    """As in Collective."""
+    """See `Collective.axis`."""
     group: int
     bytes: float
     sent: float
-    """As in Collective, of this exchange alone."""
+    """Bytes that the device sends in this exchange; see `Collective.sent`."""
     scope: str
-    """Place in the model that asks for it (`op_name` in the text); empty where the compiler merged several."""
+    """Place in the model that issues the exchange (`op_name` in the text); empty if the compiler merged several."""
 
 
 class Start(NamedTuple):
-    """Begin of an exchange, which kernels do not wait for."""
+    """Start of an exchange; the following kernels do not wait for it."""
 
     name: str
     exchange: Exchange
     apart: bool
-    """Whether the wait for it is another instruction, as in XLA:GPU's programs and not in XLA:CPU's."""
+    """Whether a separate instruction waits for the exchange, as in XLA:GPU's programs but not in XLA:CPU's."""
 
 
 class Done(NamedTuple):
-    """Kernels after this wait for the exchange that `name` started."""
+    """Point from which kernels wait for the exchange that instruction `name` started."""
 
     name: str
 
@@ -182,7 +182,7 @@ class Module:
         return re.search(r"^ENTRY (%[\w.\-]+)", self.text, re.M)[1]
 
     def steps(self, mesh: Mesh) -> tuple[Step, ...]:
-        """What a call runs, in the order of the text, which is the order of launches in a scheduled program. An
+        """The steps of a call in the order of the text, which in a scheduled program is the order of launches. An
         exchange without a separate end is awaited where it starts.
         """
 
@@ -205,7 +205,7 @@ class Module:
         return tuple(visit(self.entry))
 
     def _exchanged(self, i: Instruction) -> Instruction | None:
-        """The exchange that an instruction is or starts."""
+        """The exchange that instruction `i` is or starts; None for other instructions."""
         if i.op == "async-start":
             inner = [x for name in i.called for x in self.computations[name].values() if x.op in COLLECTIVES]
             return inner[0] if inner else None
@@ -228,7 +228,7 @@ class Module:
 
     @cached_property
     def kernels(self) -> list[Kernel]:
-        """All kernels but exchanges. The text lacks products inside libraries other than cuBLAS and cuDNN."""
+        """All kernels except exchanges. The text lacks products inside libraries other than cuBLAS and cuDNN."""
         return [
             self._kernel(computation, i, times)
             for computation, i, times in self.launched
@@ -239,7 +239,7 @@ class Module:
         return Kernel(i.op, self._flops(computation, i), self._bytes(computation, i), times)
 
     def collectives(self, mesh: Mesh) -> list[Collective]:
-        """One row per kind, axis and size of group, the largest first."""
+        """One row per kind, axis and size of group, the one with the most bytes sent first."""
         rows: dict[tuple, list[float]] = {}
         for _, i, times in self.launched:
             if i.op.removesuffix("-start") not in COLLECTIVES:
@@ -254,7 +254,7 @@ class Module:
         )
 
     def _flops(self, computation: str, i: Instruction) -> int:
-        """FLOPs of a product or of those in a fusion: 2 x elements of the result x contracted elements."""
+        """FLOPs of a product or of the products in a fusion: 2 x elements of the result x contracted elements."""
         if i.op == "custom-call" and _CUDNN in i.attributes:
             return _flops_of_attention(i, self.computations[computation][i.operands[0]].arrays[0][1][-1])
         if i.op == "dot":
@@ -267,7 +267,7 @@ class Module:
         return 2 * math.prod(i.arrays[0][1]) * math.prod(lhs[int(n)] for n in re.findall(r"\d+", contracted[1]))
 
     def _bytes(self, computation: str, i: Instruction) -> float:
-        """Bytes of operands and results. Only the slice counts of an array that is sliced or updated in place."""
+        """Bytes of operands and results. If an array is sliced or updated in place, only the slice counts."""
         inside = self.computations[computation]
         if i.op != "fusion":
             return _written(i, inside) + sum(_read(name, inside[name].bytes, (i,), inside) for name in set(i.operands))
@@ -286,7 +286,7 @@ _CUDNN = 'custom_call_target="__cudnn$fmha'
 
 
 def _flops_of_attention(i: Instruction, head_dim: int) -> int:
-    """FLOPs of cuDNN's attention over the visible keys: two products forward, five backward, where the scores are
+    """FLOPs of cuDNN's attention over the visible keys: two products forward; five backward, because the scores are
     computed again.
     """
     config = i.attributes.replace(" ", "")
@@ -298,7 +298,7 @@ def _flops_of_attention(i: Instruction, head_dim: int) -> int:
 
 
 UPDATES = {"dynamic-update-slice": 1, "scatter": 2}
-"""Ops that change their first operand in place -> the operand that has the new values."""
+"""Ops that change their first operand in place -> index of the operand with the new values."""
 
 
 def _written(i: Instruction, inside: dict[str, Instruction]) -> float:
@@ -312,7 +312,7 @@ def _read(name: str, size: float, users, inside: dict[str, Instruction]) -> floa
         first = user.operands[0] == name
         if first and user.op in ("dynamic-slice", "gather"):
             total += user.bytes
-        elif first and user.op == "scatter":  # adds to what is there
+        elif first and user.op == "scatter":  # reads the values that it adds to
             total += _written(user, inside)
         elif not first or user.op not in UPDATES:
             return size
@@ -343,13 +343,13 @@ def _closing(text: str, start: int) -> int:
 
 
 def _trips(i: Instruction) -> int:
-    """Iterations of a loop whose length XLA knows; 1 of other instructions."""
+    """Iterations of a loop whose length XLA knows; 1 for other instructions."""
     trips = _TRIPS.search(i.attributes) if i.op == "while" else None
     return int(trips[1]) if trips else 1
 
 
 def exchange_of(i: Instruction, mesh: Mesh) -> Exchange:
-    """The exchange of a collective instruction, started or not."""
+    """The exchange of a collective instruction, or of the instruction that starts one."""
     kind = i.op.removesuffix("-start")
     axis, size = _axis(i.attributes, mesh)
     full = _full_bytes(i, kind, size)
@@ -359,7 +359,7 @@ def exchange_of(i: Instruction, mesh: Mesh) -> Exchange:
 
 
 def _full_bytes(instruction: Instruction, kind: str, group: int) -> float:
-    """Bytes of the operand of an all-reduce or reduce-scatter, of the result of the others.
+    """Bytes of the operand for an all-reduce or reduce-scatter, of the result for other kinds.
 
     The type of a -start instruction is (operands, results).
     """

@@ -1,8 +1,8 @@
 """How long kernels wait for exchanges in a compiled program, from the order of its instructions.
 
 XLA:GPU starts an exchange and waits for it in two instructions; kernels between them run beside it. Two clocks follow
-the order: kernels run one after another, and so do exchanges on the same link. `Overlap` says of each purpose how much
-of the time on links the kernels hide.
+the order: kernels run one after another, and so do exchanges on the same link. `Overlap` reports for each purpose how
+much of the time on links the kernels hide.
 """
 
 import re
@@ -25,27 +25,27 @@ PURPOSES = {
     OTHER: "all else, such as norms of gradients",
 }
 NEGLIGIBLE = 0.05
-"""Share of an exchange's time: one that is awaited for less is hidden, one that is hidden for less is not."""
+"""Share of an exchange's time. An exchange is hidden if kernels wait less than this, and not if they hide less."""
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """Exchanges of one purpose, of one device and call of the program."""
+    """All exchanges with one purpose, by one device in one call of the program."""
 
     purpose: str
     count: int = 0
     hidden: int = 0
-    """Exchanges that kernels hide."""
+    """Exchanges that kernels hide completely."""
     partly: int = 0
-    """Exchanges that kernels hide in part; nothing hides the others."""
+    """Exchanges that kernels hide in part."""
     seconds: float = 0.0
-    """Time on links."""
+    """Seconds on links."""
     exposed: float = 0.0
     """Part of `seconds` in which kernels wait."""
 
     @property
     def alone(self) -> int:
-        """Exchanges that nothing hides."""
+        """Exchanges that kernels do not hide."""
         return self.count - self.hidden - self.partly
 
 
@@ -65,11 +65,11 @@ def is_scheduled(steps: Iterable[Step]) -> bool:
 
 
 def overlaps(steps: Iterable[Step], speeds: Speeds) -> tuple[Overlap, ...] | None:
-    """One Overlap for each purpose that the program has exchanges of, in the order of PURPOSES. None if the program has
-    no exchange that could run beside kernels, as with XLA:CPU, which has them in one instruction.
+    """One Overlap for each purpose with exchanges in the program, in the order of PURPOSES. None if no exchange can run
+    beside kernels, as with XLA:CPU, where an exchange is one instruction.
 
-    Exchanges on one link run one after another, in the order of their starts; an end that is not in the computation of
-    its start is taken to be where that computation ends.
+    Exchanges on one link run one after another, in the order of their starts. If the end of an exchange is not in the
+    computation of its start, it is assumed where that computation ends.
     """
     steps = tuple(steps)
     if not is_scheduled(steps):
@@ -133,7 +133,7 @@ class _Clock:
         awaited = self.pending[name]
         if awaited.end > self.now:
             for other in self.pending.values():
-                if other.link == awaited.link:  # what is ahead in the queue is awaited too
+                if other.link == awaited.link:  # exchanges ahead in the queue are awaited too
                     other.exposed += max(0.0, min(other.end, awaited.end) - max(other.begin, self.now))
             self.now = awaited.end
         self._record(self.pending.pop(name))

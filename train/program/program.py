@@ -1,5 +1,6 @@
-"""Summary of a compiled step: exchanges, matrix products and memory of one device; a run keeps it as
-program/PHASE.{hlo.txt.gz, json, md}.
+"""Summary of a compiled step: exchanges, matrix products and memory of one device.
+
+A run writes it to program/PHASE.{hlo.txt.gz, json, md}.
 """
 
 import dataclasses
@@ -19,7 +20,7 @@ from train.program.hlo import Collective, Kernel, Module, Step, kernels_of
 from train.program.overlap import Overlap, is_scheduled, overlaps
 
 UNSCHEDULED = (
-    "this program starts no exchange apart from the wait for it (XLA:CPU), so what its schedule hides is unknown"
+    "this program starts and awaits each exchange in one instruction (XLA:CPU), so what its schedule hides is unknown"
 )
 
 
@@ -37,7 +38,7 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """All bytes in use at once, without those of libraries and drivers."""
+        """All bytes in use at once, without memory of libraries and drivers."""
         return self.arguments + self.outputs - self.aliased + self.temporary
 
 
@@ -52,7 +53,8 @@ class Program:
     collectives: tuple[Collective, ...]
     """Exchanges after compilation. XLA merges small ones, and delayed ones of the lane axis, into fewer larger ones."""
     issued: dict[str, int]
-    """Exchanges of the program before the compiler adds those of the data axis and merges them, once per loop."""
+    """Exchanges by kind before the compiler adds those of the data axis and merges some; in a loop, each counts once.
+    """
     libraries: dict[str, int]
     """Launches of kernels that are not XLA's own."""
     unknown_loops: tuple[str, ...]
@@ -60,12 +62,12 @@ class Program:
 
     @cached_property
     def kernels(self) -> tuple[Kernel, ...]:
-        """All kernels but exchanges."""
+        """All kernels except exchanges."""
         return tuple(kernels_of(self.steps))
 
     @property
     def matmul_flops(self) -> int:
-        """FLOPs of the matrix products in the compiled text, those of cuDNN's attention included."""
+        """FLOPs of the matrix products in the compiled text, including cuDNN's attention."""
         return sum(kernel.flops * kernel.times for kernel in self.kernels)
 
     @property
@@ -79,7 +81,7 @@ class Program:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Axes with exchanges, the most bytes first."""
+        """Axes with exchanges, the one with the most bytes first."""
         return tuple(sorted({c.axis for c in self.collectives}, key=lambda axis: -self.sent(axis)))
 
 
@@ -132,7 +134,7 @@ def save_program(
 
 
 def describe(program: Program, speeds: Speeds | None = None) -> str:
-    """The summary as Markdown. speeds: of the device, for how far exchanges run beside kernels."""
+    """The summary as Markdown. speeds: speeds of the device; with them it has the overlap of exchanges and kernels."""
     m = program.memory
     lines = [
         (
@@ -171,7 +173,7 @@ def describe(program: Program, speeds: Speeds | None = None) -> str:
 
 def _describe_overlaps(found: tuple[Overlap, ...]) -> list[str]:
     return [
-        "Exchanges beside kernels in the order of the program; projected times, of full links.",
+        "Exchanges beside kernels in the order of the program; times are projected for links at full speed.",
         "",
         "| exchanges | count | hidden | in part | not | seconds | kernels wait |",
         "|---|---|---|---|---|---|---|",
