@@ -209,7 +209,7 @@ def test_given_tokenizer_makes_the_ids(tmp_path, foreign, capsys):
     (tmp_path / "a.txt").write_text("a b a b a b")
     args = ("--out", tmp_path / "out", tmp_path / "a.txt", "--tokenizer", foreign, "--validation-fraction", 0)
     code, _, err = run(capsys, *args)
-    assert code == 2 and "'<|endoftext|>'; give --end-token, perhaps from <s>, </s>, <pad>" in err
+    assert code == 2 and "'<|endoftext|>'; give --end-token; special tokens are <s>, </s>, <pad>" in err
     assert run(capsys, *args, "--end-token", "</s>", "--begin-token", "<s>")[0] == 0
     store = TokenStore.open(tmp_path / "out")
     assert store.read("train", 0, 8).tolist() == [1, 3, 4, 3, 4, 3, 4, 2] and store.tokens("train") == 8
@@ -329,7 +329,7 @@ def test_fill_in_the_middle_with_a_given_tokenizer(tmp_path, foreign, capsys):
         1,
     )
     code, _, err = run(capsys, *args)
-    assert code == 2 and "'<|fim_prefix|>'; give --fim-tokens, perhaps from <s>" in err
+    assert code == 2 and "'<|fim_prefix|>'; give --fim-tokens; special tokens are <s>" in err
     assert run(capsys, *args, "--fim-tokens", "<s>", "<pad>", "<unk>", "--fim-spm-rate", 0)[0] == 0
     [ids] = documents(tmp_path / "out", "train")
     assert [ids[0], *ids[(ids == 5) | (ids == 0)]] == [1, 0, 5]

@@ -1,4 +1,4 @@
-"""Conversations from the rows of instruction sets, in the shapes in common use.
+"""Reads conversations from the rows of instruction datasets, in the usual shapes.
 
     messages                            a list of {role, content}, optionally with tool calls
     conversations                       a list of {from, value}: human, gpt, system, tool
@@ -44,12 +44,12 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Shape:
-    """The columns of a dataset that make a conversation: a list of messages, or a prompt and its answer."""
+    """The columns of a dataset that hold a conversation: a list of messages, or a prompt and its answer."""
 
     columns: tuple[str, ...]
-    """One column, or two."""
+    """One column of messages, or the columns of prompt and answer."""
     beside: tuple[str, ...]
-    """Columns of SYSTEM and TOOLS in the dataset; with instruction and output also the input."""
+    """Further columns of the dataset: those of SYSTEM and TOOLS, and "input" with instruction and output."""
 
     @classmethod
     def find(cls, columns: Sequence[str], chosen: Sequence[str] = ()) -> "Shape":
@@ -66,12 +66,15 @@ class Shape:
                 )
         what = f"no column {' and '.join(map(repr, chosen))}" if chosen else "no conversations in a known shape"
         raise InputError(
-            f"{what}; name the column of messages with --column, or --prompt-column and --answer-column, of "
-            f"{', '.join(columns)}"
+            f"{what}; name the column of messages with --column, or use --prompt-column and --answer-column; choose"
+            f" from {', '.join(columns)}"
         )
 
     def read(self, row: Mapping[str, Any]) -> Conversation | None:
-        """The conversation of a row; None if it has no messages or one without text. Raises InputError."""
+        """The conversation of a row; None if it has no messages, or a message without text.
+
+        Raises InputError for a row of another shape.
+        """
         if any(row[name] is None for name in self.columns):
             return None
         if len(self.columns) == 1:
@@ -97,7 +100,7 @@ class Shape:
 
 
 def _messages(value: Any) -> list[dict[str, Any]]:
-    """A list of messages with role and content, without null fields, which tables pad rows with."""
+    """A list of messages with role and content, without the null fields that tables pad rows with."""
     # A table may hold the list as a list per field.
     if isinstance(value, Mapping) and all(isinstance(column, list) for column in value.values()):
         value = [dict(zip(value, each, strict=True)) for each in zip(*value.values(), strict=True)]

@@ -146,10 +146,10 @@ class Dataset:
             else:
                 builder.download_and_prepare()
                 self.rows = builder.as_dataset(split)
-            # `identity` identifies local files.
+            # For local files, `identity` covers names, sizes and times instead.
             self.revision = None if local and all(local.values()) else f"{builder.hash} {builder.config_id}"
             found = self.rows.column_names or list(next(iter(self.rows), {}))
-        except Exception as error:  # any loader, and the network
+        except Exception as error:  # loaders and the network raise many types
             raise self._failure(error) from error
         if not found:
             raise InputError(f"dataset {name} (split {split}) has no rows; check --split, --config and --data-files")
@@ -243,7 +243,10 @@ class Survey:
         return cls(whole.hexdigest(), count, units, size, tuple(sorted(lowest)))
 
     def held_out_share(self, fraction: float) -> float:
-        """The bound on `place` for validation: `fraction`, or a little more if it would select no document."""
+        """The bound on `place` for validation: `fraction`, or a little more if it would select no document.
+
+        Raises InputError if there are fewer than two different documents.
+        """
         if fraction == 0:
             return 0.0
         if len(self.lowest) < 2:

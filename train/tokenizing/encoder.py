@@ -75,7 +75,7 @@ def token_id(tokenizer: Tokenizer, token: str, option: str, name: str) -> int:
     if found is None:
         special = [added.content for added in tokenizer.get_added_tokens_decoder().values() if added.special]
         raise InputError(
-            f"{name} has no token {token!r}; give {option}, perhaps from {', '.join(special[:20]) or '(it has none)'}"
+            f"{name} has no token {token!r}; give {option}; special tokens are {', '.join(special[:20]) or 'none'}"
         )
     return found
 
@@ -104,7 +104,7 @@ def grouped(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
 
 
 def ahead(items: Iterator[T]) -> Iterator[T]:
-    """The same items, each computed in a background thread while the one before is in use."""
+    """The same items, each computed in a background thread while the previous one is in use."""
     with ThreadPoolExecutor(1) as thread:
         following = thread.submit(next, items, END)
         while (item := following.result()) is not END:
@@ -113,7 +113,7 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 class TextEncoder:
-    """Encodes texts; rearranges training texts, those with `place` of at least `share`, by `middle` if given."""
+    """Encodes texts to token ids. middle: rearranges training texts, those with a `place` of at least `share`."""
 
     def __init__(self, tokenizer: Tokenizer, middle: fim.FillInTheMiddle | None = None, share: float = 0.0):
         self.tokenizer, self.middle, self.share = tokenizer, middle, share
@@ -142,7 +142,7 @@ class TextEncoder:
 
 
 class ChatEncoder:
-    """Encodes conversations by a template, with the loss on the assistant's answers; leaves out those without one."""
+    """Encodes conversations by a template, with the loss on the assistant's answers; skips those without an answer."""
 
     def __init__(self, template: ChatTemplate, eos_id: int, bos_id: int | None):
         self.template, self.eos_id, self.bos_id = template, eos_id, bos_id
@@ -160,7 +160,7 @@ class ChatEncoder:
         ):
             if not loss.any():
                 continue
-            # StoreWriter adds the marks around a document; its end mark counts if the token before it does.
+            # StoreWriter adds the marks around a document, and counts the end mark if the token before it counts.
             first = int(ids[0] == self.bos_id)
             last = len(ids) - int(ids[-1] == self.eos_id and loss[-2:].all())
             found.append(Encoded(document, ids[first:last], len(text.text.encode()), loss[first:last]))

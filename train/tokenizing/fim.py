@@ -13,7 +13,7 @@ class FillInTheMiddle:
         <prefix> prefix <suffix> suffix <middle> middle      PSM
         <prefix> <suffix> suffix <middle> prefix middle      SPM, in the form that the paper trains jointly with PSM
 
-    A share `spm_rate` of these becomes SPM. The choice depends on a document's digest alone.
+    A share `spm_rate` of these becomes SPM. The choice depends only on a document's digest.
     """
 
     rate: float

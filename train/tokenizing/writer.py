@@ -1,4 +1,4 @@
-"""Writes documents as a token folder, and resumes after an interruption with the same bytes as a result."""
+"""Writes documents as a token folder; an interrupted and resumed run writes the same bytes."""
 
 import json
 import sys
@@ -47,7 +47,10 @@ class Job:
 
 
 def write(job: Job) -> int:
-    """Writes the folder, from where a run with the same settings stopped; returns the number of units without text."""
+    """Writes the folder and returns the number of units without text; resumes a stopped run with the same settings.
+
+    Raises InputError for a source without text, or a split without documents.
+    """
     splits = ("train", "validation") if job.held_out else ("train",)
     with StoreWriter(
         job.out,
@@ -65,10 +68,10 @@ def write(job: Job) -> int:
         for split in splits:
             if not writer.documents(split):
                 raise InputError(
-                    f"no document fell to split {split} at --validation-fraction {job.validation_fraction}: "
+                    f"split {split} has no document at --validation-fraction {job.validation_fraction}; "
                     f"give a {'larger' if split == 'validation' else 'smaller'} one, or 0, or more documents"
                 )
-        for file in (TEMPLATE, CONFIG):  # before the manifest, without which the folder is not finished
+        for file in (TEMPLATE, CONFIG):  # before the manifest, which marks the folder as finished
             (job.out / file).unlink(missing_ok=True)
             if file in job.template_files:
                 (job.out / file).write_bytes(job.template_files[file])
@@ -84,13 +87,13 @@ def write(job: Job) -> int:
 
 
 def _write_documents(job: Job, writer: StoreWriter) -> int:
-    """Encodes and writes the documents after those that are written; returns the number of units read in all."""
+    """Encodes and writes the documents that are not written yet; returns the number of units read in all runs."""
     source, survey = job.source, job.survey
     done, tokens, saved = writer.done, 0, time.monotonic()
     if done:
         units = "rows" if isinstance(source, Dataset) else "files or documents"
         print(f"resuming after {done:,} {units}", file=sys.stderr)
-    # Reading, encoding and writing overlap, each one group behind the step before it.
+    # Reading, encoding and writing overlap, each one group behind the previous stage.
     groups = ahead(grouped(source.documents(done), lambda document: document.size if document else 0))
     results = ahead((len(group), job.encoder(list(filter(None, group)))) for group in groups)
     total, before = (survey.bytes, survey.bytes * done // survey.units) if survey else (None, 0)
@@ -110,12 +113,12 @@ def _write_documents(job: Job, writer: StoreWriter) -> int:
 def is_finished(out: Path, settings: dict[str, Any]) -> bool:
     """Whether a folder already holds, undamaged, what these settings would write.
 
-    Raises InputError if it holds something else, or unfinished work of other settings, which writing would discard.
+    Raises InputError if it holds something else, or unfinished work with other settings, which writing would discard.
     """
     if (out / MANIFEST).exists():
         if changed := changes(Manifest.read(out).source.get("settings", {}), settings):
             raise InputError(
-                f"{out} holds tokens of other settings ({changed}); choose another --out, or replace them with"
+                f"{out} holds tokens with other settings ({changed}); choose another --out, or replace them with"
                 " --overwrite"
             )
         TokenStore.open(out).verify()
@@ -125,7 +128,7 @@ def is_finished(out: Path, settings: dict[str, Any]) -> bool:
         before = json.loads(json.loads(progress.read_text(encoding="utf-8"))["identity"])[0]
         if changed := changes(before, settings):
             raise InputError(
-                f"{out} holds unfinished work of other settings ({changed}); give those settings to resume it, or"
+                f"{out} holds unfinished work with other settings ({changed}); give those settings to resume it, or"
                 " discard it with --overwrite"
             )
     return False
@@ -146,11 +149,11 @@ def sample(source: Files | Dataset, survey: Survey | None, held_out: float, size
     for document in filter(None, source.documents()):
         if place(document.key) < held_out:
             continue
-        # In pieces where only a part is taken, since one document may be larger than the sample.
+        # If only a part is taken, in pieces: one document may be larger than the sample.
         whole = rate >= 1 and survey
         for piece in [document.content] if whole else pieces(document.content, SAMPLE_CHARS):
             data = piece.encode()
-            if place(digest(data)[8:]) < rate:  # not the bytes of the digest that decide what is held out
+            if place(digest(data)[8:]) < rate:  # other bytes of the digest than the choice of held-out documents
                 taken += len(data)
                 yield piece
             if not survey and taken >= size:
