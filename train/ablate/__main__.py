@@ -31,7 +31,7 @@ from train.run_folder import only_one
 
 HOUSE = "configs.ablations"
 PROGRAM = "python -m train.ablate"
-COMPILED = "compiled"  # in a grid's folder: compiled programs, which the seeds of a variant share
+COMPILED = "compiled"  # in a grid's folder: folder of compiled programs, which the seeds of a variant share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,13 +41,13 @@ class Options:
     run: Path | None = None
     """Folder of the grid (default: runs/ablations/NAME)."""
     jobs: int = 1
-    """Processes at a time on a CPU, each with an equal share of the cores."""
+    """Concurrent processes on a CPU, each with an equal share of the cores."""
     devices: tuple[str, ...] = ()
-    """GPUs of each of the processes at a time, as in CUDA_VISIBLE_DEVICES: --devices 0 1 2 3, or --devices 0,1 2,3."""
+    """GPUs of each concurrent process, as in CUDA_VISIBLE_DEVICES: --devices 0 1 2 3, or --devices 0,1 2,3."""
     seeds: tuple[int, ...] = ()
     """Seeds to train, instead of the recipe's."""
     only: tuple[str, ...] = ()
-    """Patterns of the names of variants to train and report; the reference always is: --only 'dtp*' none."""
+    """Patterns of names of variants to train and report, in addition to the reference: --only 'dtp*' none."""
     dry_run: Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(aliases=("--list",))] = False
     """List the cells, their tokens and their expected time, and train nothing."""
     report_only: tyro.conf.FlagCreatePairsOff[bool] = False
@@ -71,7 +71,7 @@ class Options:
 def read(arguments: Sequence[str]) -> tuple[Options, Grid]:
     """Reads RECIPE [options] into options and the grid they describe; prints help and exits on --help.
 
-    Raises ConfigError.
+    Raises ConfigError for an unknown recipe or option, an invalid value, or --only that matches no variant.
     """
     if not arguments or arguments[0] in ("-h", "--help"):
         print(
@@ -102,7 +102,9 @@ def read(arguments: Sequence[str]) -> tuple[Options, Grid]:
 
 
 def run(options: Options, grid: Grid, arguments: Sequence[str]) -> int:
-    """Lists, reports or trains, by the options. Exit status: 0, 1 if a cell failed, 130 or 143 after a signal."""
+    """Lists, reports or trains, as the options say. Returns the exit status: 0, 1 if a cell failed, 130 or 143 after a
+    signal.
+    """
     if options.cell:
         train_cell(grid, options.cell)
         return 0
@@ -129,7 +131,7 @@ def run(options: Options, grid: Grid, arguments: Sequence[str]) -> int:
 
 
 def slots(options: Options, grid: Grid) -> list[dict[str, str]]:
-    """Environment variables of each of the processes at a time."""
+    """Environment variables of each concurrent process."""
     if options.devices:
         return [{"CUDA_VISIBLE_DEVICES": given} for given in options.devices]
     share = max(1, (os.cpu_count() or 1) // options.jobs)
@@ -158,11 +160,11 @@ def _die_with_parent() -> None:
     """Makes the system kill this process when the grid's process ends, so that the next grid can resume the cell."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
-        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; a run resumes after it
+        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG; a killed run can resume
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0 done, 1 a cell failed, 2 a user's mistake, 130 or 143 stopped by a signal."""
+    """Returns the exit status: 0 when done, 1 if a cell failed, 2 after a user's mistake, 130 or 143 after a signal."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
 
     def command() -> int:

@@ -16,14 +16,14 @@ from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from train.config import TrainConfig, recorded
 
-CELLS = "cells"  # in a grid's folder: one training run per cell
+CELLS = "cells"  # in a grid's folder: folder with one training run per cell
 # Fields of a run that change neither its losses nor its measurements.
 _FREE = ("run", "name", "log_every", "save_every", "keep", "keep_every")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One change to the model: a layout, a number of lanes, another field."""
+    """One change to the model: a layout, a number of lanes, or another field."""
 
     name: str
     model: dict[str, object]
@@ -31,13 +31,13 @@ class Variant:
 
 
 def variant(layout: str, name: str = "", **changes) -> Variant:
-    """A layout with further changed fields of the model; named after them by default."""
+    """A variant with a layout and further changed fields of the model; named after these by default."""
     words = [f"{value} lanes" if field == "num_lanes" else f"{field}={value}" for field, value in changes.items()]
     return Variant(name=name or ", ".join([layout, *words]), model={"layout": layout, **changes})
 
 
 def cross(layouts: Iterable[str], **axes: Iterable) -> tuple[Variant, ...]:
-    """Every layout with every combination of values: cross(["tp", "dtp(4)"], num_lanes=(4, 8))."""
+    """Variants of every layout with every combination of values: cross(["tp", "dtp(4)"], num_lanes=(4, 8))."""
     found = [{}]
     for name, given in axes.items():
         values = tuple(given)
@@ -46,7 +46,7 @@ def cross(layouts: Iterable[str], **axes: Iterable) -> tuple[Variant, ...]:
 
 
 def every_layout(model: ModelConfig, **axes: Iterable) -> tuple[Variant, ...]:
-    """Every row of laneformer/layout.py, with the first arguments that fit the model if it takes any."""
+    """Variants of every layout in laneformer/layout.py that fits the model, with the first arguments that fit."""
     return cross([name for name in layouts_of(model.replace(layout="tp"))], **axes)
 
 
@@ -86,9 +86,9 @@ class Grid:
 
     @cached_property
     def cells(self) -> tuple["Cell", ...]:
-        """Every run, the first seed of all variants first, so that an unfinished grid compares most variants.
+        """All cells, the first seed of every variant first, so that an unfinished grid compares the most variants.
 
-        Raises ConfigError.
+        Raises ConfigError for a variant that does not fit the base.
         """
         return tuple(Cell(self, v, seed) for seed in self.seeds for v in self.variants)
 
@@ -98,11 +98,11 @@ class Grid:
         return self.base.run or Path("runs") / "ablations" / self.name
 
     def model(self, v: Variant) -> ModelConfig:
-        """The base's model changed by the variant. Raises ConfigError."""
+        """The base's model changed by the variant. Raises ConfigError if the variant does not fit."""
         return _changed(self.base.model, v)
 
     def projected_model(self, v: Variant) -> ModelConfig:
-        """The projected model changed by the variant. Raises ConfigError."""
+        """The projected model changed by the variant. Raises ConfigError if the variant does not fit."""
         return _changed(self.projected, v)
 
 
@@ -114,7 +114,7 @@ class Cell:
         config = dataclasses.replace(grid.base, name=self.name, model=grid.model(v), seed=seed)
         settings = {name: value for name, value in recorded(config).items() if name not in _FREE}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
-        # The folder's name includes the settings, so that a changed grid finds the cells it shares with the one before.
+        # The folder's name has a digest of the settings, so that a changed grid finds the cells that did not change.
         self.folder = grid.folder / CELLS / f"{_slug(v.name)}-seed{seed}-{digest}"
         self.config = dataclasses.replace(config, run=self.folder)
 
@@ -142,5 +142,5 @@ def _changed(model: ModelConfig, v: Variant) -> ModelConfig:
 
 
 def _slug(name: str) -> str:
-    """The name in letters that a folder's name may have."""
+    """The name with _ in place of characters that a folder's name should not have."""
     return re.sub(r"[^A-Za-z0-9.]+", "_", name).strip("_")

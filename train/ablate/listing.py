@@ -11,7 +11,7 @@ from train.metrics.run_log import METRICS
 
 
 def listing(grid: Grid, slots: Sequence[dict[str, str]], *, short: bool = False) -> str:
-    """The cells as a table, one row each, and their totals; short: the totals alone."""
+    """The cells as a table, one row each, and their totals. short: only the totals."""
     states = {cell: _state(cell) for cell in grid.cells}
     todo = [cell for cell, state in states.items() if state != "done"]
     started = sum(state.startswith("step") for state in states.values())
@@ -24,7 +24,7 @@ def listing(grid: Grid, slots: Sequence[dict[str, str]], *, short: bool = False)
             f" in {grid.folder}"
         ),
         f"{len(grid.cells) - len(todo)} cells are finished, {started} to resume, {len(todo) - started} new"
-        + (f"; {other} folders of other settings are left alone" if (other := others(grid)) else ""),
+        + (f"; {other} folders with other settings are left alone" if (other := others(grid)) else ""),
     ]
     if todo and minutes is not None:
         whole = duration(60 * minutes * len(todo) / len(slots))

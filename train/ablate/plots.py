@@ -1,4 +1,4 @@
-"""Pictures of an ablation. A layout family has one colour in all of them, delays are shades of it, and names are
+"""Pictures of an ablation. A layout family has the same colour in all of them, delays are shades of it, and names are
 next to the data.
 """
 
@@ -97,7 +97,7 @@ def _seeds(found: Sequence[Summary]) -> str:
 def _names_at_end(
     axes, found: Sequence[Summary], ys: Sequence[float], xs: Sequence[float] | None = None, names: Sequence[str] = ()
 ) -> None:
-    """Names right of the axes, each joined to the end of its curve (or to its x), moved apart if they overlap."""
+    """Writes names right of the axes, moved apart if they overlap and joined to the ends of their curves (or to xs)."""
     axes.set(xlim=axes.get_xlim(), ylim=axes.get_ylim())
     ends = [(axes.get_xlim()[1] if xs is None else xs[i], y) for i, y in enumerate(ys)]
     heights = axes.transAxes.inverted().transform(axes.transData.transform(ends))[:, 1] if ends else np.empty(0)
@@ -138,7 +138,7 @@ def _style(s: Summary) -> str:
 
 
 def _mean_curve(s: Summary) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens, in millions, and mean loss over seeds of every validation."""
+    """Tokens in millions, and loss as the mean over seeds, at every validation."""
     curves = np.array([result.curve for result in s.results], float)
     return curves[0, :, 0] / 1e6, curves[:, :, 1].mean(0)
 
@@ -157,7 +157,7 @@ def _curves(found: Sequence[Summary]) -> Panel:
 
 
 def _curves_minus(grid: Grid, found: Sequence[Summary]) -> Panel:
-    """Distances between the curves, which the left picture cannot show."""
+    """Differences between the curves and the reference's, which are too small for the left picture."""
 
     def draw(axes):
         reference = next((s for s in found if s.name == grid.reference), None)
@@ -184,7 +184,7 @@ def _curves_minus(grid: Grid, found: Sequence[Summary]) -> Panel:
 
 
 def _points(axes, s: Summary, x: float) -> None:
-    """Every seed small, the mean large, at x."""
+    """Draws every seed as a small mark and the mean as a large one, at x."""
     axes.plot([x] * len(s.losses), list(s.losses.values()), "_", color=color(s), markersize=9, markeredgewidth=1.2)
     axes.vlines(x, min(s.losses.values()), max(s.losses.values()), color=color(s), linewidth=1.2)
     axes.plot([x], [s.mean], "o", color=color(s), markersize=6)
@@ -238,7 +238,7 @@ def _against_delay(grid: Grid, found: Sequence[Summary]) -> Panel:
 
 
 def _against_size(grid: Grid, found: Sequence[Summary]) -> Panel:
-    """Layouts trained with several numbers of DeltaNet layers, else of lanes."""
+    """Loss of layouts that were trained with several numbers of DeltaNet layers, or of lanes if none has DeltaNet."""
     field = "delta_layers" if any(s.results[0].model.get("delta_layers") for s in found) else "num_lanes"
     what = "layers with DeltaNet" if field == "delta_layers" else "lanes"
 

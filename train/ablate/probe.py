@@ -1,8 +1,8 @@
 """Sensitivity to delays by layer: the loss of a trained model with the exchange of one layer moved to another time.
 
-Every probed loss has the same weights, the same held-out tokens and the same schedule but for one layer, so that a
-difference of 0.001 nats is meaningful. It measures how much the trained model depends on that exchange, not what a
-model trained with the delay would reach.
+Every probed loss has the same weights, the same held-out tokens and, except for one layer, the same schedule, so that a
+difference of 0.001 nats is meaningful. The difference measures how much the trained model depends on that exchange, not
+what a model trained with the delay would reach.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from train.data.batches import validation_sets
 from train.run_folder import open_stores
 from train.step import Trainer
 
-PROBE = "probe.json"  # in a cell's folder
+PROBE = "probe.json"  # file in a cell's folder
 BATCHES = 16  # batches of held-out text, at most
 
 
@@ -39,10 +39,10 @@ class Rescheduled(ModelConfig):
 
 
 def exchanged_late(schedule: Schedule, layer: int, delay: int) -> Schedule:
-    """The schedule with the layer's exchanges landing `delay` modules after they are issued, at the latest before the
+    """The schedule in which exchanges of `layer` land `delay` modules after they are issued, at the latest before the
     final norm.
 
-    Raises ConfigError for a layout whose exchanges average the streams, since such a landing cannot move.
+    Raises ConfigError for a layout whose exchanges average the streams, because such a landing cannot move.
     """
     if any(payload.stream_mean_at is not None for payload in schedule.payloads):
         raise ConfigError(f"layout {schedule.name} averages its streams and cannot be probed; remove it from `probe`")

@@ -32,8 +32,8 @@ REPORT = "report.md"
 
 
 def write_report(grid: Grid, measured: Path | None = None) -> str:
-    """Writes the report of the finished cells, and returns the table. Raises InputError if none is finished or one is
-    damaged.
+    """Writes the report of the finished cells, and returns the table. Raises InputError if no cell is finished or a
+    record is damaged.
     """
     results = collect(grid)
     found = summarize(grid, results, read_measured(measured, grid))
@@ -71,12 +71,12 @@ def _conditions(grid: Grid, results: Sequence[Result]) -> list[str]:
         f"{len(results)} of {len(grid.cells)} cells are finished"
         + (f"; **{missing} are missing**" if missing else "")
         + f". Every cell: {tokens:,} tokens in {base.total_steps:,} steps, the same rows of"
-        f" {', '.join(map(str, base.data.path))} in the same order; the seed affects the initial weights alone. Model:"
+        f" {', '.join(map(str, base.data.path))} in the same order; the seed affects only the initial weights. Model:"
         f" {lf.parameter_count(base.model):,} parameters, {base.model.num_hidden_layers} layers, hidden size"
         f" {base.model.hidden_size}, {base.model.num_lanes} lanes unless stated otherwise; {base.optimizer.kind},"
         f" learning rate {base.optimizer.learning_rate:g}. Written {time.strftime('%Y-%m-%d')} with jax"
         f" {jax.__version__}, Python {platform.python_version()}.",
-        *([f"{count} folders in it belong to other settings and are not counted."] if (count := others(grid)) else []),
+        *([f"{count} folders of cells have other settings and are not counted."] if (count := others(grid)) else []),
     ]
 
 
@@ -130,7 +130,7 @@ def _marked(s: Summary) -> str:
 
 
 def _within_models(grid: Grid, found: Sequence[Summary]) -> list[str]:
-    """A section on what a layout costs in the models that are not the reference's."""
+    """A section that compares layouts within the models that are not the reference's; empty without such models."""
     pairs = within_models(grid, found)
     if not pairs:
         return []
@@ -138,7 +138,7 @@ def _within_models(grid: Grid, found: Sequence[Summary]) -> list[str]:
         "## Layouts within other models",
         "",
         (
-            f"As the column minus {grid.reference}, but the difference to the variant with the same model and the"
+            f"Like the column minus {grid.reference}, but compared with the variant that has the same model and the"
             f" layout of {grid.reference}."
         ),
         "",
@@ -158,18 +158,18 @@ def _legend(grid: Grid) -> list[str]:
         ),
         (
             f"- **minus {grid.reference}**: mean ± standard deviation over seeds of the difference to {grid.reference}"
-            " with the same seed. Bold where its 95 % interval, by Student's t over at least three seeds, leaves out"
-            " 0; of twenty equal variants one is bold by chance."
+            " with the same seed. Bold where its 95 % interval, by Student's t over at least three seeds, excludes 0;"
+            " of twenty equal variants one is bold by chance."
         ),
-        ("- **delay**: modules (half layers) from a module until the other lanes have its output; the longest of all."),
+        ("- **delay**: modules (half layers) until the other lanes have a module's output, at the longest."),
         (
             "- **reduces per pass**, **exposed**: all-reduces of one forward pass of the trained model, and how many of"
-            " them every lane waits for, because no module runs in between. A replicate or lane head adds one of both."
+            " them every lane waits for, because no module runs in between. A replicate or lane head adds one to both."
         ),
         (
             f"- **projected**: not measured. The roofline ({CONTEXT:,} positions of context, bfloat16; see"
             f" docs/roofline.md) for a model of {lf.parameter_count(model):,} parameters and {model.num_hidden_layers}"
-            " layers with the variant's layout, a lane per device. Its losses are not those of this table."
+            " layers with the variant's layout, a lane per device. The losses in this table are not that model's."
         ),
     ]
 
@@ -184,7 +184,7 @@ def _diagnostics(found: Sequence[Summary]) -> list[str]:
             "## Lanes by depth",
             "",
             (
-                "Mean cosine between the streams of two lanes, as module 1, the middle one and the head's norm read"
+                "Mean cosine between the streams of two lanes, as module 1, the middle module and the head's norm read"
                 " them (1: the lanes are copies of each other), and the ratio of landed parts to own part (root mean"
                 " squares) in the middle half of the modules."
             ),

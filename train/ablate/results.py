@@ -21,11 +21,11 @@ from train.metrics.records import read_lines
 from train.metrics.run_log import METRICS
 
 RESULTS = "results.jsonl"
-DEVICES = {"h200": "H200", "mi300x": "MI300X"}  # to project the speed on
+DEVICES = {"h200": "H200", "mi300x": "MI300X"}  # devices on which the speed is projected
 PER_NODE = 8
 # 97.5 % quantile of Student's t by number of seeds.
 STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}
-LAST = 20  # steps that figures of experts are a mean of
+LAST = 20  # last steps over which figures of experts are averaged
 CONTEXT = 1536  # positions before the projected token, as in `infer roofline`
 
 
@@ -100,7 +100,7 @@ def read_result(cell: Cell) -> Result | None:
 
 
 def _experts(lines: Sequence[dict], lanes: Sequence[dict]) -> dict[str, float] | None:
-    """lines: records of a run; lanes: its statistics of the lanes."""
+    """The field `experts` of a Result. lines: records of a run. lanes: its statistics of the lanes."""
     last = [line["experts"] for line in lines if "experts" in line][-LAST:]
     if not last:
         return None
@@ -130,7 +130,7 @@ class Summary:
 
     variant: Variant
     family: str
-    """Name of its layout, without arguments."""
+    """Name of the variant's layout, without arguments."""
     lanes: int
     schedule: Schedule
     delay: int | None
@@ -217,8 +217,10 @@ def summarize(grid: Grid, results: Sequence[Result], measured: dict[str, float] 
 
 
 def within_models(grid: Grid, found: Sequence[Summary]) -> list[tuple[Summary, Summary]]:
-    """The variants whose models differ from the reference's in more than the layout, each compared with the variant
-    that has its model and the reference's layout; pairs of that variant and the compared one.
+    """Comparisons of layouts within models that differ from the reference's in more than the layout.
+
+    Each is a pair (base, s): base has the reference's layout, and s has the same model as base with another layout. The
+    reference losses of s are those of base.
     """
 
     def key(model: dict) -> list:
@@ -236,7 +238,7 @@ def within_models(grid: Grid, found: Sequence[Summary]) -> list[tuple[Summary, S
 
 
 def delay_of(schedule: Schedule) -> int | None:
-    """The longest delay, in modules, of a module's output to the other lanes; None if nothing is exchanged.
+    """The longest delay, in modules, until a module's output reaches the other lanes; None if nothing is exchanged.
 
     Outputs and channels that are never sent do not count.
     """
@@ -245,7 +247,7 @@ def delay_of(schedule: Schedule) -> int | None:
     longest, synced = 0, -1
     for landing in schedule.landings:
         first = min(m for m, _ in landing.payload.parts)
-        if landing.payload.stream_mean_at is not None:  # carries everything since the last one
+        if landing.payload.stream_mean_at is not None:  # a mean carries everything since the last mean
             first, synced = synced + 1, landing.at
         longest = max(longest, landing.at - first)
     return longest
@@ -254,7 +256,7 @@ def delay_of(schedule: Schedule) -> int | None:
 def read_measured(file: Path | None, grid: Grid) -> dict[str, float]:
     """Variant -> tokens per second, from a JSON file of that form or from the records of `infer bench --layouts`.
 
-    Raises InputError for anything else.
+    Raises InputError for any other file, or a variant that the grid does not have.
     """
     if file is None:
         return {}

@@ -1,4 +1,4 @@
-"""Trains the cells of a grid, a few processes at a time, any of which may fail or be killed."""
+"""Trains the cells of a grid in a few concurrent processes, any of which may fail or be killed."""
 
 import json
 import os
@@ -18,7 +18,7 @@ from train.ablate.probe import PROBE
 from train.metrics.run_log import METRICS
 from train.run_folder import TokenStore
 
-LOG = "log.txt"  # in a cell's folder: the output of its process
+LOG = "log.txt"  # file in a cell's folder: the output of its process
 POLL = 0.5  # seconds between polls of the processes
 PRINT_EVERY = 60  # seconds between lines about progress without a terminal
 TAIL = 8192  # bytes at the end of metrics.jsonl that hold the last records
@@ -48,7 +48,7 @@ def progress(cell: Cell) -> Progress:
         try:
             record = json.loads(line)
         except ValueError:
-            continue  # damaged, which is an error when the run is opened
+            continue  # a damaged line, which is reported when the run is opened
         found.step = max(found.step, record.get("step", 0))
         found.loss = record.get("loss", found.loss)
         if "validation" in record:
@@ -60,7 +60,7 @@ def progress(cell: Cell) -> Progress:
 
 
 def finished(cell: Cell) -> bool:
-    """Whether the cell is trained on these tokens to the last step, measured, saved, and probed if the grid says so."""
+    """Whether the cell is trained on the present tokens to the last step, saved, and probed if the grid requires it."""
     total = cell.config.total_steps
     if not (cell.folder / "checkpoints" / str(total)).is_dir() or progress(cell).step < total:
         return False
@@ -68,7 +68,7 @@ def finished(cell: Cell) -> bool:
 
 
 def _same_tokens(cell: Cell) -> bool:
-    """False if the data holds other tokens now, which the trainer refuses. Missing data leaves a result valid."""
+    """False if the data has other tokens now, which the trainer refuses. Missing data leaves a result valid."""
     try:
         recorded = json.loads((cell.folder / "run.json").read_text(encoding="utf-8"))["train_tokens_sha256"]
         now = {
@@ -93,8 +93,8 @@ class Job:
 class Runner:
     """Trains cells in separate processes, one per slot.
 
-    slots: environment variables of each of the processes that run at the same time, which select its devices.
-    command: the command line that trains a cell.
+    slots: environment variables of each concurrent process, which select its devices. command: returns the command line
+    that trains a cell.
     """
 
     def __init__(self, cells: Sequence[Cell], slots: Sequence[dict[str, str]], command: Callable[[Cell], list[str]]):
@@ -103,7 +103,7 @@ class Runner:
         self.waiting = [cell for cell in self.cells if cell not in self.done]
         self.jobs: list[Job] = []
         self.failed: dict[Cell, str] = {}
-        self.spent: list[float] = []  # seconds of every cell trained to its end
+        self.spent: list[float] = []  # seconds of every cell that this runner trained to its end
         self.board = Board(self)
 
     def run(self) -> int | None:
@@ -155,7 +155,7 @@ class Runner:
                 self.board.print(f"{job.cell.name}: FAILED, {reason} (see {job.cell.folder / LOG})")
 
     def _stop(self, received: list[int]) -> None:
-        """Asks the processes to save and end; kills them at a second signal or after GRACE seconds."""
+        """Makes the processes save and end; kills them at a second signal or after GRACE seconds."""
         asked = len(received)
         self.board.print(f"stopping: {len(self.jobs)} cells save first")
         for job in self.jobs:
@@ -241,7 +241,7 @@ class Board:
         return f"{states} of {len(r.cells)} cells" + ("" if left is None else f", {duration(left)} left")
 
     def seconds_left(self) -> float | None:
-        """Seconds left, from the finished cells or, before any is finished, from the steps of those that run."""
+        """Seconds left, estimated from the finished cells, or from the running ones before any is finished."""
         r = self.runner
         own = [left for job in r.jobs if (left := _cell_seconds_left(job)) is not None]
         known = r.spent or [
@@ -252,7 +252,7 @@ class Board:
         return (sum(own) + len(r.waiting) * statistics.mean(known)) / max(1, len(r.slots))
 
     def table(self, size: os.terminal_size) -> list[str]:
-        """Running and failed cells, then as many others as the terminal has lines for."""
+        """Lines of the table: running and failed cells, then as many others as fit on the terminal."""
         r = self.runner
         rows = [("cell", "state", "step", "loss", "left")]
         for job in r.jobs:

@@ -403,7 +403,7 @@ def test_listing_shows_cells_tokens_and_time(tmp_path):
     states = [line.split()[2] for line in text.splitlines() if line.startswith("  t")]
     assert states == ["done", "new", "new", "new"]
     other = dataclasses.replace(made, base=changed(made.base, steps=24))
-    assert "4 new; 1 folders of other settings" in listing(other, [{}])
+    assert "4 new; 1 folders with other settings" in listing(other, [{}])
 
 
 def test_progress_reads_the_end_of_a_long_file(tmp_path):
