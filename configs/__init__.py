@@ -1,6 +1,6 @@
 """Recipes: functions that return a complete TrainConfig. `python -m train NAME` looks them up here."""
 
-# Name -> MODULE:FUNCTION, imported when asked for, so that infer can read configs.models without importing train.
+# Name -> MODULE:FUNCTION, imported on demand, so that infer can read configs.models without importing train.
 RECIPES = {
     "stdlib": "configs.stdlib:stdlib",
     "tiny": "configs.tiny:tiny",

@@ -8,7 +8,7 @@ from train.config import TrainConfig
 
 
 def delta_tiny() -> TrainConfig:
-    """stdlib with a gated DeltaNet in two of three layers; on a CPU.
+    """stdlib with gated DeltaNet in two of three layers, on a CPU.
 
     Needs data/stdlib from `make run`.
     """

@@ -17,7 +17,7 @@ def laneformer_70b() -> TrainConfig:
 
 
 def _recipe(name: str, model: ModelConfig, tokens: int, batch: int, rate: float, devices: int) -> TrainConfig:
-    """20 tokens per parameter; rates are Llama 3's."""
+    """A recipe at a context of 4,096. `tokens` is 20 per parameter, `rate` Llama 3's peak learning rate."""
     return TrainConfig(
         name=name,
         model=model,

@@ -1,4 +1,4 @@
-"""Named models. `python -m infer bench --checkpoint NAME` runs them with random weights; recipes train ours."""
+"""Named models. `python -m infer bench --checkpoint NAME` runs them with random weights; recipes train Laneformers."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ STDLIB = ModelConfig(
     eos_token_id=(0,),
 )
 
-# The same with sliding windows, first at a context of 256 positions, then of 1,024.
+# STDLIB with sliding windows: TINY at a context of 256 positions, TINY_LONG at 1,024.
 TINY = STDLIB.replace(sliding_window=64, sliding_window_n_layers=4)
 TINY_LONG = TINY.replace(
     max_position_embeddings=1024,
@@ -38,7 +38,7 @@ TINY_LONG = TINY.replace(
     rope_scaling=RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=256),
 )
 
-# The model of `make run` with a gated DeltaNet in two of three layers.
+# STDLIB with gated DeltaNet in two of three layers.
 DELTA_TINY = STDLIB.replace(
     delta_net=DeltaNetSizes(key_heads=8, value_heads=8, key_dim=24, value_dim=24), delta_layers=(0, 1, 3, 4)
 )
@@ -75,7 +75,7 @@ LANEFORMER_350M_LONG = LANEFORMER_350M.replace(
     rope_scaling=RopeScaling(type="yarn", factor=32.0, original_max_position_embeddings=4096),
 )
 
-# Published (Kog, "Laneformer 2B"), but for the size of the window.
+# Published (Kog, "Laneformer 2B"), except for the size of the window.
 LANEFORMER_2B = ModelConfig(
     vocab_size=32_000,
     hidden_size=3072,
@@ -111,11 +111,11 @@ LANEFORMER_70B = LANEFORMER_8B.replace(
     hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64
 )
 
-# The model of `make run` with 8 experts of half the columns in each layer, of which a token uses two: as many weights
-# per token.
+# STDLIB with 8 experts in each layer, each with half the columns. A token uses two of them, so as many weights as in
+# STDLIB.
 MOE_TINY = STDLIB.replace(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=256)
 
-# MOE_TINY with latent attention and DeepSeek-V3's router: groups, and a shared expert of the columns of one.
+# MOE_TINY with latent attention and DeepSeek-V3's router: groups of experts, and a shared expert as wide as the others.
 LATENT_TINY = MOE_TINY.replace(
     latent_attention=LatentAttention(
         q_lora_rank=96, kv_lora_rank=48, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=24
@@ -127,8 +127,8 @@ LATENT_TINY = MOE_TINY.replace(
     shared_expert_intermediate_size=256,
 )
 
-# MOE_TINY with what DeepSeek-V4 has: four residual streams, attention to a window and to entries of 4 or 32 positions,
-# and its router; the experts by token are left out, as they cannot be trained.
+# MOE_TINY with four residual streams, attention to a window and to entries of 4 or 32 positions, and a router as in
+# DeepSeek-V4. Experts chosen by token (hash_layers) are left out, because they cannot be trained.
 V4_TINY = MOE_TINY.replace(
     num_key_value_heads=1,
     head_dim=24,
@@ -152,8 +152,8 @@ V4_TINY = MOE_TINY.replace(
     shared_expert_intermediate_size=256,
 )
 
-# 1.03 billion weights, of which a token uses a fifth. The proportions of OLMoE (arXiv 2409.02060), 64 small experts of
-# which a token uses 8, in 8 lanes.
+# 1.03 billion weights; a token uses a fifth of them. The proportions are those of OLMoE (arXiv 2409.02060): 64 small
+# experts, 8 per token; in 8 lanes.
 MOE_1B_A200M = ModelConfig(
     vocab_size=32_000,
     hidden_size=1024,
@@ -171,7 +171,7 @@ MOE_1B_A200M = ModelConfig(
     moe_intermediate_size=256,
 )
 
-# Published mixtures of experts, as one lane; their routing is uniform where weights are random.
+# Published mixtures of experts, as one lane. With random weights their routing is uniform.
 GPT_OSS_20B = ModelConfig(
     vocab_size=201_088,
     hidden_size=2880,
@@ -220,7 +220,7 @@ QWEN3_30B_A3B = ModelConfig(
     bos_token_id=151_643,
     eos_token_id=(151_645,),
 )
-QWEN3_NEXT_80B = ModelConfig(  # also Qwen3-Coder-Next, but for its rope_theta
+QWEN3_NEXT_80B = ModelConfig(  # also Qwen3-Coder-Next, except for its rope_theta
     vocab_size=151_936,
     hidden_size=2048,
     intermediate_size=5120,
@@ -246,9 +246,9 @@ QWEN3_NEXT_80B = ModelConfig(  # also Qwen3-Coder-Next, but for its rope_theta
     bos_token_id=151_643,
     eos_token_id=(151_645,),
 )
-# Twelve of its layers: in FP8 21.0 GB, for devices with less memory.
+# Twelve layers of QWEN3_NEXT_80B: 21.0 GB in FP8, for devices with less memory.
 QWEN3_NEXT_20B = QWEN3_NEXT_80B.replace(num_hidden_layers=12, delta_layers=tuple(n for n in range(12) if n % 4 < 3))
-# These with fewer experts to choose from, in bfloat16: 2.2 GB are read for a token.
+# QWEN3_NEXT_20B with fewer experts to choose from, in bfloat16: a token reads 2.2 GB.
 QWEN3_NEXT_12 = QWEN3_NEXT_20B.replace(num_experts=64, max_position_embeddings=16_384)
 DEEPSEEK_V3 = ModelConfig(
     vocab_size=129_280,
@@ -279,7 +279,7 @@ DEEPSEEK_V3 = ModelConfig(
     bos_token_id=0,
     eos_token_id=(1,),
 )
-# Layers of DeepSeek V3 with fewer experts to choose from, and a smaller vocabulary: 2.6 GB are read for a token.
+# Four layers of DeepSeek V3 with fewer experts to choose from, and a smaller vocabulary: a token reads 2.6 GB.
 DEEPSEEK_V3_4 = DEEPSEEK_V3.replace(
     vocab_size=16_384, num_hidden_layers=4, num_experts=16, mlp_only_layers=(), max_position_embeddings=16_384
 )
@@ -321,7 +321,7 @@ DEEPSEEK_V4_FLASH = ModelConfig(
     swiglu_plus_one=False,
     shared_expert_intermediate_size=2048,
 )
-# Its first layers with fewer experts to choose from, and a smaller vocabulary: 2.0 GB are read for a token.
+# Eight layers of DeepSeek V4 Flash with fewer experts to choose from, and a smaller vocabulary: a token reads 2.0 GB.
 DEEPSEEK_V4_8 = DEEPSEEK_V4_FLASH.replace(
     vocab_size=16_384,
     num_hidden_layers=8,
@@ -348,7 +348,7 @@ KIMI_K2 = DEEPSEEK_V3.replace(
     bos_token_id=163_584,
     eos_token_id=(163_585,),
 )
-# Layers of Kimi K2 whose latent attention is most of what they compute at a long context.
+# Layers with the latent attention of Kimi K2, which is most of their work at a long context.
 KIMI_K2_LATENTS = ModelConfig(
     vocab_size=4096,
     hidden_size=7168,
@@ -389,7 +389,7 @@ class PackedModel(NamedTuple):
 
 
 def packed(config: ModelConfig, **matrices: tuple[str, ...]) -> PackedModel:
-    """The model with these matrices in the formats that they are named by."""
+    """The model with quantized matrices: packed(config, fp8=paths, mxfp4=paths)."""
     return PackedModel(config, {path: format for format, paths in matrices.items() for path in paths})
 
 
@@ -399,8 +399,8 @@ SHARED_EXPERT = tuple(f"feed_forward.shared.{name}" for name in ("w1", "w3", "w2
 LATENT = tuple(f"attention.{name}" for name in ("wq_a", "wq_b", "wkv_a", "wkv_b", "wo"))
 BESIDE = ("attention.wg", "attention.win", *SHARED_EXPERT)
 COMPRESSED = tuple(f"attention.{name}" for name in ("wq_a", "wq_b", "wkv", "wo_a", "wo_b", "indexer.wq"))
-# In the precisions in which they are published, all else in bfloat16; but the experts of moonlight_16b, published in
-# bfloat16, are in fp8 to fit a memory of 24 GiB.
+# Matrices in the precision in which they are published, all else in bfloat16. Only the experts of moonlight_16b, which
+# are published in bfloat16, are in fp8, to fit into 24 GiB of memory.
 PACKED: dict[str, PackedModel] = {
     "gpt_oss_20b": packed(GPT_OSS_20B, mxfp4=EXPERTS),
     "gpt_oss_120b": packed(GPT_OSS_120B, mxfp4=EXPERTS),
@@ -417,7 +417,7 @@ PACKED: dict[str, PackedModel] = {
     "moonlight_16b": packed(MOONLIGHT_16B, fp8=EXPERTS),
 }
 
-# By the name of the recipe that trains it, as its last phase leaves it.
+# Every named model. A model that a recipe trains has the recipe's name and is as in the recipe's last phase.
 MODELS: dict[str, ModelConfig] = {
     "stdlib": STDLIB,
     "tiny": TINY_LONG,

@@ -1,4 +1,4 @@
-"""Laneformers with a mixture of experts: every lane routes from its own stream, see docs/training.md."""
+"""Laneformers with a mixture of experts. Every lane routes from its own stream: see docs/training.md."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 
 def moe_tiny() -> TrainConfig:
-    """stdlib with 8 experts per layer, of which a token uses two: 8 minutes on two cores of a CPU beside other jobs.
+    """stdlib with 8 experts per layer, two per token: 8 minutes on two cores of a CPU beside other jobs.
 
     Needs data/stdlib from `make run`.
     """
@@ -17,7 +17,7 @@ def moe_tiny() -> TrainConfig:
 
 
 def latent_tiny() -> TrainConfig:
-    """moe_tiny with latent attention, a router of sigmoids with groups, and a shared expert. Not run to its end yet."""
+    """moe_tiny with latent attention, a sigmoid router with groups, and a shared expert. Not run to its end yet."""
     return dataclasses.replace(moe_tiny(), name="latent_tiny", model=LATENT_TINY)
 
 

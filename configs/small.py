@@ -8,7 +8,7 @@ from configs.models import LANEFORMER_120M, LANEFORMER_350M, LANEFORMER_350M_LON
 from train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
 
 CONTEXT, LONG = 4096, 131_072
-# --dataset HuggingFaceFW/fineweb-edu --config sample-10BT --streaming, with a tokenizer of at most 32,000 tokens
+# scripts.tokenize --dataset HuggingFaceFW/fineweb-edu --config sample-10BT --streaming, with at most 32,000 tokens
 DATA = Path("data/fineweb_edu")
 
 

@@ -1,6 +1,6 @@
 """Grids: functions that return a complete ablation. `python -m train.ablate NAME` looks them up here."""
 
-# Name -> MODULE:FUNCTION, imported when asked for.
+# Name -> MODULE:FUNCTION, imported on demand.
 RECIPES = {
     "tiny": "configs.ablations.tiny:tiny",
     "tiny_moe": "configs.ablations.tiny:tiny_moe",

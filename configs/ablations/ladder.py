@@ -21,8 +21,8 @@ DATA = Path("data/fineweb_edu")  # ours: as in configs/small.py
 def ladder_1p2b() -> Grid:
     """1.26B parameters, 22 layers in 8 lanes, 100B tokens, 13 variants, one seed: a node of 8 GPUs, 90 h per cell.
 
-    Projected: the time of the FLOPs at 30 % of the peak of 8 H100. Several nodes can share the work, each with --only
-    and a separate --run; copy their cells into one folder for the report.
+    The time is projected from the FLOPs at 30 % of the peak of 8 H100. Several nodes can share the work, each with
+    --only and a separate --run; copy their cells into one folder for the report.
     """
     return Grid(
         name="1p2b",

@@ -17,7 +17,7 @@ def web_30m() -> Grid:
     """27.5M parameters, 12 layers in 8 lanes, 0.6B tokens, 20 variants x 3 seeds: one GPU, 6 min per cell (projected).
 
     Needs data/fineweb_edu_8k: python -m scripts.tokenize --out data/fineweb_edu_8k --dataset HuggingFaceFW/fineweb-edu
-    --config sample-10BT --streaming --train-bpe 8192. All settings are our choice, also 20 tokens per parameter.
+    --config sample-10BT --streaming --train-bpe 8192. All settings are our choice, including 20 tokens per parameter.
     """
     return Grid(
         name="30m",
@@ -54,7 +54,7 @@ def web_30m() -> Grid:
 def web_120m() -> Grid:
     """The model and the 2.5B tokens of `laneformer_120m`, 13 variants x 2 seeds: one GPU, 2 h per cell (projected).
 
-    With several GPUs, --devices 0 1 2 3 trains as many cells at a time. The data are those of the recipe
+    With several GPUs, --devices 0 1 2 3 trains four cells at a time. The data are those of the recipe
     (configs/small.py).
     """
     base = laneformer_120m()

@@ -13,7 +13,7 @@ from train.config import DataConfig, OptimizerConfig, TrainConfig
 def tiny() -> Grid:
     """8 layers in 4 lanes, 0.23M tokens, 16 variants x 3 seeds: a CPU, about a minute per cell and core.
 
-    Muon, because AdamW does not converge in 450 steps; its learning rate is the better of two for tp. Needs
+    It uses Muon, because AdamW does not converge in 450 steps; the learning rate is the better of two for tp. Needs
     data/stdlib_1k: the text of `make run` with a vocabulary of 1,024 (docs/ablations.md has the command).
     """
     return Grid(
@@ -43,7 +43,7 @@ def tiny() -> Grid:
         ),
         variants=(
             *layouts(),
-            # tp too: Muon updates each lane's matrices separately, so the number of lanes matters by itself.
+            # tp too, because Muon updates each lane's matrices separately: the number of lanes alone has an effect.
             *cross(("tp", "dtp(4)"), num_lanes=(2, 8)),
         ),
         seeds=(0, 1, 2),
@@ -54,9 +54,9 @@ def tiny() -> Grid:
 
 
 def tiny_moe() -> Grid:
-    """tiny with 8 experts per layer, of which a token uses two, as many weights per token: what delay costs experts.
+    """tiny with 8 experts per layer, two per token, so as many weights per token: what delay costs with experts.
 
-    Its projected speeds are those of the dense model of 2 billion parameters.
+    The projected speeds are those of the dense model of 2 billion parameters.
     """
     dense = tiny()
     model = dense.base.model.replace(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96)
@@ -73,8 +73,8 @@ def tiny_moe() -> Grid:
 def hybrid() -> Grid:
     """tiny with gated DeltaNet in 0, 4 or 6 of its 8 layers, with four layouts each: what delay costs with DeltaNet.
 
-    4 heads of 16 channels, as many channels as attention has. Its projected speeds are those of 8 layers of the sizes
-    of the 2B, with twice as many value channels as hidden ones, the proportions of Qwen3-Next.
+    DeltaNet has 4 heads of 16 channels, as many channels as attention. The projected speeds are those of 8 layers with
+    the sizes of the 2B, and twice as many value channels as hidden ones, the proportions of Qwen3-Next.
     """
     dense = tiny()
     sizes = DeltaNetSizes(key_heads=4, value_heads=4, key_dim=16, value_dim=16)

@@ -6,7 +6,7 @@ LAYOUTS = ("tp", "dtp(1)", "dtp(2)", "dtp(4)", "dtp(8)", "ladder", "parallel", "
 
 
 def layouts(*more: str) -> tuple[Variant, ...]:
-    """The published layouts, the Laneformer's (delay 2) with both ways to handle its first layers."""
+    """The published layouts; the Laneformer's (delay 2) with both ways to handle its first layers."""
     return (
         *map(variant, (*LAYOUTS, *more)),
         variant("laneformer", "laneformer(2), early", use_early_comm=True),
@@ -15,7 +15,7 @@ def layouts(*more: str) -> tuple[Variant, ...]:
 
 
 def knobs(layout: str) -> tuple[Variant, ...]:
-    """One layout with the other choices about lanes, one at a time; and the Laneformer's corrected early layers."""
+    """One layout with each other option about lanes, one at a time, and the Laneformer with corrected early layers."""
     return (
         variant("laneformer", "laneformer(2), early once", use_early_comm=True, early_lands_twice=False),
         variant(layout, f"{layout}, norm scales per lane", replicated_rmsn_scale=False),
