@@ -1,11 +1,11 @@
-"""python -m scripts.bench_peer_serving: serving requests, ours and llama.cpp in turn, and its table.
+"""python -m scripts.bench_peer_serving: compares how our engine and llama.cpp serve requests.
 
     python -m scripts.bench_peers --setup peers --peers llama.cpp
     python -m scripts.bench_peer_serving peers --shape scripts.peers.shapes:quarter_billion
 
-Three questions, with random weights in the same shape and without HTTP on both sides: the sum of several clients'
-tokens per second, an answer that copies from its prompt with drafts from n-grams, and the first token of an agent's
-second turn. Tokens of answers are forced where drafts depend on them.
+It measures both engines alternately, with random weights in the same shape and without HTTP: the tokens per second of
+several clients together, an answer that copies from its prompt with drafts from n-grams, and the first token of an
+agent's second turn. Answers are forced where drafts depend on their tokens.
 """
 
 import json
@@ -29,7 +29,7 @@ from scripts.peers.process import ROOT, Process
 
 PEER = "llama.cpp"
 QUESTIONS = {"clients": "several clients", "drafts": "drafts", "turn": "first token"}
-"""By their words in --questions."""
+"""Word in --questions -> name in the table."""
 HEADS = (
     "question",
     "case",
@@ -50,7 +50,7 @@ class Options:
     shape: str = "laneformer_350m"
     """Recipe, HF folder or training run with the sizes that both engines use."""
     weights: Literal["bfloat16", "bf12"] = "bfloat16"
-    """How our engine holds the weights; llama.cpp has bfloat16."""
+    """Format of our engine's weights; llama.cpp has bfloat16."""
     compute: Literal["float32", "bfloat16"] = "float32"
     """Dtype of our engine's products and cache; llama.cpp rounds activations to bfloat16, its cache is float16."""
     clients: int = 4
@@ -60,25 +60,25 @@ class Options:
     tokens: int = 64
     """Tokens of each client."""
     most_slowdown: float = 1.5
-    """As of `infer serve`: with a larger one requests share passes that take longer."""
+    """The option of `infer serve`: a larger value lets requests share passes that take longer."""
     text: Path = ROOT / "scripts" / "peers" / "process.py"
-    """File in the prompt of the answer that copies."""
+    """File in the prompt, from which the answer copies."""
     edit: str = "process=engine"
     """OLD=NEW: the answer is the file with this word replaced."""
     other: Path = ROOT / "scripts" / "peers" / "load.py"
-    """File that is the answer where there is little to copy."""
+    """File that is the answer in the case with little to copy."""
     copied_tokens: int = 300
     """Tokens of these answers, at most."""
     drafts: str = "2,10"
-    """Comma-separated numbers of tokens that llama.cpp drafts, of which the best counts; 2 and 10 are the advice of
-    llama-cpp-python for CPUs and its default.
+    """Comma-separated numbers of tokens that llama.cpp drafts; the best one counts. llama-cpp-python advises 2 for
+    CPUs, and its default is 10.
     """
     turn: str = "512,64,64"
-    """Tokens of an agent's prompt, its answer, and what is new in the second turn."""
+    """Comma-separated numbers of tokens: an agent's prompt, its answer, and the new tokens of the second turn."""
     questions: str = ",".join(QUESTIONS)
     """Comma-separated questions to ask."""
     rounds: int = 6
-    """Rounds of each case, in which the engines take turns."""
+    """Rounds of each case; a round measures both engines once."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Threads of both engines (default: one per available core)."""
     seconds: float = 900
@@ -89,37 +89,37 @@ class Options:
 
 @dataclass(frozen=True)
 class Case:
-    """What both engines are asked in turn."""
+    """A request that both engines answer."""
 
     question: str
     name: str
     ours: tuple
     """Verb and arguments of scripts/peers/protocol.py."""
     peer: tuple[tuple, ...]
-    """The same, of which the one with the best median counts."""
+    """Verbs and arguments for llama.cpp; the request with the best median counts."""
     unit: str
 
 
 def run(options: Options) -> str:
-    """Measures and returns the table. Raises ConfigError."""
+    """Measures and returns the table. Raises ConfigError for options that cannot be measured."""
     base = {name: getattr(options, name) for name in ("folder", "shape", "weights", "compute", "threads", "seconds")}
     python = PEERS[PEER].python(options.folder)
     if python is None:
         raise ConfigError(
-            f"{PEER} is not installed: python -m scripts.bench_peers --setup {options.folder} --peers {PEER}"
+            f"{PEER} is not installed; run python -m scripts.bench_peers --setup {options.folder} --peers {PEER}"
         )
     listed = cases(options)
     config, task = bench_peers.prepare(bench_peers.Options(**base, rounds=1, context=1, tokens=2, prompt_rounds=0))
     if config.delta_layers and any(case.question == QUESTIONS["drafts"] for case in listed):
         raise ConfigError(
-            f"--shape {options.shape} has recurrent layers, from which llama.cpp cannot take drafts back: give"
-            " --questions clients,turn"
+            f"--shape {options.shape} has recurrent layers, in which llama.cpp cannot undo drafts; give --questions"
+            " clients,turn"
         )
     longest = max(positions(case) for case in listed)
     if longest > config.max_position_embeddings:
         raise ConfigError(
-            f"--prompt, --tokens, --turn and the texts need {longest} positions, and the context of {options.shape} is"
-            f" {config.max_position_embeddings}: give smaller ones"
+            f"--prompt, --tokens, --turn and the texts need {longest} positions, but the context of {options.shape} is"
+            f" {config.max_position_embeddings}; give smaller values"
         )
     task = replace(task, slots=options.clients, most_slowdown=options.most_slowdown, positions=longest)
     listed = [with_files(case, Path(task.folder), config.vocab_size) for case in listed]
@@ -148,7 +148,7 @@ def run(options: Options) -> str:
 
 
 def numbers(name: str, text: str, count: int | None = None) -> list[int]:
-    """Of an option. Raises ConfigError."""
+    """Parses the numbers of option --NAME. count: how many are required. Raises ConfigError for any other text."""
     found = [int(word) for word in text.split(",") if word.isdecimal()]
     if len(found) != len(text.split(",")) or not all(found) or (count or len(found)) != len(found):
         raise ConfigError(f"--{name} must be {count or 'some'} numbers above 0 with commas between them, got {text!r}")
@@ -156,7 +156,7 @@ def numbers(name: str, text: str, count: int | None = None) -> list[int]:
 
 
 def cases(options: Options) -> list[Case]:
-    """Raises ConfigError for options that say nothing."""
+    """The cases to measure. Raises ConfigError for an option outside its range."""
     for name, least in (("clients", 1), ("prompt", 1), ("tokens", 2), ("copied_tokens", 3), ("rounds", 1)):
         if getattr(options, name) < least:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {getattr(options, name)}")
@@ -202,7 +202,7 @@ def pieces(path: Path) -> list[str]:
 
 
 def positions(case: Case) -> int:
-    """Positions of the caches that a case needs."""
+    """Cache positions that a case needs."""
     verb, *sizes = case.ours
     if verb == "copied":
         return len(sizes[0][0]) + len(sizes[0][1])
@@ -223,7 +223,7 @@ def with_files(case: Case, folder: Path, vocabulary: int) -> Case:
 
 
 def measure(case: Case, ours: Process, peer: Process, rounds: int) -> dict:
-    """Rounds of a sample of both engines, after an uncounted one of each way."""
+    """Measures every request of the case in each round, after one that does not count; returns the case's record."""
     asked: list[tuple[Process, tuple]] = [(ours, case.ours), *((peer, verb) for verb in case.peer)]
     for process, verb in asked:
         process.serve(*verb)
@@ -242,14 +242,14 @@ def measure(case: Case, ours: Process, peer: Process, rounds: int) -> dict:
 
 
 def sample(request: Callable[[], dict], unit: str) -> dict:
-    """A request, and its figure: tokens/s, or milliseconds to the first token."""
+    """Result of a request, with its figure: tokens/s, or milliseconds to the first token."""
     answer, foreign = beside(request)
     figure = 1000 * answer["seconds"] if unit == "ms" else answer["tokens"] / answer["seconds"]
     return {"figure": figure, "foreign_cores": foreign, **answer}
 
 
 def table(record: dict) -> str:
-    """Markdown, with the conditions."""
+    """The record as a Markdown table, with the conditions below it."""
     rows = []
     for case in record["cases"]:
         rounds, ratios = case["rounds"], [one["ratio"] for one in case["rounds"]]

@@ -4,10 +4,11 @@
     python -m scripts.bench_peers peers --json bench/peers.json
     python -m scripts.bench_peers peers --peers llama.cpp --weights int4
 
-All engines run one model shape with random weights, as a dense Llama, at batch 1, greedily, with the same threads; ours
-with its lanes. llama.cpp also runs shapes like gpt-oss, Qwen3-Next and DeepSeek-V3. The engines take turns, with the
-machine's speed measured in between: tokens after a context with the memory bandwidth, first tokens of prompts with the
-arithmetic peak. Each is a separate process (scripts/peers), stopped while another one is measured.
+All engines run one model shape with random weights at batch 1, greedily, with the same number of threads: ours with its
+lanes, the others as a dense Llama. llama.cpp also runs shapes like gpt-oss, Qwen3-Next and DeepSeek-V3. The engines are
+measured alternately, and the machine's speed in between: the memory bandwidth around samples of decoding, the
+arithmetic peak around first tokens of prompts. Each engine is a separate process (scripts/peers), which is stopped
+while another one is measured.
 """
 
 import json
@@ -57,8 +58,8 @@ class Options:
     model compiled by XLA), bf12 (our kernel with weights in 12 bits).
     """
     weights: Literal["bfloat16", "bf12"] | Kind = "bfloat16"
-    """How our engine holds the weights; engine bf12 of --peers measures both formats in turn. With int8, int4, mxfp4
-    and nvfp4 llama.cpp has Q8_0, Q4_0, MXFP4 and NVFP4, and no other engine takes part.
+    """Format of our engine's weights; engine bf12 of --peers measures both formats alternately. For int8, int4, mxfp4
+    and nvfp4 llama.cpp uses Q8_0, Q4_0, MXFP4 and NVFP4, and no other engine is measured.
     """
     compute: Literal["float32", "bfloat16"] = "float32"
     """Dtype of our engine's products and cache; sums are float32. llama.cpp rounds activations to bfloat16, or for
@@ -71,13 +72,11 @@ class Options:
     tokens: int = 12
     """Tokens per sample; few, so that disturbances of seconds affect both engines."""
     rounds: int = 16
-    """Rounds of a sample of ours and one of the other engine; 0 to leave decoding out."""
+    """Rounds, each with a sample of ours and one of the other engine; 0 skips decoding."""
     prompts: str = "64,512,4096"
-    """Comma-separated lengths of prompts whose first token is timed; longer ones than the model's context are left
-    out.
-    """
+    """Comma-separated lengths of prompts whose first token is timed; lengths beyond the model's context are skipped."""
     prompt_rounds: int = 3
-    """Rounds for each of these lengths; 0 to leave them out."""
+    """Rounds for each of these lengths; 0 skips prompts."""
     threads: Annotated[int | None, tyro.conf.arg(metavar="INT")] = None
     """Threads of every engine (default: one per available core)."""
     seconds: float = 900
@@ -154,14 +153,14 @@ def chosen(names: str) -> list[Engine]:
 
 
 def refusal(engine: Engine, options: Options, shape: Shape) -> str | None:
-    """Why the engine does not take part; None if it does."""
+    """Reason why the engine is not measured; None if it is."""
     if shape.architecture != "llama" and not engine.beyond_llama:
-        return f"no models like {options.shape} there; choose llama.cpp"
+        return f"models like {options.shape} are not supported; choose llama.cpp"
     if options.weights in QUANTIZED and options.weights not in engine.quantized:
         having = ", ".join(engine.quantized)
-        return f"no {options.weights} weights" + (f" there; choose {having}" if having else "")
+        return f"{options.weights} weights are not supported" + (f"; choose {having}" if having else "")
     if engine.python(options.folder) is None:
-        return f"not installed: python -m scripts.bench_peers --setup {options.folder}"
+        return f"not installed; run python -m scripts.bench_peers --setup {options.folder}"
     return None
 
 
@@ -211,7 +210,10 @@ def prepare(options: Options) -> tuple[ModelConfig, Task]:
 
 
 def lengths(options: Options, config: ModelConfig) -> list[int]:
-    """The prompts' lengths that the model's context has room for, in ascending order. Raises ConfigError."""
+    """Lengths of --prompts that fit into the model's context, ascending; empty without prompt rounds.
+
+    Raises ConfigError for a value that is not a list of lengths.
+    """
     try:
         wanted = sorted({int(word) for word in options.prompts.split(",")})
     except ValueError:
@@ -267,7 +269,7 @@ def shape_of(packed: PackedModel, config: ModelConfig, options: Options) -> Shap
 
 
 def mixers(config: ModelConfig) -> str:
-    """What attends in the layers, in words."""
+    """Text about the attention, or what replaces it, in the layers."""
     if sizes := config.latent_attention:
         return f"latents of {sizes.kv_lora_rank} + {sizes.qk_rope_head_dim} values for a position"
     if config.delta_layers:
@@ -286,7 +288,9 @@ def start(engine: Engine, python: str, task: Task, options: Options) -> Process:
 
 
 def pair(ours: Process, peer: Process, config: ModelConfig, options: Options, threads: int) -> dict:
-    """Samples of both engines in turn, after an uncounted one of each that computes the prompt; then first tokens."""
+    """Measures both engines alternately, after a request of each that computes the prompt and does not count; then
+    measures first tokens of prompts.
+    """
     for process in (ours, peer) if options.rounds else ():
         progress(f"{process.name}: first request, with its prompt")
         process.decode(options.context, options.tokens)
@@ -393,13 +397,13 @@ def table(record: dict) -> str:
             f" {(s['git_sha'] or 'unknown')[:12]}{' with changes' if s['dirty'] else ''}, {record['date_utc']}."
         ),
         (
-            "Links: separate if the threads together read memory faster than one of them, in proportion. Read"
-            f" bandwidth: all threads over {READ_BYTES >> 30} GiB, medians of {READS} passes before and after"
-            " each sample."
+            f"Links: separate if all threads together read memory at {SEPARATE:.0%} or more of a perfect speedup over"
+            f" one thread. Read bandwidth: all threads over {READ_BYTES >> 30} GiB, medians of {READS} passes before"
+            " and after each sample."
         ),
         (
-            "Prompts: random ids, nothing reused, tokens over the time to the first drawn one. Multiply-adds: those of"
-            f" the prompt over that time, and over what all threads make in float32 registers, medians of"
+            "Prompts: random ids, nothing reused; tokens over the time to the first drawn one. Multiply-adds: those of"
+            f" the prompt over that time, relative to all threads' float32 peak in registers, medians of"
             f" {prompts.PASSES} passes before and after each sample."
         ),
     ]
@@ -448,7 +452,7 @@ def _weights(c: dict) -> str:
 def _feed_forward(size: dict) -> str:
     if not size["experts"]:
         return f"feed-forward {size['ff']}"
-    return f"{size['experts']} experts of {size['ff']}, of which a token uses {size['experts_used']} (random routing)"
+    return f"{size['experts']} experts of {size['ff']}, {size['experts_used']} used per token (random routing)"
 
 
 def _all_rounds(pair: dict) -> list[dict]:

@@ -1,3 +1,1 @@
-"""Other engines for `python -m scripts.bench_peers`: a program for each, run with the Python of an environment of its
-own.
-"""
+"""Other engines for `python -m scripts.bench_peers`: one program for each, run with the Python of its environment."""

@@ -28,7 +28,7 @@ VARIABLES = {"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"}
 
 @dataclass(frozen=True)
 class Engine:
-    """A program that speaks the protocol."""
+    """A program that implements the protocol (scripts/peers/protocol.py)."""
 
     name: str
     module: str
@@ -38,16 +38,16 @@ class Engine:
     variables: tuple[tuple[str, str], ...] = ()
     """Environment variables of the process."""
     quantized: tuple[str, ...] = ()
-    """Kinds of quantized weights that it can hold."""
+    """Kinds of quantized weights that the engine supports."""
     beyond_llama: bool = False
-    """Whether it runs other architectures than a dense Llama."""
+    """Whether the engine runs other architectures than a dense Llama."""
 
     def python(self, folder: Path) -> str | None:
-        """The interpreter to run the engine with; None if its environment is missing or of other versions."""
+        """The interpreter to run the engine with; None if its environment is missing or has other versions."""
         return sys.executable if self.environment is None else installed(folder, self.environment)
 
 
-SERVING = {  # by the names of PEERS
+SERVING = {  # name of an engine -> its program that serves requests
     "laneformer": "scripts.peers.ours_serving",
     "llama.cpp": "scripts.peers.llama_cpp_serving",
 }

@@ -1,7 +1,8 @@
 """Writes tensors and metadata as a GGUF file, version 3, for llama.cpp; random weights unless values are given. Needs
-numpy alone.
+only NumPy.
 
-https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; blocks of weights: src/ggml-common.h and ggml-quants.c there.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md; blocks of weights: src/ggml-common.h and
+src/ggml-quants.c of the same repository.
 """
 
 import hashlib
@@ -15,21 +16,21 @@ from typing import Any
 import numpy as np
 
 VERSION, ALIGNMENT = 3, 32
-FORMS = {bool: (7, "<?"), int: (4, "<I"), float: (6, "<f")}  # types of metadata: their numbers and bytes
+FORMS = {bool: (7, "<?"), int: (4, "<I"), float: (6, "<f")}  # type of metadata -> its number and its form for struct
 STRING, ARRAY = 8, 9
-NORMALS = 64 * 131_071  # blocks of 32 and 64 weights with a large prime factor, so that the rows of a matrix differ
-CONSTANTS = {"norm.weight": 1.0, "ssm_a": -1.0}  # of random weights, by the ends of names; ssm_a is below zero
-MIDDLES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)  # between the sizes of E2M1
+NORMALS = 64 * 131_071  # whole blocks of 32 and 64 weights; the prime factor makes the rows of a matrix differ
+CONSTANTS = {"norm.weight": 1.0, "ssm_a": -1.0}  # instead of random weights, by end of the name; ssm_a is negative
+MIDDLES = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)  # midpoints between the magnitudes of E2M1
 
 
 @dataclass(frozen=True)
 class Type:
-    """How a tensor is stored."""
+    """A storage type of tensors."""
 
     name: str
     number: int
     file: int
-    """Type of a file whose matrices have it."""
+    """general.file_type of a file whose matrices have this type."""
     weights: int
     """Weights in a block; a row is whole blocks."""
     size: int
@@ -42,7 +43,7 @@ class Type:
 class Tensor:
     name: str
     sizes: tuple[int, ...]
-    """From the outermost on."""
+    """Sizes of the axes, the outermost first."""
     type: Type
 
     @property
@@ -51,7 +52,7 @@ class Tensor:
 
 
 def _bytes(*parts: np.ndarray) -> np.ndarray:
-    """Blocks whose parts, [blocks, n] each, follow each other."""
+    """Blocks of consecutive parts, each [blocks, n]: uint8 [blocks, bytes]."""
     return np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], 1)
 
 
@@ -76,7 +77,7 @@ def _mxfp4(x: np.ndarray) -> np.ndarray:
 
 def _nvfp4(x: np.ndarray) -> np.ndarray:
     x = x.reshape(-1, 16)
-    scale = np.ceil(512 * _largest(x) / 6).clip(1, 15)  # E4M3 with these bits is so many times 2^-9
+    scale = np.ceil(512 * _largest(x) / 6).clip(1, 15)  # the E4M3 with bits n up to 15 is n * 2^-9
     codes = _halves(_e2m1(x / (scale / 512)))
     return _bytes(scale.astype(np.uint8).reshape(-1, 4), codes.reshape(-1, 32))
 
@@ -90,7 +91,7 @@ def _e2m1(x: np.ndarray) -> np.ndarray:
 
 
 def _halves(codes: np.ndarray) -> np.ndarray:
-    """Two codes in a byte; the first half of a group is in the low bits."""
+    """Packs two codes into a byte; the first half of a group is in the low bits."""
     low, high = np.split(codes.astype(np.uint8), 2, 1)
     return low | high << 4
 
@@ -103,7 +104,7 @@ QUANTIZED = {
     "mxfp4": Type("MXFP4", 39, 38, 32, 17, _mxfp4),
     "nvfp4": Type("NVFP4", 40, 39, 64, 36, _nvfp4),
 }
-"""The types nearest to ours, by the kinds of laneformer/quantized."""
+"""Kind of laneformer/quantized -> the nearest type of llama.cpp."""
 
 
 def write(
@@ -112,8 +113,11 @@ def write(
     tensors: Sequence[Tensor],
     values: Callable[[Tensor], np.ndarray] | None = None,
 ) -> None:
-    """fields: metadata; a tuple is an array of its first value's type. values: of a tensor, with its sizes; by default
-    random normals of deviation 0.02. Raises ValueError for a tensor whose rows are not whole blocks.
+    """Writes the file `path`.
+
+    fields: metadata; a tuple becomes an array with the type of its first value. values: returns the values of a tensor
+    in its sizes (default: random normals of standard deviation 0.02). Raises ValueError for a tensor whose rows are not
+    whole blocks.
     """
     start = header(fields, tensors)
     values = values or _random(tensors)
@@ -124,18 +128,18 @@ def write(
             if found.dtype != np.uint8:
                 found = tensor.type.pack(np.asarray(found, np.float32).reshape(-1, tensor.type.weights))
             if found.nbytes != tensor.bytes:
-                raise ValueError(f"{tensor.name}: {found.nbytes} bytes in place of {tensor.bytes}")
+                raise ValueError(f"{tensor.name} has {found.nbytes} bytes, expected {tensor.bytes}")
             found.tofile(file)
             file.write(b"\0" * (-file.tell() % ALIGNMENT))
 
 
 def header(fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes:
-    """What is in front of the tensors. Raises ValueError for one whose rows are not whole blocks."""
+    """The part of the file before the tensors. Raises ValueError for a tensor whose rows are not whole blocks."""
     for tensor in tensors:
         if tensor.sizes[-1] % tensor.type.weights:
             raise ValueError(
-                f"{tensor.name} has rows of {tensor.sizes[-1]} weights, {tensor.type.name} has blocks of"
-                f" {tensor.type.weights}: choose another --shape, or --weights bfloat16"
+                f"{tensor.name} has rows of {tensor.sizes[-1]} weights, but {tensor.type.name} has blocks of"
+                f" {tensor.type.weights}; choose another --shape, or --weights bfloat16"
             )
     fields = {"general.alignment": ALIGNMENT, **fields}
     found = bytearray(b"GGUF" + struct.pack("<IQQ", VERSION, len(tensors), len(fields)))
@@ -143,7 +147,7 @@ def header(fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes:
         found += _string(key) + _value(value)
     offset = 0
     for tensor in tensors:
-        # GGUF lists the sizes from the innermost on.
+        # GGUF lists the innermost size first.
         sizes = tensor.sizes[::-1]
         found += _string(tensor.name)
         found += struct.pack(f"<I{len(sizes)}QIQ", len(sizes), *sizes, tensor.type.number, offset)
@@ -152,12 +156,15 @@ def header(fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> bytes:
 
 
 def digest(fields: Mapping[str, Any], tensors: Sequence[Tensor]) -> str:
-    """The same for equal files of random weights."""
+    """12 hex digits that are equal for equal files of random weights."""
     return hashlib.sha256(header(fields, tensors)).hexdigest()[:12]
 
 
 def _random(tensors: Sequence[Tensor]) -> Callable[[Tensor], np.ndarray]:
-    """Bytes of random weights; those of a type start at another block in each tensor."""
+    """A function that returns random weights of a tensor as bytes.
+
+    Tensors of a type share one table of blocks, in which each tensor starts at a different block.
+    """
     normal = 0.02 * np.random.default_rng(0).standard_normal(NORMALS, np.float32)
     types = dict.fromkeys(tensor.type for tensor in tensors)
     blocks = {type: type.pack(normal.reshape(-1, type.weights)) for type in types}
@@ -173,7 +180,7 @@ def _random(tensors: Sequence[Tensor]) -> Callable[[Tensor], np.ndarray]:
 
 
 def _value(value: Any) -> bytes:
-    """A value of metadata behind its type."""
+    """A value of metadata, preceded by its type."""
     if isinstance(value, str):
         return struct.pack("<I", STRING) + _string(value)
     if isinstance(value, tuple):

@@ -1,8 +1,8 @@
-"""A model as llama.cpp knows it: its architecture, metadata and tensors, by our config. Imports no JAX, since the
-environment of llama.cpp has numpy alone.
+"""Describes a model for llama.cpp: its architecture, metadata and tensors, from our config. Imports no JAX, because the
+environment of llama.cpp has only NumPy.
 
 Names and sizes: src/models/ARCHITECTURE.cpp and src/llama-arch.cpp of https://github.com/ggml-org/llama.cpp; values of
-published models: conversion/ there.
+published models: conversion/ of the same repository.
 """
 
 import math
@@ -18,9 +18,9 @@ from scripts.peers import gguf_file
 from scripts.peers.gguf_file import BF16, F32, QUANTIZED, Tensor, Type
 from scripts.peers.protocol import LONGEST, Task
 
-EMBEDDING = "token_embd.weight"  # as our kernel holds it: bfloat16, also where it is the head as well
+EMBEDDING = "token_embd.weight"  # bfloat16 as in our kernel, even if it is also the head
 LLAMA, GPT_OSS, QWEN3_NEXT, DEEPSEEK = "llama", "gpt-oss", "qwen3next", "deepseek2"
-SIGMOID = 2  # the number of an expert_gating_func
+SIGMOID = 2  # value of expert_gating_func
 FLOAT32 = ("bias", "ffn_gate_inp.weight", "ssm_conv1d.weight")  # biases, and matrices that llama.cpp keeps exact
 
 Named = list[tuple[str, tuple[int, ...]]]
@@ -29,8 +29,9 @@ Named = list[tuple[str, tuple[int, ...]]]
 def model_file(
     task: Task, values: Callable[[Tensor], np.ndarray] | None = None
 ) -> tuple[Path, ModelConfig, list[Tensor]]:
-    """The file of a task's model, which is written unless it exists, and its content. values: see
-    `gguf_file.write`.
+    """The file of a task's model, the model's config and its tensors; writes the file unless it exists.
+
+    values: see `gguf_file.write`.
     """
     config, type = from_json(task.model), type_of(task.weights)
     metadata, listed = fields(config, type), tensors(config, type, task.formats)
@@ -44,12 +45,12 @@ def model_file(
 
 
 def type_of(weights: str) -> Type:
-    """That of matrices, by a word of --weights."""
+    """Type of the matrices for a value of --weights."""
     return F32 if weights == F32.name else QUANTIZED.get(weights, BF16)
 
 
 def architecture(config: ModelConfig) -> str:
-    """Its name in llama.cpp. Raises ConfigError for a model that has none here."""
+    """The name of the model's architecture in llama.cpp. Raises ConfigError for a model that is not compared."""
     if config.compressed_attention or config.residual_streams:
         raise ConfigError("has compressed attention or residual streams, which are not compared; choose another")
     if config.latent_attention:
@@ -69,7 +70,7 @@ def architecture(config: ModelConfig) -> str:
 
 
 def _deepseek_needs(config: ModelConfig) -> dict[str, bool]:
-    """What llama.cpp has, and whether the model has it."""
+    """Property of llama.cpp's architecture -> whether the model has it."""
     columns, dense = config.shared_expert_intermediate_size or 0, config.mlp_only_layers
     return {
         "scores by sigmoid": config.scoring_func == "sigmoid",
@@ -95,8 +96,10 @@ def _require(name: str, needs: Mapping[str, bool]) -> None:
 
 
 def tensors(config: ModelConfig, type: Type = BF16, formats: Mapping[str, str] | None = None) -> list[Tensor]:
-    """The model's tensors in the order of the file, with sizes [outputs, inputs], of all experts or heads [experts,
-    outputs, inputs]. type: of the matrices, but for the embedding's table, which is bfloat16. formats: see PackedModel.
+    """The model's tensors in the order of the file. Sizes of a matrix are [outputs, inputs], or with all
+    experts or heads [experts, outputs, inputs].
+
+    type: type of the matrices except the embedding's table, which is bfloat16. formats: see PackedModel.
     """
     experts = QUANTIZED["mxfp4"] if "mxfp4" in (formats or {}).values() else type
     return [Tensor(name, sizes, _type(name, sizes, type, experts)) for name, sizes in _named(config)]
@@ -129,9 +132,9 @@ def _mixer(config: ModelConfig, layer: int) -> Named:
         return _delta_net(config)
     d, e, llama = config.hidden_size, config.head_size, architecture(config) == LLAMA
     q, kv = config.num_attention_heads * e, config.num_key_value_heads * e
-    gate = q if config.attention_gate and not llama else 0  # beside the queries of each head
+    gate = q if config.attention_gate and not llama else 0  # rows of the gate, beside the queries of each head
     found = _weights(attn_q=(q + gate, d), attn_k=(kv, d), attn_v=(kv, d), attn_output=(d, q))
-    if llama:  # a dense model is compared by its largest matrices
+    if llama:  # a dense model is compared without norms of q and k, biases and gates
         return found
     if config.qk_norm:
         found += _weights(attn_q_norm=(e,), attn_k_norm=(e,))
@@ -142,7 +145,7 @@ def _mixer(config: ModelConfig, layer: int) -> Named:
 
 
 def _latent_attention(config: ModelConfig) -> Named:
-    """The absorbed form: the matrix that makes keys of latents is transposed, to multiply queries."""
+    """The absorbed form: the matrix that maps latents to keys is transposed, so that it multiplies queries."""
     sizes, d, heads = config.latent_attention, config.hidden_size, config.num_attention_heads
     rank, still, rotated = sizes.kv_lora_rank, sizes.qk_nope_head_dim, sizes.qk_rope_head_dim
     queries = heads * (still + rotated)
@@ -207,14 +210,14 @@ def _weights(**sizes: tuple[int, ...]) -> Named:
 
 
 def _biases(named: Named, of: tuple[str, ...]) -> Named:
-    """One value for each output of these matrices, of each expert its own."""
+    """Biases of the matrices in `of`: a value for each output, of every expert."""
     sizes = dict(named)
     return [(f"{name}.bias", sizes[f"{name}.weight"][:-1]) for name in of]
 
 
 def facts(config: ModelConfig, listed: list[Tensor]) -> dict[str, Any]:
-    """The quantized weights that a token reads and their bytes, as our backends count theirs; empty if there are
-    none.
+    """Formats, number and bytes of the quantized weights that a token reads, counted as by our backends; empty without
+    quantized weights.
     """
     found = [tensor for tensor in listed if tensor.type not in (F32, BF16)]
     if not found:
@@ -231,7 +234,7 @@ def facts(config: ModelConfig, listed: list[Tensor]) -> dict[str, Any]:
 
 
 def activations(listed: list[Tensor]) -> str:
-    """What llama.cpp rounds them to before products: the vec_dot_type of each type in ggml-cpu.c."""
+    """Text about how llama.cpp rounds activations before products: the vec_dot_type of each type in ggml-cpu.c."""
     products = {tensor.type for tensor in listed if len(tensor.sizes) > 1 and tensor.name != EMBEDDING}
     if narrow := [kind for kind, type in QUANTIZED.items() if type in products]:
         return f"bfloat16; 8 bits (Q8_0) for {', '.join(narrow)}" if BF16 in products else "8 bits (Q8_0)"
@@ -239,7 +242,7 @@ def activations(listed: list[Tensor]) -> str:
 
 
 def fields(config: ModelConfig, type: Type = BF16) -> dict[str, Any]:
-    """The metadata, whose values have the types of GGUF: int is uint32, float is float32."""
+    """The metadata of the file. Values have the types of GGUF: int is uint32, float is float32."""
     kind = architecture(config)
     found = {
         "context_length": LONGEST,
@@ -275,7 +278,7 @@ def _head_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _latent_fields(config: ModelConfig) -> dict[str, Any]:
-    """Absorbed, latents are the keys and values of one head; `mla`: the heads of the model."""
+    """In the absorbed form the latents are the keys and values of one head; names with `mla` are the model's heads."""
     sizes, experts = config.latent_attention, bool(config.num_experts)
     dense = len(config.mlp_only_layers) if experts else config.num_hidden_layers
     columns = _expert_columns(config)
@@ -289,7 +292,7 @@ def _latent_fields(config: ModelConfig) -> dict[str, Any]:
         "attention.key_length_mla": sizes.qk_nope_head_dim + sizes.qk_rope_head_dim,
         "attention.value_length_mla": sizes.v_head_dim,
         "leading_dense_block_count": dense,
-        "expert_feed_forward_length": columns,  # read also where there are no experts, as the next
+        "expert_feed_forward_length": columns,  # llama.cpp reads this and the next even without experts
         "expert_shared_count": (config.shared_expert_intermediate_size or 0) // columns,
     }
 
@@ -326,7 +329,7 @@ def _expert_fields(config: ModelConfig) -> dict[str, Any]:
 
 
 def _scaling_fields(scaling: RopeScaling | None) -> dict[str, Any]:
-    """Of yarn alone, as published mixtures have it; the others do not change what a token costs."""
+    """Metadata of yarn, which published mixtures use; other scalings do not change what a token costs."""
     if scaling is None or scaling.type != "yarn":
         return {}
     found = {
@@ -337,11 +340,11 @@ def _scaling_fields(scaling: RopeScaling | None) -> dict[str, Any]:
         "rope.scaling.yarn_beta_slow": float(scaling.beta_slow),
     }
     if scaling.mscale_all_dim is not None:
-        found["rope.scaling.yarn_log_multiplier"] = 0.1 * scaling.mscale_all_dim  # read as ten times that
+        found["rope.scaling.yarn_log_multiplier"] = 0.1 * scaling.mscale_all_dim  # llama.cpp multiplies it by ten
     return found
 
 
 def from_json(values: Mapping[str, Any]) -> ModelConfig:
-    """The config with these fields, as `dataclasses.asdict` and JSON have them."""
+    """The config from the fields that `dataclasses.asdict` and JSON wrote."""
     scaling = values["rope_scaling"]
     return ModelConfig(**{**values, "rope_scaling": scaling and RopeScaling(**scaling)})

@@ -48,7 +48,7 @@ class LlamaCpp:
         if self._absorbed != prompt:
             self._absorb(ids[:-1])
             self._absorbed, self._kept = prompt, self._state()
-        elif not llama_cpp.llama_memory_seq_rm(self._memory, 0, prompt - 1, -1):  # recurrent layers only move on
+        elif not llama_cpp.llama_memory_seq_rm(self._memory, 0, prompt - 1, -1):  # fails with recurrent layers
             llama_cpp.llama_state_seq_set_data(self._context, self._kept, len(self._kept), 0)
         times, token = [], ids[-1]
         for _ in range(tokens):
@@ -66,13 +66,13 @@ class LlamaCpp:
         return time.perf_counter() - start
 
     def _absorb(self, ids: list[int]) -> None:
-        """Computes a prompt from the beginning."""
+        """Clears the cache and computes a prompt."""
         llama_cpp.llama_memory_seq_rm(self._memory, 0, 0, -1)
         for start in range(0, len(ids), BATCH):
             self._compute(ids[start : start + BATCH])
 
     def _state(self) -> ctypes.Array | None:
-        """The cache after a prompt, where the model has layers whose state cannot be cut."""
+        """A copy of the cache if the model has layers whose state cannot be cut back, else None."""
         if not llama_cpp.llama_model_is_hybrid(self._model):
             return None
         size = llama_cpp.llama_state_seq_get_size(self._context, 0)

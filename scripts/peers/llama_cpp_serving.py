@@ -1,5 +1,5 @@
 """llama.cpp with several sequences in a batch, drafts from n-grams and kept prefixes, as its server uses them, through
-its C interface: what HTTP and sampling cost there is not in the times.
+its C interface. The times do not include the server's HTTP and sampling.
 """
 
 import json
@@ -63,7 +63,7 @@ class LlamaCppServing(LlamaCpp):
         return Served(time.perf_counter() - start, prompt + answer - 1, 1)
 
     def _read(self, ids: list[int], first: int) -> int:
-        """Computes tokens of sequence 0 from a position on; the token after them."""
+        """Computes tokens of sequence 0 from position `first` on; returns the token after them."""
         for start in range(0, len(ids), BATCH):
             part = ids[start : start + BATCH]
             rows = [(token, first + start + i, 0, start + i == len(ids) - 1) for i, token in enumerate(part)]
@@ -71,7 +71,7 @@ class LlamaCppServing(LlamaCpp):
         return drawn[0]
 
     def _pass(self, rows: list[tuple[int, int, int, bool]]) -> list[int]:
-        """Tokens drawn in a batch of (token, position, sequence, whether the next one is drawn)."""
+        """Computes a batch; returns the drawn tokens. rows: (token, position, sequence, whether the next is drawn)."""
         batch = self._batch
         batch.n_tokens = len(rows)
         for i, (token, position, sequence, draws) in enumerate(rows):

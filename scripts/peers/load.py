@@ -1,4 +1,4 @@
-"""What other processes use of the machine while an engine is measured."""
+"""Measures the load of other processes while an engine is measured."""
 
 import os
 import time
@@ -18,7 +18,7 @@ def beside(request: Callable[[], dict]) -> tuple[dict, float]:
 
 
 def busy_seconds() -> float:
-    """Processor time used by all processes, and withheld by the host of a virtual machine."""
+    """Seconds of processor time used by all processes, or withheld by the host of a virtual machine."""
     user, nice, system, _, _, irq, soft, stolen = (int(word) for word in PROC_STAT.read_text().split()[1:9])
     return (user + nice + system + irq + soft + stolen) / os.sysconf("SC_CLK_TCK")
 

@@ -102,7 +102,7 @@ class OpenVino:
         return time.perf_counter() - start
 
     def _compute(self, tokens: np.ndarray, position: int) -> int:
-        """Computes the token after `tokens`, int64 [n], of which the first has that position."""
+        """Computes the token after `tokens`, int64 [n], which start at `position`."""
         positions = np.arange(position, position + len(tokens))[None]
         self._request.infer(
             {

@@ -1,5 +1,6 @@
 """Our engine in the same harness, with random weights: the decode kernel with bfloat16 weights, the same weights in
-12 bits (option "bf12") or quantized ones; with option "xla", XLA in float32. The experts of a mixture are as published.
+12 bits (option "bf12") or quantized ones; with option "xla", XLA in float32. Experts of a mixture keep the format in
+which they are published.
 """
 
 import dataclasses
@@ -22,13 +23,13 @@ from laneformer.precision import Precision
 from scripts.peers.protocol import BF12, XLA, Task, serve
 
 FACTS = ("bf12_weights", "bf12_exceptions", "quantized_formats", "quantized_weights", "quantized_bytes")
-BY_DIGITS = ("int8", "int4", "mxfp4", "nvfp4")  # weights that are multiplied by integers, docs/decode_kernel.md
+BY_DIGITS = ("int8", "int4", "mxfp4", "nvfp4")  # formats whose products are of integers, docs/decode_kernel.md
 DIGITS = {"float32": "23 bits (3 digits)", "bfloat16": "16 bits (2 digits)"}
 
 
 def full_attention(config: ModelConfig) -> ModelConfig:
-    """The same model with full attention in every layer, since the other engines lack sliding windows; those of a
-    mixture of experts stay, since llama.cpp has them there.
+    """The model with full attention in every layer, because the other engines lack sliding windows. A mixture of
+    experts keeps its windows, because llama.cpp supports them there.
     """
     if config.num_experts:
         return config
@@ -63,7 +64,7 @@ class Ours:
         }
 
     def decode(self, prompt: int, tokens: int) -> list[float]:
-        ids = np.random.default_rng(0).integers(0, self._vocab, prompt, np.int32)  # computed once
+        ids = np.random.default_rng(0).integers(0, self._vocab, prompt, np.int32)  # the same, so computed only once
         times = []
         for chunk in self._backend.start(Request(ids, tokens, Sampling(), stop_tokens=())):
             times += [time.perf_counter()] * len(chunk.tokens)
@@ -83,7 +84,7 @@ def shape_model(shape: str) -> PackedModel:
 
 
 def _activations(task: Task, formats: Iterable[str]) -> str:
-    """What they are rounded to."""
+    """Text about how activations are rounded before products."""
     by_digits = DIGITS[task.compute]
     if named := sorted(set(BY_DIGITS).intersection(formats)):
         return f"{task.compute}; {by_digits} for {', '.join(named)}"

@@ -22,7 +22,7 @@ class OursServing(Ours):
             try:
                 for _ in self._backend.start(request):
                     pass
-            except BaseException as error:  # for the main thread
+            except BaseException as error:  # the main thread raises it
                 errors.append(error)
 
         threads = [threading.Thread(target=run, args=(request,)) for request in asked]

@@ -18,7 +18,7 @@ CLOSING = 10  # seconds for a process to end before it is killed
 
 
 class EngineError(ConfigError):
-    """An engine ended, or did not answer."""
+    """An engine ended or did not answer."""
 
     def __init__(self, engine: str, text: str):
         super().__init__(f"{engine} {text}")
@@ -29,9 +29,9 @@ class Process:
     """An engine with a loaded model. A context manager."""
 
     def __init__(self, engine: Engine, python: str, task: Task, seconds: float):
-        """task: its option is replaced by the engine's. seconds: limit for loading and for each answer.
+        """task: settings, whose option is replaced by the engine's. seconds: limit for loading and for each answer.
 
-        Raises EngineError.
+        Raises EngineError if the engine ends or does not answer.
         """
         self.name, self.seconds = engine.name, seconds
         self._log = Path(task.folder) / f"{engine.name}.log"
@@ -55,15 +55,15 @@ class Process:
             raise
 
     def decode(self, prompt: int, tokens: int) -> dict:
-        """The engine's answer, see scripts/peers/protocol.py. Raises EngineError."""
+        """The engine's answer to `decode`, see scripts/peers/protocol.py. Raises EngineError."""
         return self._request(f"decode {prompt} {tokens}", f"decoding {tokens} tokens")
 
     def first(self, prompt: int) -> dict:
-        """The engine's answer to a prompt of that many tokens. Raises EngineError."""
+        """The engine's answer to a prompt of `prompt` tokens. Raises EngineError."""
         return self._request(f"first {prompt}", f"computing a prompt of {prompt} tokens")
 
     def serve(self, verb: str, *arguments: object) -> dict:
-        """The answer of an engine that serves requests, see scripts/peers/protocol.py. Raises EngineError."""
+        """The answer to `verb` by an engine that serves requests, see scripts/peers/protocol.py. Raises EngineError."""
         return self._request(" ".join(map(str, (verb, *arguments))), f"serving requests ({verb})")
 
     def _request(self, line: str, doing: str) -> dict:
@@ -72,7 +72,7 @@ class Process:
             self._process.stdin.write(f"{line}\n".encode())
             self._process.stdin.flush()
         except BrokenPipeError:
-            pass  # it has ended, which reading detects
+            pass  # the process has ended, which reading detects
         answer = self._answer(doing)
         self._signal(signal.SIGSTOP)
         return answer
@@ -95,7 +95,7 @@ class Process:
         self.close()
 
     def _answer(self, doing: str) -> dict:
-        """Reads the next line."""
+        """Reads the next line of the process as JSON. Raises EngineError. doing: what the process does, for errors."""
         output, until = self._process.stdout.fileno(), time.monotonic() + self.seconds
         while b"\n" not in self._rest:
             if not select.select([output], [], [], max(0, until - time.monotonic()))[0]:

@@ -1,4 +1,4 @@
-"""The time to the first token of a prompt, ours and another engine's in turn, and its table."""
+"""Measures the time to the first token of a prompt, alternately with our engine and another one; makes the table."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from scripts.peers.load import beside
 from scripts.peers.process import Process
 
 PASSES = 5  # measurements of the arithmetic peak before and after a sample; the median counts
-MULTIPLY_ADDS = 1 << 28  # of each thread in one
+MULTIPLY_ADDS = 1 << 28  # per thread in one measurement of the peak
 HEADS = (
     "ours over",
     "prompt",
@@ -34,7 +34,7 @@ def measure(
     threads: int,
     progress: Callable[[str], None],
 ) -> list[dict]:
-    """For each length, rounds of a sample of both engines, after an uncounted one of each."""
+    """Measures both engines in `rounds` rounds for each length, after a request of each that does not count."""
     measured = []
     for length in lengths if rounds else ():
         for process in (ours, peer):
@@ -53,7 +53,7 @@ def measure(
 
 
 def sample(process: Process, config: ModelConfig, length: int, threads: int) -> dict:
-    """One prompt, with the arithmetic peak before and after it."""
+    """Measures one prompt, and the arithmetic peak before and after it."""
     before = peak(threads)
     answer, foreign = beside(lambda: process.first(length))
     speed = (before + peak(threads)) / 2
@@ -68,12 +68,12 @@ def sample(process: Process, config: ModelConfig, length: int, threads: int) -> 
 
 
 def peak(threads: int) -> float:
-    """Float32 multiply-adds per second of that many threads."""
+    """Float32 multiply-adds per second of `threads` threads together."""
     return statistics.median(custom_calls.arithmetic_peak(MULTIPLY_ADDS, threads) for _ in range(PASSES))
 
 
 def rows(pairs: Sequence[dict]) -> list[tuple[str, ...]]:
-    """A row for each engine and length, as HEADS says."""
+    """A row for each engine and length, with the columns of HEADS."""
     return [_row(pair["peer"], one["prompt_tokens"], one["rounds"]) for pair in pairs for one in pair["prompts"]]
 
 

@@ -1,10 +1,10 @@
 """The protocol between the driver and the engines' programs. Standard library only: every environment imports it.
 
 A program gets its task as JSON on the command line. It reports {"ready": conditions} when its model is loaded, and then
-answers every line on standard input, until that ends. To `decode PROMPT TOKENS` the answer is {"gaps": [...],
+answers every line on standard input until the input ends. The answer to `decode PROMPT TOKENS` is {"gaps": [...],
 "cpu_seconds": ..., "peak_bytes": ...}: seconds from each token to the next, processor time of the request, and peak
-resident memory so far. To `first PROMPT` it has "seconds", until the first token, in place of the gaps. A program that
-serves requests answers `together`, `copied` and `turn` as well, with the fields of `Served`. Output of libraries goes
+resident memory so far. The answer to `first PROMPT` has "seconds", until the first token, instead of "gaps". A program
+that serves requests also answers `together`, `copied` and `turn`, with the fields of `Served`. Output of libraries goes
 to standard error.
 """
 
@@ -22,14 +22,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-XLA, CPP_WRAPPER, BF12 = "xla", "cpp_wrapper", "bf12"  # options
+XLA, CPP_WRAPPER, BF12 = "xla", "cpp_wrapper", "bf12"  # values of Task.option
 PR_SET_PDEATHSIG = 1
-LONGEST = 131_072  # context length in the files of models, for any request
+LONGEST = 131_072  # context length that files of models state, enough for any request
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a dense Llama, which decide its speed with random weights, or the same of another architecture."""
+    """Sizes of a dense Llama or another architecture; with random weights they determine its speed."""
 
     hidden: int
     layers: int
@@ -37,19 +37,19 @@ class Shape:
     kv_heads: int
     head_dim: int
     ff: int
-    """Of the feed-forward module, or of one expert."""
+    """Columns of the feed-forward module, or of one expert."""
     vocab: int
     tied: bool
     norm_eps: float
     rope_theta: float
     experts: int = 0
-    """Of each layer that has them; 0: there are none."""
+    """Experts of each layer that has experts; 0: none."""
     experts_used: int = 0
-    """By one token."""
+    """Experts that one token uses."""
     window: int = 0
-    """Of every second layer, from the first on; 0: all layers are full."""
+    """Sliding window of every second layer, starting with the first; 0: full attention in all layers."""
     architecture: str = "llama"
-    """Its name in llama.cpp."""
+    """Name of the architecture in llama.cpp."""
 
     @property
     def name(self) -> str:
@@ -74,19 +74,19 @@ class Task:
     option: str = ""
     """Option of the program, one word."""
     weights: str = "bfloat16"
-    """How the matrices are held, a word of --weights."""
+    """Format of the matrices, a value of --weights."""
     compute: str = "float32"
     """Dtype of our kernel's products; the other engines choose theirs."""
     longest_prompt: int = 0
     """Tokens of the longest prompt whose first token is measured."""
     model: dict = field(default_factory=dict)
-    """The fields of its ModelConfig."""
+    """Fields of the model's ModelConfig."""
     formats: dict = field(default_factory=dict)
-    """Formats of its packed matrices, by path."""
+    """Formats of the model's packed matrices, by path."""
     slots: int = 1
-    """Sequences at a time; several for a program that serves requests."""
+    """Concurrent sequences; more than 1 for a program that serves requests."""
     most_slowdown: float = 1.5
-    """Of our engine: see infer/engine/cpu.py."""
+    """Option of our engine, see infer/engine/cpu.py."""
 
     def text(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -101,8 +101,8 @@ class Decoder(Protocol):
     """A loaded model."""
 
     conditions: dict
-    """versions, weights, compute and kv (dtypes), threads, and other conditions of its speed; for quantized weights
-    quantized_formats, quantized_weights, quantized_bytes and activations (what they are rounded to).
+    """versions, weights, compute and kv (dtypes), threads, and other conditions of its speed; with quantized weights
+    also quantized_formats, quantized_weights, quantized_bytes and activations (how activations are rounded).
     """
 
     def decode(self, prompt: int, tokens: int) -> list[float]:
@@ -116,28 +116,30 @@ class Decoder(Protocol):
 
 
 class Served(NamedTuple):
-    """What serving requests took."""
+    """Time and work of serving requests."""
 
     seconds: float
     tokens: int
-    """That were drawn in these seconds; of a turn, those of the prompt that were not computed."""
+    """Tokens drawn in these seconds; for `turn`, tokens of the prompt that were reused from the cache."""
     passes: int
-    """In which they were drawn."""
+    """Passes in which the tokens were drawn."""
 
 
 class Server(Decoder, Protocol):
     """A loaded model that serves requests."""
 
     def together(self, prompt: int, tokens: int, clients: int) -> Served:
-        """That many clients at once, each with its prompt, from the start of the first to the end of the last."""
+        """Serves `clients` requests at once, each with its own prompt. The time is from first start to last end."""
 
     def copied(self, file: str, drafts: int) -> Served:
-        """A forced answer, after its first token. file: JSON with token ids of "prompt" and "answer". drafts: most of
-        a pass, copied from the text so far; -1 for as many as pay.
+        """Draws a forced answer. Time runs from its first token on.
+
+        file: JSON with token ids of "prompt" and "answer". drafts: most drafts per pass, copied from the text so far;
+        -1: as many as save time.
         """
 
     def turn(self, prompt: int, answer: int, new: int) -> Served:
-        """The first token of a second turn: its prompt is that of the first one, its answer and `new` tokens."""
+        """Draws the first token of a second turn, whose prompt is the first prompt, its answer and `new` tokens."""
 
 
 def serve(load: Callable[[Task], Decoder]) -> None:

@@ -1,4 +1,4 @@
-"""Shapes to compare on besides the models of configs/: `--shape scripts.peers.shapes:quarter_billion`."""
+"""Shapes to compare, in addition to the models of configs/: `--shape scripts.peers.shapes:quarter_billion`."""
 
 from configs.models import DEEPSEEK_V3_4, EXPERTS, GPT_OSS_20B, PackedModel, packed
 from laneformer.config import ModelConfig
@@ -21,7 +21,7 @@ def quarter_billion() -> ModelConfig:
 
 
 def gpt_oss_third() -> PackedModel:
-    """A third of the layers and vocabulary of gpt-oss-20b, so that two engines fit in 24 GB: the shares of attention,
+    """A third of the layers and vocabulary of gpt-oss-20b, so that two engines fit in 24 GB. The shares of attention,
     experts and head in the bytes of a token are those of the whole model.
     """
     config = GPT_OSS_20B.replace(

@@ -38,7 +38,7 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, position: Tensor, mask: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """x [1, d]; mask [1, 1, 1, t]; cos and sin [e]; keys and values [1, n, t, e], written at the position."""
+        """One token: x [1, d], mask [1, 1, 1, t], cos, sin [e]. Writes keys and values [1, n, t, e] at `position`."""
         s = self.shape
         q, k, v = (
             F.linear(self.attention_norm(x), self.qkv).view(-1, s.head_dim).split([s.heads, s.kv_heads, s.kv_heads])
@@ -51,7 +51,7 @@ class Layer(nn.Module):
         return self._mlp(x)
 
     def prompt(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """x [t, d] from position 0; cos and sin [t, 1, e]. Keys and values are computed and dropped."""
+        """A prompt x [t, d] from position 0; cos and sin [t, 1, e]. Keys and values are computed and dropped."""
         s, t = self.shape, len(x)
         q, k, v = (
             part.transpose(0, 1).unsqueeze(0)
@@ -76,7 +76,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 class Llama(nn.Module):
     def __init__(self, shape: Shape, positions: int, rotations: int):
-        """positions: in the cache; rotations: of the longest sequence, at least as many."""
+        """positions: positions in the cache. rotations: length of the longest sequence, at least `positions`."""
         super().__init__()
         self.embedding = normal(shape.vocab, shape.hidden)
         self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
@@ -111,7 +111,7 @@ class Compiled:
         torch.set_num_threads(task.threads)
         torch.set_default_dtype(torch.bfloat16)
         torch.manual_seed(0)
-        wrapper = task.option == CPP_WRAPPER  # also the code around the kernels in C++
+        wrapper = task.option == CPP_WRAPPER  # C++ also for the code around the kernels
         torch._inductor.config.freezing = True
         torch._inductor.config.cpp_wrapper = wrapper
         self._plain = Llama(task.shape, task.positions, max(task.positions, task.longest_prompt)).eval()

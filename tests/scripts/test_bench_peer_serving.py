@@ -110,10 +110,10 @@ def test_engines_take_turns_and_the_best_drafts_of_the_peer_count(tmp_path, reci
         (("--drafts", "2,x"), "--drafts must be some numbers"),
         (("--edit", "width"), "--edit must be OLD=NEW"),
         (("--edit", "nosuch=word"), "has no word 'nosuch'"),
-        (("--turn", "600,6,5"), "and the context of"),
-        (("--shape", "qwen3_next_12"), "--shape qwen3_next_12 has recurrent layers, from which llama.cpp cannot take"),
+        (("--turn", "600,6,5"), "but the context of"),
+        (("--shape", "qwen3_next_12"), "--shape qwen3_next_12 has recurrent layers"),
         (("--questions", "turn,turns"), "--questions turns: choose among clients, drafts, turn"),
-        ((), "llama.cpp is not installed: python -m scripts.bench_peers --setup"),
+        ((), "llama.cpp is not installed; run python -m scripts.bench_peers --setup"),
     ],
 )
 def test_bad_options_are_one_line(tmp_path, recipe, options, words, capsys, monkeypatch):

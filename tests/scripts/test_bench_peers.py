@@ -170,7 +170,7 @@ def test_engines_take_turns_and_the_ratio_is_of_their_rates(fakes, capsys):
     out, err = capsys.readouterr()
     assert "| slow |" in out and "| 4.000 (4.000 to 4.000) | 100.00 | 25.00 |" in out
     assert (
-        "- absent: not measured, not installed: python -m scripts.bench_peers --setup" in out
+        "- absent: not measured, not installed; run python -m scripts.bench_peers --setup" in out
         and "absent: skipped" in err
     )
     assert "fake 1; weights bfloat16, products bfloat16, cache float16; 2 threads" in out
@@ -201,7 +201,7 @@ def test_quantized_weights_are_of_the_engines_that_have_them(fakes, capsys):
     out, err = capsys.readouterr()
     assert "| slow | int4 of 0.01 / int4 of 0.04 | so many bits / so many bits | " in out
     assert "weights bfloat16 (1,000 as int4 of 0.04, 562 bytes), products bfloat16, activations so many bits" in out
-    assert "- bf12: not measured, no int4 weights" in out and "bf12: skipped, no int4 weights" in err
+    assert "- bf12: not measured, int4 weights" in out and "bf12: skipped, int4 weights" in err
     (pair,) = json.loads((fakes / "peers.json").read_text())["pairs"]
     weights = 2 * (7 * 32 * 32) + 5 * 32 + 64 * 32 + 32
     kv = 2 * 2 * 32 * 2 * 11
@@ -263,17 +263,17 @@ def test_engine_that_does_not_answer_is_killed(fakes):
     ("arguments", "words"),
     [
         (["--peers", "vllm"], "vllm; choose from llama.cpp, torch"),
-        (["--peers", "absent"], "none of absent can be measured: not installed: python -m scripts.bench_peers --setup"),
-        (["--weights", "int8"], "none of slow can be measured: no int8 weights there; choose int4"),
-        (["--peers", "torch,xla", "--weights", "int8"], "none of torch,xla can be measured: no int8 weights"),
-        (["--peers", "llama.cpp", "--weights", "fp8"], "no fp8 weights there; choose int8, int4, mxfp4, nvfp4"),
+        (["--peers", "absent"], "none of absent can be measured: not installed; run python -m scripts.bench_peers"),
+        (["--weights", "int8"], "none of slow can be measured: int8 weights are not supported; choose int4"),
+        (["--peers", "torch,xla", "--weights", "int8"], "none of torch,xla can be measured: int8 weights"),
+        (["--peers", "llama.cpp", "--weights", "fp8"], "fp8 weights are not supported; choose int8, int4, mxfp4"),
         (["--tokens", "1"], "--tokens must be at least 2, got 1"),
         (["--threads", "0"], "--threads must be at least 1, got 0"),
         (["--prompts", "8,x"], "--prompts must be lengths"),
         (["--rounds", "0", "--prompt-rounds", "0"], "leave nothing to measure"),
         (["--context", "5000"], "--context 5000"),
         (["--shape", "nosuch"], "nosuch"),
-        (["--shape", "{recipes}:mixture"], "none of slow can be measured: no models like"),
+        (["--shape", "{recipes}:mixture"], "none of slow can be measured: models like"),
         (["--shape", "{recipes}:mixture", "--weights", "int4"], "leave --weights out"),
         (["--shape", "{recipes}:narrow"], "has matrices in fp8, which llama.cpp lacks: choose a shape in bfloat16"),
         (["--shape", "moe_tiny"], "--shape moe_tiny is a mixture of experts that is not compared: choose gpt_oss_20b"),

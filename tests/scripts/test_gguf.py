@@ -374,6 +374,6 @@ def test_blocks_have_the_weights(kind):
 def test_rows_of_a_gguf_file_are_whole_blocks(tmp_path):
     config = DENSE.replace(hidden_size=40, tie_word_embeddings=True)
     with pytest.raises(
-        ValueError, match=r"attn_q.weight has rows of 40 weights, Q4_0 has blocks of 32: choose another"
+        ValueError, match=r"attn_q.weight has rows of 40 weights, but Q4_0 has blocks of 32; choose another"
     ):
         write(tmp_path, config, gguf_file.QUANTIZED["int4"])
