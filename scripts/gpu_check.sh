@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Everything that one GPU allows, in one command and under nine minutes: builds, tests, checkers, microbenchmarks, steps of
-# training, the decode benchmark. With --budget it pretrains a model instead, scores it and measures its speed (docs/gpu.md).
+# Checks and measures everything that one GPU allows, in one command and under nine minutes: builds, tests, checkers,
+# microbenchmarks, steps of training, the decode benchmark. With --budget it instead pretrains a model, scores it and measures its
+# speed (docs/gpu.md).
 #
-#   scripts/gpu_check.sh [FOLDER] [--stages a,b] [--seconds N] [--wheels FOLDER] [--dry-run]     PYTHON=python3.12 names another Python
-#   scripts/gpu_check.sh FOLDER --budget 2400 [--humaneval HumanEval.jsonl.gz] [--seconds N]     again while its status is 75
+#   scripts/gpu_check.sh [FOLDER] [--stages a,b] [--seconds N] [--wheels FOLDER] [--dry-run]     PYTHON=python3.12 selects a Python
+#   scripts/gpu_check.sh FOLDER --budget 2400 [--humaneval HumanEval.jsonl.gz] [--seconds N]     repeat while the exit status is 75
 #
 # Results go to FOLDER (default: gpu_results/): report.md, report.json, and the output of every stage. Exit status 1 if a
 # stage failed.

@@ -1,8 +1,8 @@
 """python -m scripts.gpu_rank: time per token of one lane on one GPU, with emulated peers, by layout and delay.
 
-The GPU runs one lane of a recipe's model, with random weights, as it would on a machine with a GPU per lane; spare CTAs
-emulate the other lanes, which answer after a delay (custom_calls/gpu/kernel/peers.h). The result shows the delay from
-which on a layout waits for its exchanges. It is not a measurement of several GPUs.
+The GPU runs one lane of a recipe's model, with random weights, as it would on a machine with a GPU per lane. Spare CTAs
+emulate the other lanes, which answer after a delay (custom_calls/gpu/kernel/peers.h). The result shows from which delay
+on a layout waits for its exchanges. It is not a measurement of several GPUs.
 """
 
 import json
@@ -33,7 +33,7 @@ from laneformer.precision import Precision
 from laneformer.processes import Group
 from laneformer.quantized.rounding import USUAL, Kind, round_to
 
-PEER_CTAS = 4  # an H100 or H200 has 132 multiprocessors, of which the lane uses 128
+PEER_CTAS = 4  # an H100 or H200 has 132 multiprocessors; the lane uses 128 of them
 LABEL = "emulated 1 of {lanes}"
 
 
@@ -56,14 +56,15 @@ class Options:
     dtype: str = "bfloat16"
     """Dtype of weights and cache: bfloat16 or float16."""
     weights: Literal["bfloat16", "bf12", "int8", "fp8", "int4", "mxfp4", "nvfp4"] | None = None
-    """How weights are held: as they are (the default), bfloat16 in 12 bits without loss, or random codes of 8 or 4
-    bits."""
+    """Format of the weights: that of --dtype (the default), bfloat16 in 12 bits without loss (bf12), or random codes of
+    8 or 4 bits.
+    """
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """File to write the figures to."""
 
 
 def run(options: Options) -> str:
-    """Measures everything and returns the table."""
+    """Measures everything and returns the table. Raises ConfigError without a GPU."""
     if jax.default_backend() != "gpu":
         raise ConfigError(f"JAX found no GPU, only {jax.default_backend()}; run this on a machine with a GPU")
     records = [record for layout in options.layouts for record in measure(options, layout)]
@@ -73,7 +74,10 @@ def run(options: Options) -> str:
 
 
 def measure(options: Options, layout: str, **session_options) -> list[dict]:
-    """One record per delay. session_options: of GpuSession, for tests."""
+    """Measures one layout; returns a record per delay. session_options: options of GpuSession, for tests.
+
+    Raises ConfigError if context and tokens do not fit the model.
+    """
     config = recipe_config(options.recipe).replace(layout=layout)
     if options.context + options.tokens > config.max_position_embeddings:
         raise ConfigError(
@@ -123,7 +127,7 @@ def open_session(config: ModelConfig, chosen: Options, delay: int, **options) ->
     dtype = chosen.dtype
     plan = plan_of(RandomSource(config, dtype, precision=Precision(param=dtype, compute=dtype)))
     check_weights(chosen.weights, plan, tuple(USUAL))
-    normal = 0.02 * jax.random.normal(jax.random.key(0), (1 << 20,))  # as `fill` makes them
+    normal = 0.02 * jax.random.normal(jax.random.key(0), (1 << 20,))  # distributed as by `fill`
     session = GpuSession(
         plan,
         bf12=Bf12Choice.of_sample(plan, normal.astype(dtype)) if chosen.weights == "bf12" else None,
@@ -138,13 +142,13 @@ def open_session(config: ModelConfig, chosen: Options, delay: int, **options) ->
 
 
 def quantized(plan: Plan, kind: Kind) -> CodesChoice:
-    """All matrices in one kind; a row of ones has its groups and dtypes."""
+    """The choice of one format for all matrices. A row of ones suffices to determine groups and dtypes."""
     rows = ((path, np.ones((1, plan.shape_of(path)[-1]), np.float32)) for path in sorted(plan.matrices))
     return CodesChoice.of(plan, ((path, round_to(row, kind, search=False)) for path, row in rows))
 
 
 def time_per_token(session: GpuSession, config: ModelConfig, options: Options, seed: int) -> float:
-    """Mean seconds from one token to the next in a run, by the device's clock."""
+    """Mean seconds between tokens in a run, by the device's clock. Raises ConfigError if the session failed."""
     plan, positions = session.plan, options.context + options.tokens
     shapes = [(1, 1, positions, attend.kv_heads, attend.head_dim) for attend in plan.attends]
     keys, values = ([jnp.zeros(shape, plan.cache_dtype.name) for shape in shapes] for _ in "kv")

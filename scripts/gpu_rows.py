@@ -1,8 +1,8 @@
-"""python -m scripts.gpu_rows: time of a pass on one GPU by its rows, and whether the rows change any bit.
+"""python -m scripts.gpu_rows: time of a pass on one GPU by its number of rows, and whether rows change any bit.
 
-For each number of rows the kernel is compiled and run with a recipe's model and random weights: an answer by passes of
-one row, then the same answer with itself as drafts, so that every pass has all rows, and a prompt of 63 tokens, which
-goes through the kernel that many at a time. All answers must have the bits of the kernel for one row.
+For each number of rows the kernel is compiled and run with a recipe's model and random weights. It reads a prompt of 63
+tokens, a pass of all rows at a time. It computes an answer in passes of one row, then the same answer with itself as
+drafts, so that every pass has all rows. All answers must have the bits of the kernel for one row.
 """
 
 import json
@@ -30,7 +30,7 @@ from laneformer.errors import ConfigError, run_command
 from laneformer.precision import Precision
 from laneformer.processes import Group
 
-PROMPT = 63  # the longest that no block of XLA reads
+PROMPT = 63  # tokens; the longest prompt that the kernel reads without a block of XLA
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,7 +40,7 @@ class Options:
     recipe: tyro.conf.Positional[str] = "laneformer_2b"
     """Model to run, named as for `python -m train`."""
     rows: tuple[int, ...] = (1, 2, 4)
-    """Rows of the passes that kernels are compiled for; the first must be 1."""
+    """Numbers of rows to compile kernels for; the first must be 1."""
     context: int = 512
     """Positions in the cache at the start, filled with zeros."""
     tokens: int = 129
@@ -54,7 +54,7 @@ class Options:
 
 
 def run(options: Options) -> str:
-    """Measures everything and returns the table."""
+    """Measures everything and returns the table. Raises ConfigError without a GPU, or if rows change an answer."""
     if jax.default_backend() != "gpu":
         raise ConfigError(f"JAX found no GPU, only {jax.default_backend()}; run this on a machine with a GPU")
     records = measure(options)
@@ -66,14 +66,17 @@ def run(options: Options) -> str:
 
 
 def measure(options: Options, **session_options) -> list[dict]:
-    """One record per number of rows. session_options: of GpuSession, for tests. Raises ConfigError."""
+    """Measures the model; returns a record per number of rows. session_options: options of GpuSession, for tests.
+
+    Raises ConfigError for other rows than 1 at first, or a model with too short a context.
+    """
     if options.rows[:1] != (1,):
-        raise ConfigError(f"--rows must begin with 1, which the others are compared with, got {options.rows}")
+        raise ConfigError(f"--rows must begin with 1, with which the others are compared, got {options.rows}")
     config = recipe_config(options.recipe)
     if (needed := options.context + PROMPT + options.tokens) > config.max_position_embeddings:
         raise ConfigError(
             f"--context {options.context}, a prompt of {PROMPT} and --tokens {options.tokens} take {needed} positions,"
-            f" and the context of {options.recipe} is {config.max_position_embeddings}"
+            f" but the context of {options.recipe} is {config.max_position_embeddings}; lower one of them"
         )
     plan = plan_of(RandomSource(config, options.dtype, precision=Precision(options.dtype, options.dtype)))
     records: list[dict] = []
@@ -106,7 +109,7 @@ def measure(options: Options, **session_options) -> list[dict]:
 
 
 class Measured:
-    """A session's answers, and what they took."""
+    """Answers of a session, and their times in seconds."""
 
     def __init__(self, session: GpuSession, plan: Plan, options: Options):
         self.times: dict[str, list[float]] = {"one_row_us": [], "all_rows_us": [], "prompt_us": []}
@@ -115,8 +118,9 @@ class Measured:
         self._decode = jax.jit(partial(custom_calls.decode, session, room=options.tokens), donate_argnums=1)
 
     def answers(self) -> list[np.ndarray]:
-        """Tokens and log-probabilities of each way, uint32 [2, tokens]; the times are those of the runs after the
-        first.
+        """Runs all ways; returns the tokens and the bits of the log-probabilities of each answer, uint32 [2, tokens].
+
+        Times are recorded for the runs after the first.
         """
         rows, found = self._session.layout.rows, []
         for number in range(self._options.runs + 1):
@@ -153,7 +157,7 @@ class Measured:
         times, passes = session.drawn(0, options.tokens).times, options.tokens - 1
         if most:
             passes, self.tokens_per_pass = session.drafting.passes, session.drafting.tokens_per_pass
-        if number > 0:  # the first one compiles
+        if number > 0:  # the first run compiles
             self.times[name].append(float(times[-1] - times[0]) / passes)
             if not most:
                 self.times["prompt_us"].append(float(times[0]) - began)

@@ -1,7 +1,7 @@
 """`python -m scripts.gpu_check`: checks and measures everything that one GPU allows, in stages with a budget of seconds
 each; a failed stage is reported and the others continue. With --budget it pretrains a model there instead.
 
-scripts/gpu_check.sh runs this. It needs Python alone: `--wheels` supplies packages on a machine without a network.
+scripts/gpu_check.sh runs this. It needs only Python: `--wheels` supplies packages on a machine without a network.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from scripts.gpu_check.report import bench_table, records, report
 from scripts.gpu_check.stage import PYTHON, SEARCH, Outcome, Stage, filled, missing, run
 from scripts.gpu_check.stages import rehearsed, stages
 
-UNFINISHED = 75  # exit status, as sysexits.h has it for what to try again
+UNFINISHED = 75  # exit status EX_TEMPFAIL of sysexits.h: try again
 
 
 def with_wheels(folder: Path, out: Path, environment: dict[str, str]) -> None:
-    """Installs the wheels of a folder for the stages' Python."""
+    """Installs the wheels of `folder` into `out`/site, for this process and the stages."""
     site = out / "site"
     wheels = sorted(map(str, folder.glob("*.whl")))
     quiet = ("-q", "--no-index", "--no-deps", "--no-compile", "--upgrade", "--target", str(site))
@@ -35,7 +35,7 @@ def with_wheels(folder: Path, out: Path, environment: dict[str, str]) -> None:
 
 
 def device() -> str:
-    """The name of this machine's GPU for dry runs; h200 if nvidia-smi names none that they know."""
+    """The name of this machine's GPU for dry runs; h200 if nvidia-smi lists none that dry runs support."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False).stdout.lower()
     except OSError:
@@ -44,7 +44,7 @@ def device() -> str:
 
 
 def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. Ends the process with one line for a mistake."""
+    """Parses the command line. Ends the process with one line for a mistake."""
     parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, default=Path("gpu_results"), help="folder for the results")
     parser.add_argument("--stages", help="comma-separated stages to run (default: all usual ones)")
@@ -52,12 +52,13 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--seconds",
         type=int,
         default=530,
-        help="seconds of this command; stages without time are left out, or with --budget left to the next command",
+        help="time limit of this command in seconds; stages without time are left out, or with --budget left to the"
+        " next command",
     )
     parser.add_argument(
         "--budget",
         type=int,
-        help="instead pretrain a model, score it and measure its speed in that many seconds; repeat the command while"
+        help="seconds in which to pretrain a model, score it and measure its speed instead; repeat the command while"
         f" its exit status is {UNFINISHED}",
     )
     parser.add_argument("--humaneval", type=Path, help="with --budget: HumanEval.jsonl.gz (default: no scores)")
@@ -71,8 +72,10 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="with --budget: folders of Python code (default: the standard library and installed packages)",
     )
     parser.add_argument("--wheels", type=Path, help="folder of wheels to install, for a machine without a network")
-    parser.add_argument("--dry-run", action="store_true", help="print the stages and the programs they lack")
-    parser.add_argument("--rehearse", action="store_true", help="run what needs no GPU on a CPU, in tiny sizes")
+    parser.add_argument("--dry-run", action="store_true", help="print the stages and the programs that are missing")
+    parser.add_argument(
+        "--rehearse", action="store_true", help="run the stages that need no GPU, on a CPU in tiny sizes"
+    )
     options = parser.parse_args(arguments)
     if options.wheels and not any(options.wheels.glob("*.whl")):
         parser.error(f"--wheels {options.wheels} has no wheels; give a folder of *.whl files")
@@ -93,7 +96,7 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _plan(options: argparse.Namespace) -> list[Stage]:
-    """The stages that the options ask for. Raises ConfigError for an unknown one, or a budget that is too small."""
+    """The stages that the options select. Raises ConfigError for an unknown stage, or a budget that is too small."""
     if options.budget is not None:
         what = pretraining.REHEARSAL if options.rehearse else pretraining.GPU
         folders = [str(path.resolve()) for path in options.corpus] if options.corpus else corpus_folders()
@@ -109,7 +112,10 @@ def _plan(options: argparse.Namespace) -> list[Stage]:
 
 
 def check(listed: list[Stage], words: dict[str, object], deadline: float, environment: dict[str, str]) -> list[Outcome]:
-    """Runs the stages until the deadline, of time.monotonic(); after a failed one, those that diagnose it first."""
+    """Runs the stages until `deadline`, a time of time.monotonic(), and writes the report after each.
+
+    After a failed stage the stages that diagnose it are next. words: values of the `{name}` in commands.
+    """
     out, outcomes, waiting = Path(str(words["out"])), [], list(listed)
     while waiting:
         stage = waiting.pop(0)
@@ -126,7 +132,7 @@ def check(listed: list[Stage], words: dict[str, object], deadline: float, enviro
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 1 if a stage failed, 2 for a user's mistake, 75 if the plan of --budget has stages left."""
+    """Returns the exit status: 0, 1 if a stage failed, 2 for a user's mistake, 75 if --budget has stages left."""
     options = options_of(arguments)
     out = options.out.resolve()
     words = {"out": out, "device": "cpu" if options.rehearse else device()}

@@ -1,8 +1,7 @@
-"""The longer plan: pretrain a model on Python code of this machine, score it, and measure its speed. Needs Python
-alone.
+"""The longer plan: pretrain a model on Python code of this machine, score it, and measure its speed. Needs only Python.
 
-Its stages may be spread over several commands: each runs those that are left while its time lasts, and a file records
-what is done. The number of steps follows from a measured step and the time for training, once.
+Its stages may be spread over several commands: each command runs remaining stages while its time lasts, and a file
+records which are done. The number of training steps is computed once, from a measured step and the time for training.
 """
 
 import json
@@ -18,37 +17,37 @@ from laneformer.errors import ConfigError, InputError
 from scripts.gpu_check.stage import PYTHON, Outcome, Stage, run
 
 RESERVE = 15  # seconds of a command for the report
-SHARE = 0.9  # of the time for training that steps take; the rest compiles, validates and saves
-LEAST = 10  # seconds in which it is worth starting a stage that resumes
+SHARE = 0.9  # share of the time for training that steps take; the rest is for compiling, validating and saving
+LEAST = 10  # a stage that resumes is started if at least these seconds are left
 RECORD = "plan.json"
-NEEDED_BY_ALL = ("corpus", "pace", "pretrain")  # stages without which nothing after them can run
+NEEDED_BY_ALL = ("corpus", "pace", "pretrain")  # stages whose failure ends the plan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pretraining:
-    """What is trained, and how long its stages may take."""
+    """The model to train, and the time limits of the stages."""
 
     recipe: str
     batch: tuple[str, ...]
-    """Options of the recipe: the batch, in parts of the size that the recipe has."""
+    """Options of the recipe for the batch, whose accumulated parts have the same size as in the recipe."""
     vocabulary: int
     """Tokens of the tokenizer that is trained on the corpus, at most the model's."""
     backend: str
-    """What generates."""
+    """Backend that generates text."""
     others: tuple[str, ...]
-    """Backends that are measured beside it."""
+    """Backends that are measured for comparison."""
     seconds: dict[str, int]
-    """Limits of the stages but pretraining, which has what they leave of the budget."""
+    """Time limits of all stages except pretraining, which gets the rest of the budget."""
     answer: int
-    """Tokens of a solution of a problem."""
+    """Tokens per solution of a problem, at most."""
     tokens: int
-    """Tokens of a measured answer."""
+    """Tokens per measured answer."""
     limit: tuple[str, ...] = ()
-    """Options for fewer problems."""
+    """Options that limit the number of problems."""
 
     @property
     def around(self) -> int:
-        """Seconds of all stages but pretraining."""
+        """Seconds of all stages except pretraining."""
         return sum(self.seconds.values())
 
 
@@ -83,15 +82,15 @@ class Progress:
     """The record of a plan, in its folder."""
 
     asked: dict
-    """What the first command asked for; later ones must ask for the same."""
+    """Options of the first command; later commands must have the same."""
     outcomes: dict[str, dict] = field(default_factory=dict)
-    """By stage, with the seconds of all commands."""
+    """Outcome by stage, with the seconds of all commands."""
     words: dict[str, int] = field(default_factory=dict)
-    """Values of words in commands that were measured."""
+    """Measured values of the `{name}` in commands, by name."""
 
     @classmethod
     def open(cls, out: Path, asked: dict) -> "Progress":
-        """The record in the folder, or a new one. Raises InputError for a damaged one, ConfigError for another plan."""
+        """The record in the folder, or a new one. Raises InputError if it is damaged, ConfigError for another plan."""
         path = out / RECORD
         if not path.exists():
             return cls(asked)
@@ -119,12 +118,12 @@ class Progress:
         return Outcome(**self.outcomes[outcome.stage])
 
     def spent(self, stage: str) -> float:
-        """Seconds that an unfinished stage has had."""
+        """Seconds that an unfinished stage has run; 0 for any other stage."""
         known = self.outcomes.get(stage, {})
         return known["seconds"] if known.get("status") == "unfinished" else 0.0
 
     def is_done(self, stage: Stage) -> bool:
-        """Whether a stage needs no more time; one that failed, or had too little of it, runs again."""
+        """Whether a stage need not run again; a stage that failed or ran out of time must."""
         status = self.outcomes.get(stage.name, {}).get("status", "failed")
         if status == "unfinished":
             return self.spent(stage.name) >= stage.seconds
@@ -143,13 +142,13 @@ def corpus_folders() -> list[str]:
 
 
 def plan(what: Pretraining, budget: int, corpus: list[str], humaneval: Path | None, sandbox: str) -> list[Stage]:
-    """The stages in order. budget: seconds of all of them. Raises ConfigError if it leaves no time for training."""
+    """The stages in order. budget: seconds of all stages. Raises ConfigError if it leaves no time for training."""
     if budget <= what.around:
         raise ConfigError(
             f"--budget must be above {what.around} seconds, which the stages around pretraining may take, got {budget}"
         )
     run_folder, data = "{out}/run", ("--data.path", "{out}/corpus")
-    # HumanEval's problems are not Python files, so that none of them is in the corpus as a file.
+    # HumanEval's problems are not Python files, so the corpus does not contain their file.
     tokenize = (PYTHON, "-m", "scripts.tokenize", "--out", "{out}/corpus", *corpus, "--glob", "*.py")
     tokenize += ("--train-bpe", str(what.vocabulary))
     recipe = " ".join((what.recipe, *what.batch))
@@ -185,8 +184,8 @@ def plan(what: Pretraining, budget: int, corpus: list[str], humaneval: Path | No
 
 
 def steps_of(pace: Path, seconds: int) -> dict[str, int]:
-    """Words of the training command, from a measured step and the seconds for training: its steps, those of the
-    warm-up, and those between two checkpoints. Raises InputError for a damaged file.
+    """Values for the training command, from a measured step and the seconds for training: its steps, its warm-up steps,
+    and the steps between two checkpoints. Raises InputError for a damaged file.
     """
     try:
         measured = json.loads(pace.read_text())["entries"][0]["step_seconds"]["all"]
@@ -205,8 +204,10 @@ def follow(
     environment: dict[str, str],
     after: Callable[[], None],
 ) -> bool:
-    """Runs stages that are not done while `seconds` last; returns whether all are done. A stage that cannot resume
-    starts only if its whole limit is left, or with nothing before it. after: called when a stage has ended.
+    """Runs stages that are not done while `seconds` last; returns whether no stage is left to run.
+
+    A stage that cannot resume starts only if its whole limit is left, or if it is the first of this command. after:
+    called when a stage has ended.
     """
     start, out, first = time.monotonic(), Path(str(words["out"])), True
     for stage in stages:

@@ -1,4 +1,4 @@
-"""What the stages measured, as report.md and report.json. Needs Python alone."""
+"""Writes what the stages measured to report.md and report.json. Needs only Python."""
 
 import json
 import subprocess
@@ -10,7 +10,7 @@ from scripts.gpu_check.training_report import pretraining_page, training_table
 
 
 def measurements(out: Path) -> list[dict]:
-    """The lines of the microbenchmarks, without truncated ones."""
+    """The records of the microbenchmarks, without truncated lines."""
     found = []
     for path in sorted(out.glob("micro*.log")):
         for line in path.read_text(errors="replace").splitlines():
@@ -34,7 +34,7 @@ def micro_table(lines: Iterable[dict]) -> list[str]:
 
 
 def records(out: Path) -> dict[Path, list]:
-    """Records of the decode benchmark, by file, without truncated files."""
+    """Records of the decode benchmark by file, without truncated files."""
     found = {}
     for path in sorted(out.glob("*.json")):
         try:
@@ -60,7 +60,10 @@ def bench_table(paths: Iterable[Path], environment: dict[str, str]) -> str:
 
 
 def report(out: Path, outcomes: Sequence[Outcome], decoding: str = "") -> str:
-    """Writes report.json and report.md; returns the text of the latter without the microbenchmarks."""
+    """Writes report.json and report.md; returns the text of report.md without the microbenchmarks.
+
+    decoding: table of the decode benchmark.
+    """
     lines, bench = measurements(out), records(out)
     data = {
         "stages": [vars(outcome) for outcome in outcomes],

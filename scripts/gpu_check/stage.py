@@ -1,4 +1,4 @@
-"""A stage: commands with a limit of seconds, their environment, and what became of them. Needs Python alone."""
+"""A stage: commands with a time limit, their environment, and their outcome. Needs only Python."""
 
 import contextlib
 import importlib.util
@@ -31,7 +31,9 @@ GRACE = 60  # seconds in which a stage that can resume saves
 
 @dataclass(frozen=True)
 class Stage:
-    """Commands to run in turn, or together. `{name}` in a word is replaced: `{out}` is the folder of the results."""
+    """Commands to run one after another, or together. Every `{name}` in them is replaced by a value: `{out}` by the
+    folder of the results.
+    """
 
     name: str
     seconds: int
@@ -39,15 +41,16 @@ class Stage:
     environment: dict[str, str] = field(default_factory=lambda: CACHE)
     together: bool = False
     may_time_out: bool = False
-    """Running out of time is no verdict rather than a failure: a checker that found nothing so far."""
+    """Whether running out of time is no verdict instead of a failure, as for a checker that has found nothing so far.
+    """
     resumes: bool = False
-    """The commands save and end when they get SIGTERM, and resume when they are run again."""
+    """Whether the commands save and end at SIGTERM, and resume when they run again."""
     if_failed: tuple[str, ...] = ()
     """Stages to run next if this one failed, to diagnose it."""
     lacks: str = ""
-    """What the user has not given and the stage needs; it is then left out."""
+    """Input that the stage needs and the user did not give; the stage is then left out."""
     usual: bool = True
-    """Whether it runs without being named."""
+    """Whether the stage runs without --stages."""
 
     def log(self, number: int) -> str:
         """Name of the file with the output of a command."""
@@ -79,7 +82,7 @@ def missing(stage: Stage) -> list[str]:
 
 
 def filled(command: Iterable[str], words: Mapping[str, object]) -> list[str]:
-    """The command with the value of each `{name}` of `words`."""
+    """The command with every `{name}` of `words` replaced by its value."""
     return [_filled(word, words) for word in command]
 
 
@@ -90,8 +93,10 @@ def _filled(word: str, words: Mapping[str, object]) -> str:
 
 
 def run(stage: Stage, words: Mapping[str, object], seconds: float, environment: dict[str, str]) -> Outcome:
-    """Runs a stage's commands in turn, or together; their output is appended to FOLDER/<stage>[-number].log where the
-    stage resumes, and replaces it elsewhere.
+    """Runs a stage's commands one after another, or together, for at most `seconds`.
+
+    Their output goes to FOLDER/<stage>[-number].log; if the stage resumes it is appended, otherwise it replaces the
+    file.
     """
     if stage.lacks:
         return Outcome(stage.name, "left out", 0, stage.lacks)
@@ -141,7 +146,7 @@ def _start(
 
 
 def _stop(process: subprocess.Popen, saves: bool) -> None:
-    """Ends a command and its children, after it has saved if it does that."""
+    """Ends a command and its children. saves: let it save first, for at most GRACE seconds."""
     with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
         if saves:
             os.killpg(process.pid, signal.SIGTERM)
@@ -152,7 +157,7 @@ def _stop(process: subprocess.Popen, saves: bool) -> None:
 
 
 def _verdict(stage: Stage, states: list[tuple[int, int | None]], limit: float, took: float) -> tuple[str, float, str]:
-    """Status, seconds and detail of a stage whose commands ended with these codes, None for one out of time."""
+    """Status, seconds and detail of a stage. states: (number, exit code) by command, code None if out of time."""
     failed = [f"command {number}: status {code}" for number, code in states if code]
     if failed:
         return "failed", took, "; ".join(failed)

@@ -1,11 +1,11 @@
-"""The stages of the check: what is built, tested and measured in under nine minutes. Needs Python alone."""
+"""The stages of the check: what is built, tested and measured in under nine minutes. Needs only Python."""
 
 from dataclasses import dataclass, replace
 
 from scripts.gpu_check.stage import PYTHON, ROOT, Stage
 
 BENCH = ROOT / "custom_calls" / "gpu" / "bench"
-# Warps, lines of 512 bytes per slot, slots per warp (and no fences); the first ring is the decode kernel's.
+# Ring -> warps, lines of 512 bytes per slot, slots per warp (, 1: no fences); the first ring is the decode kernel's.
 RINGS = {
     "micro": (8, 8, 6),
     "ring_unfenced": (8, 8, 6, 1),
@@ -37,22 +37,22 @@ SMALLEST = (*PYTEST, TEST_FILES[0], "-k", "test_layouts and dtp")
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What the stages measure: the real sizes, or those of a rehearsal without a GPU."""
+    """Sizes that the stages measure: the real ones, or those of a rehearsal without a GPU."""
 
     backend: str
     """Native backend of `infer`."""
     others: tuple[str, ...]
-    """Backends that are measured beside it."""
+    """Backends that are measured for comparison."""
     dtypes: tuple[str, str]
-    """Dtype of the dense model's weights, and of those of mixtures and of formats."""
+    """Dtype of the dense model's weights, and dtype for mixtures of experts and for formats of weights."""
     dense: str
     """Recipe of the dense model that decodes."""
     experts: str
     """Recipe of the mixture of experts that decodes."""
     hybrids: tuple[str, ...]
-    """Recipes of mixtures with gated DeltaNet, with latent and with compressed attention."""
+    """Recipes of mixtures of experts with gated DeltaNet, with latent and with compressed attention."""
     contexts: tuple[str, str, str]
-    """Prompt lengths of long answers, of one of them, and of short ones."""
+    """Comma-separated prompt lengths: all for long answers, a single one of these, and those for short answers."""
     tokens: tuple[int, int]
     """Tokens of long and of short answers."""
     runs: tuple[int, int]
@@ -60,9 +60,9 @@ class Sizes:
     formats: tuple[str, ...]
     """Formats of weights."""
     trained: str
-    """Recipe to train, with options of a part of its batch, of the same size as in the whole batch."""
+    """Recipe to train, with options for a smaller batch; accumulated parts have the same size as in the recipe."""
     layouts: tuple[str, ...]
-    """Layouts to train it with."""
+    """Layouts to train the recipe with."""
     steps: int
     """Timed steps of training."""
     text: str
@@ -108,7 +108,7 @@ REHEARSAL = Sizes(
 
 
 def stages(sizes: Sizes = GPU) -> list[Stage]:
-    """All stages, those that show most in a second first; the last ones are skipped if time is up."""
+    """All stages, those that show most per second first; the last ones are left out if time runs out."""
     long, sustained = ("--context", sizes.contexts[1]), _answers(sizes, 0)
     short_answers = (*long, *_answers(sizes, 1))
     short = ("--dtype", sizes.dtypes[0], "--context", sizes.contexts[2], *_answers(sizes, 1))
@@ -145,16 +145,17 @@ def stages(sizes: Sizes = GPU) -> list[Stage]:
 
 
 def rehearsed() -> list[Stage]:
-    """The stages that need no GPU in tiny sizes on a CPU."""
+    """The stages that need no GPU, in tiny sizes on a CPU."""
     names = ("decode", "trace", "train", "experts", "hybrids", "formats", "rows")
-    busy = 600  # seconds for a stage, whatever else the machine does
+    busy = 600  # seconds for a stage, enough on a busy machine
     return [replace(stage, seconds=busy) for stage in stages(REHEARSAL) if stage.name in names]
 
 
 def rows(sizes: Sizes) -> Stage:
-    """The time of a pass by its rows; then an answer that repeats its prompt, with drafts from the text and without.
+    """A stage that measures passes by their number of rows, then an answer that repeats its prompt, with drafts from
+    the text and without.
 
-    Not usual, because drafts are not the default on a GPU.
+    It runs only if named, because drafts are not the default on a GPU.
     """
     folder = "{out}/rows"
     source = str(ROOT / "laneformer")
@@ -179,7 +180,7 @@ def _answers(sizes: Sizes, kind: int) -> tuple[str, ...]:
 
 
 def _machine() -> list[Stage]:
-    """What the machine is, whether the kernels run there, and how fast its parts are."""
+    """Stages that describe the machine, run the kernels once, and measure the speed of its parts."""
     name = (PYTHON, "-c", "import jax; print(jax.__version__, jax.devices())")
     build = (PYTHON, "-m", "custom_calls"), *(_nvcc(*ring) for ring in RINGS.items())
     smoke, micro = (("{out}/micro", "--quick", "ring", "edge"), SMALLEST), (("{out}/micro",),)
@@ -202,7 +203,10 @@ def _nvcc(name: str, ring: tuple[int, ...]) -> tuple[str, ...]:
 
 
 def _training(sizes: Sizes) -> tuple[tuple[str, ...], ...]:
-    """The memory that a dry run projects, with its speed, then steps by layout: a file each, since time may be up."""
+    """Commands that time steps by layout, then project memory and speed of the first layout by a dry run.
+
+    Each writes its own file, because time may run out.
+    """
     recipe = sizes.trained.split()
     dry_run = (PYTHON, "-m", "train", *recipe, "--dry-run", "--cluster.device", "{device}")
     timed = (PYTHON, "-m", "train.bench", sizes.trained, "--no-dense", "--rounds", "1", "--steps", str(sizes.steps))
@@ -218,7 +222,7 @@ def _rank(sizes: Sizes) -> tuple[str, ...]:
 
 
 def _checker(name: str) -> Stage:
-    """A tool of compute-sanitizer for the project's kernels alone, not the driver calls with which XLA probes."""
+    """A stage that runs a tool of compute-sanitizer on the project's kernels only, not on driver calls of XLA."""
     only = ("--kernel-name", "kns=laneformer", "--report-api-errors", "no", "--launch-timeout", "0")
     command = ("compute-sanitizer", "--tool", name, *only, "--error-exitcode", "9", *SMALLEST)
     return Stage(name, 90, (command,), TESTS, may_time_out=True)

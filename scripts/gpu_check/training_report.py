@@ -1,15 +1,15 @@
-"""What training on this machine gave, as sections of the report. Needs Python alone."""
+"""The sections of the report about training on this machine. Needs only Python."""
 
 import json
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
 
-ROWS = 10  # of the table of losses
+ROWS = 10  # rows of the table of losses
 
 
 def read(path: Path) -> dict:
-    """The object in a file; empty if there is none, or a truncated one."""
+    """The JSON object in a file; {} if the file is missing or truncated."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -18,7 +18,7 @@ def read(path: Path) -> dict:
 
 
 def training_table(out: Path) -> list[str]:
-    """Rows of a Markdown table: timed steps by layout, beside what the dry run projects for the first one."""
+    """Lines with a Markdown table: timed steps by layout, and what the dry run projects for the first one."""
     rows = []
     for path in sorted(out.glob("train-*.json")):
         planned = read(out / path.name.replace("train-", "plan-", 1))
@@ -40,8 +40,8 @@ def training_table(out: Path) -> list[str]:
         return []
     conditions = next(iter(read(path) for path in sorted(out.glob("train-*.json")))).get("conditions", {})
     return [
-        f"{', '.join(f'{name} {value}' for name, value in conditions.items())}. Projected: exchanges and kernels never"
-        " and completely beside each other.",
+        f"{', '.join(f'{name} {value}' for name, value in conditions.items())}. Projected: without and with complete"
+        " overlap of exchanges and kernels.",
         "",
         "| layout | batch | ms per step (quartiles) | tokens/s | MFU | projected | peak memory | of the dry run |",
         "|---|---|---|---|---|---|---|---|",
@@ -50,7 +50,7 @@ def training_table(out: Path) -> list[str]:
 
 
 def pretraining_page(out: Path) -> list[str]:
-    """The lines of the report about a model that was trained here; none without one."""
+    """Lines of the report about a model that was trained here; empty if none was."""
     lines = list(metrics(out / "run" / "metrics.jsonl"))
     steps = [line for line in lines if "loss" in line]
     if not steps:
@@ -74,7 +74,7 @@ def pretraining_page(out: Path) -> list[str]:
 
 
 def _facts(out: Path, entry: dict, steps: list[dict], rates: list[float]) -> Iterable[str]:
-    """What was trained, on what, and how fast."""
+    """Lines about the model, its training speed and its corpus."""
     asked = read(out / "plan.json").get("words", {}).get("steps", steps[-1]["step"])
     yield (
         f"{entry.get('name', 'model')}: {entry.get('parameters', 0):,} parameters, layout {entry.get('layout', '')}, "
@@ -89,7 +89,7 @@ def _facts(out: Path, entry: dict, steps: list[dict], rates: list[float]) -> Ite
 
 
 def loss_table(lines: list[dict]) -> list[str]:
-    """Training loss, means over equal parts of the run, and the validation after each."""
+    """Lines of a Markdown table: training loss as means over equal parts of the run, each with its last validation."""
     steps = [line for line in lines if "loss" in line]
     size = max(1, -(-len(steps) // ROWS))
     rows = ["| step | tokens | training loss | validation loss | bits per byte |", "|---|---|---|---|---|"]
@@ -104,7 +104,7 @@ def loss_table(lines: list[dict]) -> list[str]:
 
 
 def metrics(path: Path) -> Iterable[dict]:
-    """The records of a run, without a truncated line."""
+    """The records of a run, without truncated lines."""
     if not path.exists():
         return
     for line in path.read_text().splitlines():
