@@ -13,23 +13,23 @@ from laneformer.interrupts import LINE, end, importing
 
 
 class Command(NamedTuple):
-    """A command of the list."""
+    """One command of `laneformer`."""
 
     module: str
-    """Has `main(arguments) -> exit status`; imported when the command is given."""
+    """Module with `main(arguments) -> exit status`; imported when the command runs."""
     what: str
-    """What it does, in a line."""
+    """What the command does, in one line."""
     first: tuple[str, ...] = ()
-    """Arguments before the user's."""
+    """Arguments that precede the user's."""
 
     @property
     def program(self) -> str:
-        """The same, as Python starts it."""
+        """The equivalent command with `python -m`."""
         return " ".join(["python -m", self.module.removesuffix(".__main__"), *self.first])
 
 
 def commands() -> dict[str, Command]:
-    """All of them by name, in the order in which a project uses them."""
+    """All commands by name, in the order in which a project uses them."""
     from infer.__main__ import COMMANDS
 
     return {
@@ -52,20 +52,20 @@ def usage() -> str:
     width = max(map(len, known))
     lines = [f"  {name:{width}}  {command.what}" for name, command in known.items()]
     return "\n".join(
-        ["usage: laneformer COMMAND ...", "", *lines, "", "laneformer COMMAND --help: its arguments and options"]
+        ["usage: laneformer COMMAND ...", "", *lines, "", "laneformer COMMAND --help lists arguments and options"]
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: that of the command; 2 for an unknown one, 130 after Ctrl-C, 141 when the reader of the output has
-    gone, as with `| head`.
+    """Returns the exit status: the command's, 2 for an unknown command, 130 after Ctrl-C, 141 if the reader of the
+    output has closed it, as with `| head`.
     """
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except KeyboardInterrupt:  # before the command answers it
+    except KeyboardInterrupt:  # before the command handles it
         print(LINE, file=sys.stderr)
         return 130
 
@@ -82,7 +82,7 @@ def _run(arguments: list[str]) -> int:
         remedy = f"did you mean {' or '.join(near)}?" if near else "laneformer --help lists all"
         print(f"error: unknown command {name!r}; {remedy}", file=sys.stderr)
         return 2
-    if not {"", os.getcwd()} & {*sys.path}:  # python -m finds recipes written as MODULE:FUNCTION here
+    if not {"", os.getcwd()} & {*sys.path}:  # as with python -m, for recipes written as MODULE:FUNCTION
         sys.path.append(os.getcwd())
     command = known[name]
     with importing():
@@ -93,7 +93,7 @@ def _run(arguments: list[str]) -> int:
 
 
 class _Renaming:
-    """Standard output with another name of the program, but for the boxes around options, which have a width."""
+    """Standard output with the program renamed, except in the boxes around options, which have a fixed width."""
 
     def __init__(self, out, program: str, name: str):
         self._out, self._name = out, name
@@ -115,7 +115,7 @@ def _renamed(program: str, name: str) -> Iterator[None]:
 
 
 def console() -> NoReturn:
-    """The console command."""
+    """Entry point of the console command; ends the process."""
     end(main())
 
 

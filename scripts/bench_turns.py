@@ -2,9 +2,9 @@
 
     python -m scripts.bench_turns --checkpoint laneformer_350m --prompt-tokens 512
 
-Each prompt is the one before, its answer and new random tokens. In each round the conversation is held twice in one
-process, with the same tokens: once each prompt takes what the turn before left, once it is computed from its first
-token; which goes first alternates. The answers must be equal.
+Each prompt consists of the previous prompt, its answer and new random tokens. Each round runs the conversation twice in
+one process, with the same tokens: once every prompt reuses what the previous turn left in the cache, once every prompt
+is computed from its first token. The order of the two alternates. Their answers must be equal.
 """
 
 import json
@@ -39,13 +39,13 @@ class Options:
     answer_tokens: int = 64
     """Tokens of each answer."""
     new_tokens: int = 64
-    """Random tokens that each later prompt has after the last answer."""
+    """Random tokens that each later prompt adds after the previous answer."""
     turns: int = 4
     """Number of turns."""
     rounds: int = 5
-    """Number of measured conversations; one before them is not measured."""
+    """Number of measured rounds; a round before them is not measured."""
     json: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Record with all times."""
+    """File to write a record with all times to."""
 
     def check(self, context: int) -> None:
         """Raises ConfigError for a value outside its range, or a conversation that exceeds the context."""
@@ -55,24 +55,24 @@ class Options:
         longest = self.prompt_tokens + self.turns * self.answer_tokens + (self.turns - 1) * self.new_tokens
         if longest > context:
             raise ConfigError(
-                f"the last turn ends at {longest} tokens, and the context is {context}: give fewer --turns"
+                f"the last turn ends at {longest} tokens, but the context is {context}; give fewer --turns"
             )
 
 
 @dataclass
 class Turn:
-    """A turn of the conversation, with a time of each round in seconds."""
+    """A turn of the conversation, with the times of all rounds in seconds."""
 
     prompt_tokens: int
     cached_tokens: int = 0
     kept: list[float] = field(default_factory=list)
-    """Time to the first token with what the turn before left."""
+    """Times to the first token if the prompt reuses the cache of the previous turn."""
     computed: list[float] = field(default_factory=list)
-    """The same from the first token of the prompt on."""
+    """Times to the first token if the whole prompt is computed."""
 
 
 def measure(engine: Engine, options: Options) -> list[Turn]:
-    """All rounds. Raises ConfigError if the backend keeps no prefixes, RuntimeError if an answer depends on them."""
+    """Runs all rounds. Raises ConfigError if the backend keeps no prefixes, RuntimeError if they change an answer."""
     if not engine.conditions["prefix_cache"]:
         raise ConfigError(f"backend {engine.backend} keeps no prefixes: choose cpu")
     turns: list[Turn] = []
@@ -123,8 +123,8 @@ def table(turns: Sequence[Turn], engine: Engine, options: Options) -> Table:
         f"{facts['parameters']:,}{' random' if is_recipe(options.engine.checkpoint) else ''} parameters, layout"
         f" {facts['layout']}, {facts['lanes']} lanes, weights {facts['weights_dtype']}, products"
         f" {facts['compute_dtype']}, cache {facts['kv_dtype']}; {facts['device']}, {facts.get('threads', '?')} threads,"
-        f" {facts.get('instructions', '')}; batch 1, greedy; medians of {options.rounds} rounds in turn in one process;"
-        " ratios of the same round; both gave the same answers in every bit",
+        f" {facts.get('instructions', '')}; batch 1, greedy; medians of {options.rounds} alternating rounds in one"
+        " process; ratios of the same round; both gave the same answers in every bit",
     )
 
 

@@ -38,12 +38,12 @@ class Options:
     dtype: Literal["stored", "float32", "bfloat16", "float16"] = "stored"
     """Dtype of the written weights."""
     weights: Literal["bfloat16", "bf12"] | None = None
-    """How bfloat16 weights are written: as they are (the default), or in 12 bits without loss (docs/bf12.md). Quantized
-    weights stay so (docs/quantized.md) unless this is bfloat16.
+    """Format of bfloat16 weights: bfloat16 (the default), or 12 bits without loss (docs/bf12.md). Quantized weights
+    stay quantized (docs/quantized.md) unless this is bfloat16.
     """
     round_exceptions: bool = False
-    """With --weights bf12: change values. At most 1e-3 of a matrix's weights, those that its table does not hold,
-    become the nearest value that it holds; matrices with more stay bfloat16, unchanged.
+    """With --weights bf12: change the weights that a matrix's table does not hold, at most 1e-3 of them, to the nearest
+    value that it holds. A matrix with more such weights stays bfloat16, unchanged.
     """
     spelling: Literal["laneformer_tp", "laneformer"] = "laneformer_tp"
     """model_type in config.json, which decides the names of its exchange switches."""
@@ -78,7 +78,7 @@ def convert(options: Options) -> str:
         shutil.copyfile(beside / name, options.target / name)
     config, dtype = model.config, model.tok_embeddings[...].dtype.name
     if "chat_template.jinja" in copied and "generation_config.json" not in copied:
-        # Other programs read the end of a turn there.
+        # Other programs read the tokens that end a turn from this file.
         ends = [*ChatTemplate.load(beside).ends(config.eos_token_id)]
         (options.target / "generation_config.json").write_text(
             json.dumps({"eos_token_id": ends}) + "\n", encoding="utf-8"
@@ -94,7 +94,7 @@ def convert(options: Options) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 for a user's mistake."""
+    """Returns the exit status: 0, or 2 for a user's mistake."""
     return run_command(convert, Options, "python -m scripts.convert", arguments)
 
 

@@ -1,8 +1,8 @@
 """`python -m scripts.convert_dense DENSE_DIR OUT_DIR --lanes L`: cuts a dense model into lanes.
 
 Heads and neurons that work together share a lane. The cut is a permutation of heads and neurons: with the tp layout the
-lanes compute the dense logits, which is checked. With a delayed layout they do not, until the model is trained again:
-docs/conversion.md.
+lanes compute the dense logits, which is checked. With a delayed layout the logits differ, and the model must be trained
+again (docs/conversion.md).
 """
 
 import json
@@ -39,7 +39,7 @@ from train.data.batches import Batches
 from train.data.store import TokenStore
 
 REPORT = "lanes.json"
-RANDOM = 5  # random assignments to report the mean of
+RANDOM = 5  # random assignments whose mean is reported
 TOLERANCE = 1e-4  # of the logits, relative to the largest; sums in another order differ by far less
 
 
@@ -54,7 +54,7 @@ class Options:
     lanes: int
     """Number of lanes (L), a divisor of the key/value heads and feed-forward columns."""
     layout: str = "dtp(1)"
-    """Layout to train it with, written to config.json; it decides which modules read each other late."""
+    """Layout to train the model with, written to config.json; it decides which modules read each other late."""
     assignment: Literal["affinity", "contiguous", "random"] = "affinity"
     """affinity: see scripts/convert_dense_affinity.py; contiguous: as in tensor parallelism; random: for comparison."""
     calibration: Path | None = None
@@ -62,7 +62,7 @@ class Options:
     calibration_rows: int = 8
     """Sequences of up to 256 tokens to measure on."""
     seed: int = 0
-    """Seed of the random assignments, also the initial ones of affinity, and of the calibration's rows."""
+    """Seed of random assignments, of the initial ones of affinity, and of the choice of calibration rows."""
     overwrite: bool = False
     """Replace a checkpoint in TARGET."""
 
@@ -114,8 +114,10 @@ def convert_dense(options: Options) -> str:
 
 
 def lane_config(dense: lf.ModelConfig, options: Options) -> lf.ModelConfig:
-    """The dense model's config with lanes. Raises ConfigError unless it is dense, without experts, sinks and a bias of
-    the output, with norms before its modules alone, the lanes divide its key/value heads and the layout exists.
+    """The dense model's config with lanes.
+
+    Raises ConfigError for a model with lanes, norms after its modules, experts, attention sinks, an output bias or
+    DeltaNet layers, for lanes that do not divide its key/value heads, and for an unknown layout.
     """
     if dense.num_lanes != 1 or any(own.at != m or own.scale != 1.0 for m, own in enumerate(dense.schedule.own)):
         raise ConfigError(
@@ -123,21 +125,21 @@ def lane_config(dense: lf.ModelConfig, options: Options) -> lf.ModelConfig:
         )
     if not dense.norm_before or dense.norm_after is not None:
         raise ConfigError(
-            f"{options.source} has norms after its modules (norm_after = {dense.norm_after!r}); only models with norms"
-            " before them are converted: load it with its lanes and layout tp instead"
+            f"{options.source} has norms after its modules (norm_after = {dense.norm_after!r}), but only models with"
+            " norms before them are converted; load the model with lanes and layout tp instead"
         )
     for name in ("num_experts", "attention_sinks", "out_bias", "delta_layers"):
         if value := getattr(dense, name):
             raise ConfigError(
-                f"{options.source} has {name} = {value}, but only the heads and neurons of dense models are assigned to"
-                " lanes here: load it with its lanes and layout tp instead"
+                f"{options.source} has {name} = {value}, but only heads and neurons of dense models are assigned to"
+                " lanes here; load the model with lanes and layout tp instead"
             )
     if options.lanes < 2:
         raise ConfigError(f"--lanes must be at least 2, got {options.lanes}")
     if dense.num_key_value_heads % options.lanes:
         raise ConfigError(
-            f"--lanes {options.lanes} does not divide num_key_value_heads = {dense.num_key_value_heads}, and a"
-            " key/value head has one lane here: give fewer lanes"
+            f"--lanes {options.lanes} does not divide num_key_value_heads = {dense.num_key_value_heads}, and no"
+            " key/value head is split here; give fewer lanes"
         )
     return dense.replace(
         num_lanes=options.lanes,
@@ -158,7 +160,7 @@ def calibration_ids(config: lf.ModelConfig, options: Options) -> np.ndarray:
     store = TokenStore.open(options.calibration)
     if store.manifest.vocab_size > config.vocab_size:
         raise ConfigError(
-            f"{options.calibration} has a vocabulary of {store.manifest.vocab_size}, the model one of"
+            f"{options.calibration} has a vocabulary of {store.manifest.vocab_size}, but the model has"
             f" {config.vocab_size}; tokenize with the model's tokenizer.json"
         )
     data = DataConfig(path=(options.calibration,), sequence_length=length, batch_size=rows)
@@ -166,7 +168,7 @@ def calibration_ids(config: lf.ModelConfig, options: Options) -> np.ndarray:
 
 
 def chosen_lanes(options: Options, modules: list[Units], late: Late, sizes: list[int]) -> Lanes:
-    """Lane of every unit of every module, by the chosen assignment."""
+    """Lane of every unit of every module, by the chosen assignment. Raises ConfigError for affinity without delay."""
     if options.assignment == "contiguous":
         return contiguous(sizes, options.lanes)
     if options.assignment == "random":
@@ -202,7 +204,7 @@ def cut(dense: lf.Laneformer, config: lf.ModelConfig, lanes: Lanes) -> lf.Lanefo
 
 
 def largest_difference(dense: lf.Laneformer, model: lf.Laneformer, ids: np.ndarray) -> tuple[float, float]:
-    """Largest difference of the lanes' logits under tp to the dense ones, and the largest dense logit."""
+    """Largest difference between the lanes' logits under tp and the dense ones, and the largest dense logit."""
     wanted = np.asarray(dense(ids), np.float64)
     found = np.asarray(
         lf.Laneformer(model.config.replace(layout="tp"), model.weights(), dense.precision)(ids), np.float64
@@ -211,8 +213,8 @@ def largest_difference(dense: lf.Laneformer, model: lf.Laneformer, ids: np.ndarr
 
 
 def missed_by(modules: list[Units], late: Late, lanes: Lanes, options: Options) -> dict[str, float]:
-    """Share of their inputs that lanes read late: this assignment, a contiguous one, and the mean of random ones. Empty
-    without delay.
+    """Share of their inputs that lanes read late, by assignment: the chosen one, a contiguous one, and the mean of
+    random ones. Empty without delay.
     """
     if not late:
         return {}
@@ -251,7 +253,7 @@ def report(options: Options, lanes: Lanes, scores: dict[str, float], difference:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 for a user's mistake."""
+    """Returns the exit status: 0, or 2 for a user's mistake."""
     return run_command(convert_dense, Options, "python -m scripts.convert_dense", arguments)
 
 

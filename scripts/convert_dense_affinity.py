@@ -27,7 +27,7 @@ from laneformer.config import AttentionOptions, MlpOptions
 from laneformer.layout import Schedule
 from laneformer.model import Laneformer
 
-RESTARTS = 2  # random initial assignments, of which the best result is used
+RESTARTS = 2  # random initial assignments; the best result is used
 LEAST = 0.01  # relative improvement below which a sweep over all modules is the last
 Lanes = list[np.ndarray]  # per module the lane of each unit
 Late = dict[tuple[int, int], float]  # (module m, later module n) -> the share of m that n reads late
@@ -45,8 +45,8 @@ class Units(NamedTuple):
 
 
 class _Observed(NamedTuple):
-    """Statistics of one module: activations, mean squares of each unit's projections, mean of 1 / mean square of the
-    stream.
+    """Statistics of one module: `activations` [t, units, channels], mean squares of each unit's projections [units],
+    and `scale`, the mean of 1 / mean square of the stream.
     """
 
     activations: jax.Array
@@ -123,7 +123,7 @@ def _second_moments(activations: np.ndarray, writes: np.ndarray, metric: np.ndar
 
 
 def late_pairs(schedule: Schedule) -> Late:
-    """Pairs of modules with a delayed exchange, and the delayed share."""
+    """Pairs of modules with a delayed exchange -> share of the output that is delayed."""
     shares = {(m, n): 1.0 - _landed(schedule, m, n) for m, n in combinations(range(schedule.num_modules), 2)}
     return {pair: share for pair, share in shares.items() if share > 0}
 
@@ -203,7 +203,7 @@ class Assignment:
         return value
 
     def improve(self, m: int) -> None:
-        """Exchanges units of module m between lanes, as many at once as improve the measure."""
+        """Exchanges units of module m between lanes, as many at once as still improve the measure."""
         value, before, before_missed = self.value(m), self.lanes[m], self.missed(m)
         most = len(before)
         while most:
@@ -214,10 +214,12 @@ class Assignment:
         self.place(m, before)
 
     def rename(self, first: int) -> None:
-        """Renumbers the lanes of module `first` and of all later ones so that they read least of earlier ones late."""
+        """Renumbers the lanes of module `first` and of all later modules so that these read as little as possible of
+        earlier modules late.
+        """
         from scipy.optimize import linear_sum_assignment  # takes a second to import
 
-        missed = np.zeros((self.count, self.count))  # lane before, lane from here on
+        missed = np.zeros((self.count, self.count))  # [lane of earlier modules, lane of modules from `first` on]
         for (m, n), late in self.late.items():
             if m < first <= n:
                 missed += late * np.einsum("ide,jde->ij", self.rest_moments[m], self.metrics[n], optimize=True)
@@ -230,8 +232,8 @@ class Assignment:
 
 
 def exchanged(value: np.ndarray, lanes: np.ndarray, most: int) -> np.ndarray:
-    """`lanes` after at most `most` exchanges between each pair of lanes, those that increase the sum of
-    value[unit, its lane] most.
+    """`lanes` after at most `most` exchanges between each pair of lanes: the exchanges that most increase the sum of
+    value[unit, its lane].
     """
     lanes = lanes.copy()
     for one, other in combinations(range(value.shape[1]), 2):

@@ -1,10 +1,10 @@
-r"""Small conversations from Python source: a request by docstring, answered with the function's code.
+r"""Writes small conversations from Python source: a request from a docstring, answered with the function's code.
 
     python -m scripts.docstrings --out data/stdlib.jsonl /usr/lib/python3.11
     python -m scripts.tokenize --out data/stdlib_chat --chat --tokenizer data/stdlib/tokenizer.json \
         --dataset json --data-files data/stdlib.jsonl
 
-Instruction data without a download, to try the instruction phase; it teaches the form of answers, not a skill.
+This is instruction data without a download, to try the instruction phase; it teaches the form of answers, not a skill.
 """
 
 import ast
@@ -69,7 +69,7 @@ def write(options: Options) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 for a user's mistake."""
+    """Returns the exit status: 0, or 2 for a user's mistake."""
     return run_command(write, Options, "python -m scripts.docstrings", arguments)
 
 

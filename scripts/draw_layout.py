@@ -1,4 +1,4 @@
-"""`python -m scripts.draw_layout LAYOUT`: a picture of lanes, modules and landings, drawn from the schedule table."""
+"""`python -m scripts.draw_layout LAYOUT`: draws lanes, modules and landings from a layout's schedule table."""
 
 import math
 import sys
@@ -36,7 +36,7 @@ class Options:
 
 
 def schedule_of(options: Options) -> Schedule:
-    """The schedule of the layout, for a model with these layers and lanes."""
+    """The schedule of the layout, for a model with these layers and lanes. Raises ConfigError for a bad option."""
     if options.layers < 1 or options.lanes < 1:
         raise ConfigError(f"--layers and --lanes must be at least 1, got {options.layers} and {options.lanes}")
     small = ModelConfig(
@@ -141,7 +141,7 @@ def draw(options: Options) -> Path:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 for a user's mistake."""
+    """Returns the exit status: 0, or 2 for a user's mistake."""
     description = f"{Options.__doc__} Layouts: {', '.join(LAYOUTS)}."
     return run_command(draw, Options, "python -m scripts.draw_layout", arguments, description)
 

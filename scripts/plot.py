@@ -110,7 +110,7 @@ def _loss(runs: list[Run], window: int) -> list[Part]:
                 axes.plot(at, values, markers[tag], color=run.color, markeredgecolor="black", markersize=5)
         for tag, marker in markers.items():
             axes.plot([], [], marker, color="white", markeredgecolor="black", markersize=5, label=f"validation, {tag}")
-        if tops:  # a spike must not flatten all the rest
+        if tops:  # so that a spike does not flatten the rest
             low, top = axes.dataLim.y0, max(tops)
             room = 0.05 * max(top - low, 0.1)
             axes.set_ylim(low - room, top + room)
@@ -174,7 +174,7 @@ def _speed(runs: list[Run], window: int) -> list[Part]:
 
 
 def _lanes(runs: list[Run], window: int) -> list[Part]:
-    """The lanes by depth: over training for one run, the last records for several runs."""
+    """The lanes by depth: several records of a single run, or the last record of each of several runs."""
     if not any(run.lanes for run in runs):
         raise InputError(
             f"{', '.join(str(run.file) for run in runs)}: no record of the lanes; train with validation and watch.lanes"
@@ -280,7 +280,7 @@ def _tokens_below(axes) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 for a user's mistake."""
+    """Returns the exit status: 0, or 2 for a user's mistake."""
     return run_command(draw, Options, "python -m scripts.plot", arguments)
 
 

@@ -1,4 +1,4 @@
-"""`python -m scripts.plot_trace TRACE`: where the time of a token went, from a trace of `infer bench --trace`."""
+"""`python -m scripts.plot_trace TRACE`: shows where the time of a token went, from a trace of `infer bench --trace`."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ class Options:
     out: Path | None = None
     """Picture to write, .png or .svg (default: the trace's name with .png)."""
     picture: bool = True
-    """Draw the picture, which needs matplotlib; without it the table alone is printed."""
+    """Draw the picture, which needs matplotlib; otherwise only print the table."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Trace:
-    """Passes of all drawn tokens but the first, whose pass includes the prompt."""
+    """Passes of all drawn tokens except the first, whose pass includes the prompt."""
 
     kind: str
     """Kind of worker: thread or CTA."""
@@ -82,7 +82,7 @@ class Trace:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Microseconds of each pass, from the first worker's begin to the last one's end: float64 [passes]."""
+        """Microseconds of each pass, from the first begin to the last end of any worker: float64 [passes]."""
         spans = [[span for own in one.values() for span in own] for one in self.passes]
         return np.array([max(s.end for s in one) - min(s.begin for s in one) for one in spans])
 
@@ -121,8 +121,8 @@ def table(trace: Trace) -> str:
 
 
 def draw(trace: Trace, layer: int | None):
-    """A bar of the times by op; below it one layer of the median token, workers in rows. Raises InputError for an
-    unknown layer.
+    """Draws a bar of the times by op, and below it one layer of the median token with a row for each worker. Raises
+    InputError for an unknown layer.
     """
     layers = sorted(
         {span.layer for own in trace.passes[0].values() for span in own if span.layer is not None and span.op != DRAWS}

@@ -1,7 +1,7 @@
 """`python -m scripts.quantize MODEL OUT --weights int4 --group 32`: rounds a model's matrices to 8 or 4 bits a weight.
 
-OUT is a Hugging Face folder in the format of compressed-tensors, with MODEL's own names, so that other engines read it.
-Embedding table, head, norms and biases stay as they are. docs/quantized.md has the rounding.
+OUT is a Hugging Face folder in the format of compressed-tensors, with MODEL's names, so that other engines can read it.
+Embedding table, head, norms and biases are not changed. docs/quantized.md describes the rounding.
 """
 
 import json
@@ -30,7 +30,7 @@ from train.config import DataConfig
 from train.data.batches import Batches
 from train.data.store import TokenStore
 
-EXACT = ("router", "shared_gate", "wba")  # small matrices that decide much, which published models do not round either
+EXACT = ("router", "shared_gate", "wba")  # small, sensitive matrices, which published models do not round either
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,15 +44,15 @@ class Options:
     weights: Kind
     """Format: int8 and fp8 keep 8 bits of each weight, int4 and mxfp4 4."""
     group: Annotated[str | None, tyro.conf.arg(metavar="{INT,row,block,tensor}")] = None
-    """What shares a scale: 32, 64 or 128 columns, a row, a block of 128 x 128 or the tensor (default: int4, mxfp4 32;
-    int8 row; fp8 block).
+    """Weights that share a scale: 32, 64 or 128 columns, a row, a block of 128 x 128 or the tensor (default: int4,
+    mxfp4 32; int8 row; fp8 block).
     """
     head: bool = False
     """Round the head as well, unless it is the embedding table."""
     data: Path | None = None
     """Folder of `python -m scripts.tokenize` with text on which both models are compared."""
     rows: int = 16
-    """Sequences of up to 512 tokens of --data."""
+    """Number of sequences of --data to compare on, each of up to 512 tokens."""
     overwrite: bool = False
     """Replace a checkpoint in OUT."""
 
@@ -61,9 +61,9 @@ class Rounded(NamedTuple):
     """A matrix that was rounded."""
 
     settings: str
-    """See `settings_of`."""
+    """Settings in the file's config, see `settings_of`."""
     error: float
-    """Relative to its root mean square."""
+    """Error relative to the matrix's root mean square."""
     bytes: int
     weights: int
 
@@ -82,7 +82,7 @@ def quantize(options: Options) -> str:
         raise ConfigError(f"--rows must be at least 1, got {options.rows}")
     folder = HfFolder(options.model)
     if folder.quantized:
-        raise CheckpointError(f"{options.model} is quantized already; give the model that it was made of")
+        raise CheckpointError(f"{options.model} is quantized already; give the model that it was made from")
     ids = None if options.data is None else read_rows(options.data, folder.config, options.rows)
     rounded = write(folder, options)
     for name in (name for name in TOKENIZER_FILES if (options.model / name).exists()):
@@ -97,7 +97,7 @@ def quantize(options: Options) -> str:
 
 
 def write(folder: HfFolder, options: Options) -> dict[str, Rounded]:
-    """Writes the files, as many as the source has, one in memory at a time; what was rounded, by tensor name."""
+    """Writes as many files as the source has, with one in memory at a time; returns the rounded matrices by name."""
     tensors, matrices, kept, integers = _tensors(folder), set(), set(), set()
     for path, source in folder.sources.items():
         if source.integers:
@@ -140,7 +140,7 @@ def write(folder: HfFolder, options: Options) -> dict[str, Rounded]:
 
 
 def _tensors(folder: HfFolder) -> dict[str, Tensor]:
-    """Those of the files, in which each expert has its own."""
+    """Tensors of the source's files by name; stacked experts are listed one by one."""
     stacks = {source.name: source.names for source in folder.sources.values() if source.experts is not None}
     found = {}
     for name, tensor in folder.tensors.items():
@@ -149,7 +149,7 @@ def _tensors(folder: HfFolder) -> dict[str, Tensor]:
 
 
 def one(name: str, array: np.ndarray, options: Options) -> tuple[Rounded, dict[str, np.ndarray]]:
-    """A matrix with its tensors in files. Raises ConfigError, naming it."""
+    """Rounds a matrix; returns its record and its tensors by suffix. Raises ConfigError, which names the matrix."""
     if not name.endswith(".weight"):  # gpt-oss
         raise ConfigError(f"tensor {name} has all experts: only models with a tensor for each expert can be rounded")
     shared = int(options.group) if options.group and options.group.isdigit() else options.group
@@ -171,7 +171,7 @@ def read_rows(path: Path, config: lf.ModelConfig, rows: int) -> np.ndarray:
     store = TokenStore.open(path)
     if store.manifest.vocab_size > config.vocab_size:
         raise ConfigError(
-            f"{path} has a vocabulary of {store.manifest.vocab_size}, the model one of {config.vocab_size}; tokenize"
+            f"{path} has a vocabulary of {store.manifest.vocab_size}, but the model has {config.vocab_size}; tokenize"
             " with the model's tokenizer.json"
         )
     length = min(512, config.max_position_embeddings - 1)
@@ -203,7 +203,7 @@ def measure(path: Path, ids: np.ndarray) -> tuple[float, np.ndarray]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit status: 0, or 2 for a user's mistake."""
+    """Returns the exit status: 0, or 2 for a user's mistake."""
     return run_command(quantize, Options, "python -m scripts.quantize", arguments)
 
 

@@ -1,4 +1,4 @@
-r"""Tokenizes files, folders or a Hugging Face dataset, also of conversations, into memory-mapped shards.
+r"""Tokenizes files, folders or a Hugging Face dataset of texts or conversations into memory-mapped shards.
 
     python -m scripts.tokenize --out data/mine ~/projects --glob '*.py' --exclude test --fim-rate 0.5
     python -m scripts.tokenize --out data/web --dataset HuggingFaceFW/fineweb --config sample-10BT --streaming \
@@ -6,9 +6,9 @@ r"""Tokenizes files, folders or a Hugging Face dataset, also of conversations, i
     python -m scripts.tokenize --out data/chat --dataset json --data-files 'chats/*.jsonl' --chat \
         --tokenizer data/web/tokenizer.json
 
-The result depends on the text and the settings alone: documents are in a fixed order, and a document's hash decides
-whether it is held out for validation, so that copies of a document are in the same split. An interrupted command,
-run again, resumes and writes the same result.
+The result depends only on the text and the settings: documents are in a fixed order, and a document's hash decides
+whether it is held out for validation, so that copies of a document are in the same split. If an interrupted command is
+run again, it resumes and writes the same result.
 """
 
 import datetime
@@ -83,7 +83,7 @@ class Options:
     train_bpe: int = 4096
     """Vocabulary size of the trained BPE, in tokens."""
     bpe_sample_bytes: int = 20_000_000
-    """Bytes of text to train the BPE on, about, chosen by hash (the first ones of a streamed dataset)."""
+    """Approximate bytes of text to train the BPE on, chosen by hash (the first ones of a streamed dataset)."""
     end_token: str = END_OF_TEXT
     """Token after every document."""
     begin_token: str = ""
@@ -97,24 +97,24 @@ class Options:
     fim_tokens: tuple[str, str, str] = fim.TOKENS
     """Tokens before the prefix, the middle and the suffix."""
     chat: bool = False
-    """Read rows as conversations, write them by the tokenizer's chat template, and count the loss on answers alone."""
+    """Read rows as conversations, write them by the tokenizer's chat template, and count the loss only on answers."""
     chat_template: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Jinja chat template (default: the one next to the tokenizer, or ChatML for a BPE trained by this command)."""
     chat_date: str = ""
-    """Date to write where the template writes today's, such as 2025-01-31."""
+    """Date to write where the template writes today's date, such as 2025-01-31."""
     prompt_column: str = ""
-    """With --chat: column of the prompt, a text or messages, for the answers in --answer-column."""
+    """With --chat: column of the prompts, texts or messages, to the answers in --answer-column."""
     answer_column: str = ""
-    """With --chat: column of the assistant's answer."""
+    """With --chat: column of the assistant's answers."""
     validation_fraction: float = 0.01
     """Share of the documents to hold out as split `validation`; 0: none."""
     shard_tokens: int = 1 << 27
     """Tokens per shard file."""
     overwrite: bool = False
-    """Replace the content of --out, and discard unfinished work of other settings there."""
+    """Replace the content of --out, and discard unfinished work with other settings there."""
 
     def check(self) -> None:
-        """Raises ConfigError for invalid options. Not at construction, where tyro would print the error in a box."""
+        """Raises ConfigError for invalid options. At construction, tyro would print the error in a box."""
         files, dataset = (
             ("glob", "exclude", "document_separator"),
             ("config", "data_files", "split", "column", "streaming", "chat"),
@@ -212,7 +212,7 @@ def settings(
     tokenizer_file: bytes,
     template: ChatTemplate | None,
 ) -> dict[str, Any]:
-    """Everything that the result depends on, for the manifest: equal settings need no work."""
+    """Everything that the result depends on, for the manifest. A folder with equal settings is not written again."""
     if options.tokenizer:
         ids = {
             "tokenizer": hashlib.sha256(tokenizer_file).hexdigest(),
@@ -319,7 +319,7 @@ def run(options: Options) -> str:
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Exit status: 0, 2 for a user's mistake, or 130 after Ctrl-C."""
+    """Returns the exit status: 0, 2 for a user's mistake, or 130 after Ctrl-C."""
     return run_command(
         run,
         Options,

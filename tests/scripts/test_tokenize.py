@@ -116,7 +116,7 @@ def test_few_documents_have_a_validation_split(tmp_path, capsys):
     )
     assert (
         code == 2
-        and "split train at --validation-fraction 0.999" in err
+        and "split train has no document at --validation-fraction 0.999" in err
         and not (tmp_path / "two" / "manifest.json").exists()
     )
 
