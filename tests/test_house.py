@@ -1,5 +1,6 @@
-"""Who may import whom: floors, rooms within infer/ and train/, no circles; read from the sources, wherever in a file an
-import is, and also where a module is imported by its name.
+"""Rules of imports: floors between packages, rooms within infer/ and train/, and no cycles.
+
+Imports are read from the sources: those at the top of a file, those in functions, and modules imported by name.
 """
 
 import ast
@@ -14,8 +15,8 @@ import pytest
 from tests.support.paths import ROOT
 
 FLOORS = {"laneformer": 0, "custom_calls": 1, "infer": 2, "train": 3, "configs": 4, "scripts": 4}
-DATA_FILES = ("config", "layout", "ops", "formats", "quantized", "errors")  # without JAX; for custom_calls too
-ROOMS = {  # lowest first; the longest name that fits a file is its room
+DATA_FILES = ("config", "layout", "ops", "formats", "quantized", "errors")  # need no JAX; custom_calls may import them
+ROOMS = {  # lowest first; the longest name that matches a module determines its room
     "infer": (
         "sampling noise text sandbox roofline",
         "engine",
@@ -35,19 +36,19 @@ ROOMS = {  # lowest first; the longest name that fits a file is its room
         "__main__",
     ),
 }
-MOST_FILES = 20  # in a folder; aim at 15
+MOST_FILES = 20  # per folder; the aim is 15
 
 # (importer, imported): exceptions to the rules.
 ALLOWED = {
     ("infer.__main__", "infer.commands"),  # the list of commands
     ("train.recipes", "configs"),  # recipes are named on the command line
-    ("train.ablate.__main__", "configs.ablations"),  # so are grids
+    ("train.ablate.__main__", "configs.ablations"),  # grids are named on the command line
 }
 
 
 @cache
 def sources() -> dict[str, Path]:
-    """Every module of the packages, by its dotted name; a package's is that of its `__init__.py`."""
+    """The file of every module, by dotted name; the name of a package stands for its `__init__.py`."""
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for package in FLOORS
@@ -61,7 +62,7 @@ def parsed(path: Path) -> list[ast.AST]:
 
 
 def imported(nodes: list[ast.AST], module: str, is_package: bool, known) -> set[str]:
-    """The modules among `known` that the source of `module` imports, also in functions and by name."""
+    """The modules among `known` that the source of `module` imports, including imports in functions and by name."""
     package = module if is_package else module.rpartition(".")[0]
     found, by_name = set(), False
     for node in nodes:
@@ -108,7 +109,7 @@ def room(module: str) -> int:
     return levels[max(fitting, key=len)]
 
 
-# ---- the rules: each yields the pairs that violate it
+# ---- the rules: each yields the pairs (importer, imported) that violate it
 
 
 def up_a_floor():
@@ -159,7 +160,7 @@ def allowed(importer: str, name: str) -> bool:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_no_import_goes(rule):
+def test_imports_follow_the_rule(rule):
     violations = {pair for pair in rule() if not allowed(*pair)}
     assert not violations
 
@@ -170,7 +171,7 @@ def test_every_exception_is_needed():
         assert any(importer == above and within(name, below) for importer, name in violations), (above, below)
 
 
-def test_no_files_import_each_other_in_a_circle():
+def test_imports_have_no_cycle():
     sorter = graphlib.TopologicalSorter(imports())
     try:
         sorter.prepare()
@@ -192,13 +193,13 @@ def test_nothing_imports_a_test_file():
 
 
 def names_from_tests(path: Path) -> set[str]:
-    """X of each `from tests import X`."""
+    """The names that the file imports with `from tests import NAME`."""
     lines = [node for node in parsed(path) if isinstance(node, ast.ImportFrom) and node.module == "tests"]
     return {alias.name for node in lines for alias in node.names}
 
 
 def test_data_files_do_not_import_jax():
-    """Also not through what they import: the kernels' build and the commands' --help read them."""
+    """Neither directly nor through another module: the build of the kernels and --help of the commands import them."""
     modules = [f"laneformer.{name}" for name in DATA_FILES if f"laneformer.{name}" in sources()]
     assert {"laneformer.config", "laneformer.layout", "laneformer.errors"} <= {*modules}
     code = f"import sys, {', '.join(modules)}\nassert 'jax' not in sys.modules"
@@ -206,7 +207,7 @@ def test_data_files_do_not_import_jax():
 
 
 def folders() -> dict[Path, list[Path]]:
-    """The folders of the packages and of the tests, with their files."""
+    """The files of every folder in the packages and in tests/."""
     found: dict[Path, list[Path]] = {}
     for package in (*FLOORS, "tests"):
         for path in (ROOT / package).rglob("*"):

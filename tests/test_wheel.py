@@ -1,4 +1,4 @@
-"""A wheel that is built from the checkout works without it."""
+"""A wheel built from the checkout contains all files and works without the checkout."""
 
 import json
 import os
@@ -21,11 +21,11 @@ from tests.support.paths import ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PACKAGES = [pattern.removesuffix("*") for pattern in PROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
-LEFT_OUT = {"scripts"}  # its data are examples for a checkout: batch files of clusters
+LEFT_OUT = {"scripts"}  # its data files are batch files for clusters, examples to edit in a checkout
 
 
 def data_files() -> set[str]:
-    """Everything in the packages that is not Python."""
+    """The files of the packages that are not Python, relative to the checkout."""
     found = (path for package in PACKAGES for path in (ROOT / package).rglob("*") if path.is_file())
     names = {path.relative_to(ROOT).as_posix() for path in found if path.suffix not in (".py", ".pyc")}
     return {name for name in names if name.split("/")[0] not in LEFT_OUT and not name.startswith("custom_calls/lib/")}
@@ -41,13 +41,13 @@ def test_every_data_file_is_package_data():
 
 
 @pytest.mark.parametrize("extra", ["cuda12", "cuda13", "rocm"])
-def test_gpu_extras_are_those_of_jax(extra):
+def test_gpu_extras_name_extras_of_jax(extra):
     (requirement,) = PROJECT["project"]["optional-dependencies"][extra]
     name = re.fullmatch(r"jax\[([\w-]+)\]>=0\.10", requirement)[1]
     assert name in metadata("jax").get_all("Provides-Extra")
 
 
-def test_make_installs_the_extras_that_are_named(tmp_path):
+def test_make_installs_the_named_extras(tmp_path):
     def commands(*arguments) -> str:
         command = ["make", "-n", "setup", f"VENV={tmp_path}", *arguments]
         return subprocess.run(command, check=True, cwd=ROOT, capture_output=True, text=True).stdout
@@ -78,7 +78,7 @@ print(compile.image(header, "sm_90a", kernel=compile.STEPS)[:4])
 @pytest.mark.skipif(
     int(version("setuptools").split(".")[0]) < 77, reason="the wheel is built with setuptools 77: pip install '.[test]'"
 )
-def test_a_wheel_works_without_the_checkout(tmp_path):
+def test_wheel_works_without_the_checkout(tmp_path):
     checkout = tmp_path / "checkout"
     for name in (*PACKAGES, "pyproject.toml", "setup.py", "README.md", "LICENSE"):
         if (ROOT / name).is_dir():
@@ -88,7 +88,7 @@ def test_a_wheel_works_without_the_checkout(tmp_path):
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     outside |= {"XDG_CACHE_HOME": str(tmp_path / "cache"), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     (tmp_path / "empty").mkdir()
-    library()  # compiled by now
+    library()  # compiles the native library unless it is compiled already
 
     def run(*command, status: int = 0, **environment) -> str:
         done = subprocess.run(
@@ -105,7 +105,7 @@ def test_a_wheel_works_without_the_checkout(tmp_path):
 
     cache = tmp_path / "cache" / "laneformer"
     cache.mkdir(parents=True)
-    shutil.copy(build.find(), cache)  # to compile it takes minutes, and is what an installation in a checkout does
+    shutil.copy(build.find(), cache)  # compiling takes minutes; installing in a checkout tests it
     built = ("wheel", "-q", "--no-deps", "--no-build-isolation", "-w", tmp_path / "wheels", checkout)
     run(sys.executable, "-m", "pip", *built)
     (wheel,) = (tmp_path / "wheels").glob("laneformer-*.whl")
@@ -119,7 +119,7 @@ def test_a_wheel_works_without_the_checkout(tmp_path):
     venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
     site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
-    # The packages that the tests have, without what their own .pth files add: the checkout of an editable install.
+    # Share the installed packages but not their .pth files: one of them would add the checkout of an editable install.
     (site / "shared.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
     run(python, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", wheel)
     shutil.rmtree(checkout)
