@@ -1,5 +1,5 @@
-"""scripts.gpu_check without a GPU: the stages' commands exist, budgets hold, a failure stops nothing, the report has
-what was measured.
+"""scripts.gpu_check without a GPU: commands of the stages exist, stages keep their time limits, a failed stage does not
+stop the others, and the report contains the measurements.
 """
 
 import ast
@@ -65,7 +65,7 @@ def commands_of(*module):
     return [command[2 + len(module) :] for command in found]
 
 
-def test_the_benchmarks_options_are_those_of_the_command():
+def test_benchmark_stages_have_valid_options():
     for command in commands_of("infer", "bench"):
         options = tyro.cli(bench.Options, args=command)
         bench.backends(options)
@@ -73,7 +73,7 @@ def test_the_benchmarks_options_are_those_of_the_command():
         assert str(options.json).startswith("{out}/")
 
 
-def test_the_training_stages_options_are_those_of_the_commands():
+def test_training_stages_have_valid_options():
     timed = [tyro.cli(train_bench.Bench, args=command) for command in commands_of("train.bench")]
     assert [entry.layout for each in timed for entry in train_bench.entries(each)] == list(GPU.layouts)
     (planned,) = commands_of("train")
@@ -84,10 +84,10 @@ def test_the_training_stages_options_are_those_of_the_commands():
     config = parse(rest)
     whole = parse(["laneformer_120m"])
     part = [each.data.batch_size // each.accumulate for each in (config, whole)]
-    assert part[0] == part[1], "a part of the batch is as large as the recipe's"
+    assert part[0] == part[1], "each part of the batch has as many rows as in the recipe"
 
 
-def test_the_rank_stage_has_the_commands_options_and_a_place_in_the_report(tmp_path):
+def test_rank_stage_has_valid_options_and_is_reported(tmp_path):
     (command,) = of("rank").commands
     options = tyro.cli(gpu_rank.Options, args=command[3:])
     assert options.recipe == GPU.dense and str(options.json) == "{out}/rank.json"
@@ -100,7 +100,7 @@ def test_the_rank_stage_has_the_commands_options_and_a_place_in_the_report(tmp_p
     assert report.records(tmp_path) == {}
 
 
-def test_ratios_are_in_the_report_once(tmp_path):
+def test_report_has_each_ratio_once(tmp_path):
     note = (
         "prompt of 128: ratio of the medians of tokens/s, cuda / cuda-graph = 1.500; their runs took turns in one"
         " process"
@@ -109,7 +109,7 @@ def test_ratios_are_in_the_report_once(tmp_path):
     text = report.report(tmp_path, [])
     assert text.count(f"\n- {note}\n") == 1 and "- random weights" not in text
     (command,) = of("compare").commands
-    assert "cuda,cuda-graph,xla" in command, "the strongest other launch is measured in the same run"
+    assert "cuda,cuda-graph,xla" in command, "the run also measures the fastest other way to launch the kernel"
 
 
 def test_named_files_and_tests_exist():
@@ -135,9 +135,8 @@ def test_important_stages_fit_the_time():
 def test_rings_fit_shared_memory(name):
     warps, lines, slots = RINGS[name][:3]
     assert warps * slots * (512 * lines + 8) < 232_448 - 1024
-    assert (
-        slots * lines >= 4 + lines - 1 and 16384 // warps % lines == 0
-    )  # what a step takes, and passes end with a slot
+    assert slots * lines >= 4 + lines - 1, "the 4 lines of a step fit the ring from any line of a slot"
+    assert 16384 // warps % lines == 0, "a pass ends at the end of a slot"
 
 
 def test_failed_and_late_stages_do_not_stop_the_others(tmp_path, monkeypatch, capsys):
@@ -175,7 +174,7 @@ def test_diagnosing_stages_run_next(tmp_path, monkeypatch):
     assert all(name in known for stage in stages() for name in stage.if_failed)
 
 
-def test_stages_share_what_xla_compiled_and_tests_do_not(tmp_path, monkeypatch):
+def test_stages_share_compiled_programs_and_tests_do_not(tmp_path, monkeypatch):
     code = "import os; print(os.environ.get('JAX_COMPILATION_CACHE_DIR'))"
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
     only(monkeypatch, python("measures", 20, code), python("tests", 20, code, environment=TESTS))
@@ -196,7 +195,7 @@ def test_stages_without_time_are_left_out(tmp_path, monkeypatch):
     assert "| works | left out |" in (tmp_path / "report.md").read_text()
 
 
-def test_commands_together_run_at_the_same_time(tmp_path, monkeypatch):
+def test_together_commands_run_at_the_same_time(tmp_path, monkeypatch):
     wait = "import pathlib, time\nopen({own!r}, 'w')\nwhile not pathlib.Path({other!r}).exists(): time.sleep(0.01)"
     only(
         monkeypatch, python("pair", 20, wait.format(own="a", other="b"), wait.format(own="b", other="a"), together=True)
@@ -233,11 +232,11 @@ def test_bad_options_are_one_line(arguments, words, capsys):
     assert error.value.code == 2 and words in capsys.readouterr().err
 
 
-@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not here")
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not installed")
 @pytest.mark.parametrize(
     "number", [pytest.param(n, marks=pytest.mark.exhaustive if n else pytest.mark.slow) for n in range(len(RINGS))]
 )
-def test_the_microbenchmarks_compile(number, tmp_path):
+def test_microbenchmarks_compile(number, tmp_path):
     command = filled(of("build").commands[1 + number], {"out": tmp_path})
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

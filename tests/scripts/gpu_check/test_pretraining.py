@@ -1,4 +1,4 @@
-"""The plan of --budget with stand-ins for its commands: what a command does and leaves, and the number of steps."""
+"""The plan of --budget with substitutes for its commands: stages that a command runs, its record, and the steps."""
 
 import json
 import time
@@ -15,7 +15,7 @@ from scripts.gpu_check.training_report import pretraining_page, training_table
 from train import bench as train_bench
 from train.recipes import parse
 
-# Waits until it gets SIGTERM, and then saves; with what it saved it ends at once.
+# A stage that waits for SIGTERM and then writes a file. If the file exists, the stage passes without waiting.
 WAITS = """
 import pathlib, signal, sys, time
 path = pathlib.Path(r"{out}") / "saved"
@@ -39,7 +39,7 @@ def run(out, stages, seconds):
     return done, {outcome.stage: outcome.status for outcome in Progress.open(out, {"budget": 100}).all}
 
 
-def test_a_stage_that_resumes_is_cut_into_commands(tmp_path, monkeypatch):
+def test_resuming_stage_runs_over_several_commands(tmp_path, monkeypatch):
     monkeypatch.setattr("scripts.gpu_check.pretraining.RESERVE", 0)
     monkeypatch.setattr("scripts.gpu_check.pretraining.LEAST", 0)
     stages = [python("waits", 60, WAITS, resumes=True), python("after", 5, "open(r'{out}/after', 'w')")]
@@ -48,21 +48,22 @@ def test_a_stage_that_resumes_is_cut_into_commands(tmp_path, monkeypatch):
     assert run(tmp_path, stages, 60) == (True, {"waits": "passed", "after": "passed"})
     assert (tmp_path / "waits.log").read_text() == "starts\nresumes\n"
     (tmp_path / "after").unlink()
-    assert run(tmp_path, stages, 60)[0] and not (tmp_path / "after").exists(), "what is done is not repeated"
+    assert run(tmp_path, stages, 60)[0] and not (tmp_path / "after").exists(), "a passed stage does not run again"
 
 
-def test_a_stage_that_has_had_its_time_is_left_unfinished_and_the_next_one_runs(tmp_path):
+def test_next_stage_runs_after_a_stage_used_its_time(tmp_path):
     stages = [python("waits", 1, WAITS, resumes=True), python("after", 5, "pass")]
     assert run(tmp_path, stages, 60) == (True, {"waits": "unfinished", "after": "passed"})
 
 
-def test_a_stage_that_cannot_resume_waits_for_a_command_with_its_time(tmp_path):
+def test_stage_without_resume_waits_for_a_command_with_enough_time(tmp_path):
     stages = [python("short", 5, "pass"), python("long", 40, "pass")]
     assert run(tmp_path, stages, 30) == (False, {"short": "passed"})
-    assert run(tmp_path, stages, 30) == (True, {"short": "passed", "long": "passed"}), "as the first it runs with less"
+    second = run(tmp_path, stages, 30)
+    assert second == (True, {"short": "passed", "long": "passed"}), "the first stage of a command may get less time"
 
 
-def test_a_failure_of_training_ends_the_plan_and_another_one_does_not(tmp_path):
+def test_only_failed_training_ends_the_plan(tmp_path):
     stages = [python(name, 20, "raise SystemExit(1)") for name in ("humaneval", "corpus", "speed")]
     assert run(tmp_path, stages, 60) == (True, {"humaneval": "failed", "corpus": "failed"})
     stages[1] = python("corpus", 20, "pass")
@@ -73,7 +74,7 @@ def test_a_failure_of_training_ends_the_plan_and_another_one_does_not(tmp_path):
     assert run(tmp_path / "late", [python("pace", 20, "pass")], 60) == (True, {"pace": "passed"})
 
 
-def test_a_stopped_command_counts_the_time_of_its_stage(tmp_path, monkeypatch):
+def test_stopped_command_counts_the_time_of_its_stage(tmp_path, monkeypatch):
     def stopped(*_):
         time.sleep(0.2)
         raise KeyboardInterrupt
@@ -110,7 +111,7 @@ def test_another_plan_and_a_damaged_record_are_refused(tmp_path):
             Progress.open(tmp_path, {"budget": 2400})
 
 
-def test_the_plans_options_are_those_of_the_commands(tmp_path):
+def test_plan_has_valid_options(tmp_path):
     stages = {stage.name: stage.commands[0] for stage in plan(GPU, 2400, ["a", "b"], tmp_path / "h.jsonl", "auto")}
     assert [*stages] == ["corpus", "pace", "pretrain", "humaneval", "speed", "sample"]
     corpus = tyro.cli(tokenize.Options, args=stages["corpus"][3:], config=(tyro.conf.FlagCreatePairsOff,))
@@ -129,19 +130,19 @@ def test_the_plans_options_are_those_of_the_commands(tmp_path):
     assert tyro.cli(generate.Options, args=stages["sample"][4:]).prompt == "def fibonacci(n):"
 
 
-def test_the_budget_is_the_sum_and_scores_need_a_file():
+def test_stages_share_the_budget_and_scores_need_a_file():
     stages = plan(GPU, 2400, ["a"], None, "auto")
     assert sum(stage.seconds for stage in stages) == 2400
     assert {stage.name: stage.seconds for stage in stages}["pretrain"] == 1500
     assert next(stage for stage in stages if stage.name == "humaneval").lacks == "no --humaneval FILE"
 
 
-def test_the_corpus_is_the_standard_library_and_installed_packages():
+def test_corpus_is_the_standard_library_and_installed_packages():
     assert any(folder.endswith("site-packages") for folder in corpus_folders())
     assert len(set(corpus_folders())) == len(corpus_folders())
 
 
-def test_the_report_survives_truncated_files(tmp_path):
+def test_report_ignores_truncated_files(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "train-0.json").write_text('{"entries": [')
     assert training_table(tmp_path) == [] and pretraining_page(tmp_path) == []

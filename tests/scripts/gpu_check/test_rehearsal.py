@@ -1,4 +1,4 @@
-"""scripts/gpu_check.sh on a CPU, in tiny sizes, with the commands that it runs on a GPU."""
+"""scripts/gpu_check.sh --rehearse: the commands of the GPU check on a CPU, with tiny models."""
 
 import json
 import os
@@ -44,21 +44,21 @@ def test_stages_measure_and_report(tmp_path):
     }
     text = (tmp_path / "report.md").read_text()
     row = next(line for line in text.splitlines() if line.startswith("| laneformer | 2 x 64 |"))
-    assert row.endswith(" GB |"), "the dry run's memory is beside the measured step"
+    assert row.endswith(" GB |"), "the row of the measured step contains the memory of the dry run"
     assert "## Where the time of a token goes" in text
 
 
-def test_a_model_is_trained_scored_and_measured_over_three_commands(tmp_path):
+def test_model_is_trained_scored_and_measured_over_three_commands(tmp_path):
     problems, out = tmp_path / "he.jsonl", tmp_path / "results"
     write_jsonl(problems, [ADD, TWICE])
     options = ("--budget", 3600, "--humaneval", problems, "--sandbox", usual_level(), "--corpus", ROOT / "configs")
-    # The first command has no time for a measured step, which cannot be interrupted.
+    # The first command has too little time to measure steps: that stage cannot be interrupted.
     text = finish(start(out, *options, "--seconds", 500), UNFINISHED)
     assert "corpus: passed" in text and "pace" not in text
     plan = json.loads((out / "plan.json").read_text())
-    plan["words"] = {"steps": 40, "warmup": 4, "every": 10}  # on any machine
+    plan["words"] = {"steps": 40, "warmup": 4, "every": 10}  # independent of the speed of this machine
     (out / "plan.json").write_text(json.dumps(plan))
-    # The second one is stopped while it trains.
+    # The second command is stopped while it trains.
     process, metrics = start(out, *options, "--seconds", 5000), out / "run" / "metrics.jsonl"
     while process.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") > 2):
         time.sleep(0.01)
