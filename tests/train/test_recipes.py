@@ -201,4 +201,4 @@ def test_help_shows_every_option_with_type_default_and_meaning(capsys, monkeypat
     for option in recorded(config):
         assert f"--{option.replace('_', '-')} " in shown, option
     assert f"Optimizer steps. (default: {config.steps})" in shown
-    assert "Lanes (L): shares of the model, one per device at most." in shown
+    assert "Lanes (L): equal shares of the model, on at most L devices." in shown
