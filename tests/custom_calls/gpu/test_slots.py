@@ -119,7 +119,7 @@ class Slots:
         return [np.asarray(array)[:, slot, :filled] for array in arrays]
 
     def run(self, passes: int = 0) -> list[Request]:
-        """Runs a call with all requests in slots, which yields after `passes` passes (0: no limit). Returns the requests
+        """Runs a call with all requests in slots. It yields after `passes` passes (0: no limit). Returns the requests
         that have ended, and removes them from their slots.
         """
         empty = small.make_inputs([], 0, room=ROOM)._replace(stops=np.full(STOPS, -1, np.int32))

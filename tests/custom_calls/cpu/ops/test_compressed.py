@@ -73,7 +73,9 @@ def test_state_of_another_position_is_refused():
     session, state = small.make_session(CONFIG, WEIGHTS, threads=2), small.make_state(CONFIG, 160)
     call = small.jitted(session, room=140, logits=True)
     _, state = call(small.make_inputs(IDS[:100], 1, room=140), state)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="recurrent state of layer 0 is not the state before position 60"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="recurrent state of layer 0 is not the state before position 60"
+    ):
         jax.block_until_ready(call(small.make_inputs([1], 1, start=60, room=140), state))
 
 

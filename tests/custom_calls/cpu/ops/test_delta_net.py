@@ -51,7 +51,9 @@ def test_any_split_of_a_prompt_has_the_same_bits(call, ways):
 def test_state_of_another_position_is_refused(call):
     state = small.make_state(CONFIG, 256)
     _, state = call(small.make_inputs(small.prompt_of(CONFIG, 50), 1, room=130), state)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="recurrent state of layer 0 is not the state before position 20"):
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match="recurrent state of layer 0 is not the state before position 20"
+    ):
         jax.block_until_ready(call(small.make_inputs([1], 1, start=20, room=130), state))
 
 
