@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from custom_calls.words import Reader, Writer
-from laneformer.errors import ConfigError
+from laneformer.errors import CheckpointError, ConfigError
 from laneformer.formats import FORMATS, KERNEL_FORMATS
 from laneformer.ops import (
     ENTRIES,
@@ -234,6 +234,22 @@ class Plan:
         """A weight with `Weight.plus` added, in float32; the weight unchanged if that is 0."""
         plus = self.weights[path].plus
         return np.asarray(weight, np.float32) + np.float32(plus) if plus else weight
+
+    def checked_table(self, path: str, weight: np.ndarray) -> np.ndarray:
+        """A table of experts as the float32 array that kernels read; any other weight unchanged. Raises CheckpointError
+        if the table contains an expert that the model does not have.
+        """
+        if path not in self.tables:
+            return weight
+        experts = self.tables[path]
+        wrong = np.argwhere((weight < 0) | (weight >= experts))
+        if len(wrong):
+            place = tuple(wrong[0])
+            raise CheckpointError(
+                f"weight {path} has expert {int(weight[place])} at [{', '.join(map(str, place))}], but the model has"
+                f" experts 0 to {experts - 1}: copy the checkpoint again, or use an earlier one"
+            )
+        return weight.astype(np.float32)
 
     @cached_property
     def products(self) -> tuple[Product, ...]:

@@ -8,7 +8,6 @@ import numpy as np
 
 from custom_calls.library import NativeError, call, library
 from custom_calls.plan import Plan
-from laneformer.errors import CheckpointError
 
 
 class EmittedTokens(NamedTuple):
@@ -178,22 +177,6 @@ class DecodeSession(CallStream):
             raise NativeError(f"the model has no weight called {path}")
         if shape != (wanted := self.plan.shape_of(path)):
             raise NativeError(f"weight {path} has the shape {shape}, the model needs {wanted}")
-
-    def _checked_table(self, path: str, weight: np.ndarray) -> np.ndarray:
-        """A table of experts as the float32 array that kernels read; any other weight unchanged. Raises CheckpointError
-        if the table contains an expert that the model does not have.
-        """
-        if path not in self.plan.tables:
-            return weight
-        experts = self.plan.tables[path]
-        wrong = np.argwhere((weight < 0) | (weight >= experts))
-        if len(wrong):
-            place = tuple(wrong[0])
-            raise CheckpointError(
-                f"weight {path} has expert {int(weight[place])} at [{', '.join(map(str, place))}], but the model has"
-                f" experts 0 to {experts - 1}: copy the checkpoint again, or use an earlier one"
-            )
-        return weight.astype(np.float32)
 
     def _require_weights(self) -> None:
         if self._missing:

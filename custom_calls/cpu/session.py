@@ -193,7 +193,7 @@ class Session(DecodeSession):
             self._map_quantized(*self._product_of[path])
 
     def _pack_plain(self, path: str, weight: np.ndarray) -> None:
-        weight = self._checked_table(path, weight)
+        weight = self.plan.checked_table(path, weight)
         weight = np.ascontiguousarray(self.plan.with_plus(path, weight))
         name = weight.dtype.name
         if name not in Dtype.__members__:
