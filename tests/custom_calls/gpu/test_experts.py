@@ -199,7 +199,7 @@ def test_packed_bytes_count_only_used_experts():
     ("number", "changes", "message"),
     [
         (3, {"used": 17}, "a token uses 17 experts, more than 16"),
-        (4, {"chosen": Chosen(2, False)}, "products after a router do not use its experts"),
+        (4, {"chosen": Chosen(2, False)}, "the products after a router do not use its experts"),
     ],
 )
 def test_unsupported_experts_are_refused(number, changes, message):
