@@ -12,7 +12,9 @@ from laneformer.mesh import LANE
 
 
 def on_lanes(mesh, window=None, wrap=lambda f: f):
-    """o, dq, dk, dv of q, k, v, do as the model has them: lanes by hand, the batch by the compiler."""
+    """A compiled function (q, k, v, do) -> (o, dq, dk, dv), divided as in the model: the lanes by shard_map, the batch
+    by the compiler. wrap is applied to `attend`.
+    """
 
     def local(q, k, v, do):
         o, pull = jax.vjp(wrap(partial(attend, window=window)), q, k, v)
@@ -22,7 +24,9 @@ def on_lanes(mesh, window=None, wrap=lambda f: f):
 
 
 def visible(s: int, t: int, window=None, segments=None, start=0) -> np.ndarray:
-    """Which keys each query sees, by one comparison per pair: [1 or b, s, t]."""
+    """Whether each query sees each key, bool [1 or b, s, t], compared pair by pair. start: position of the first
+    query.
+    """
     seen = np.zeros((1 if segments is None else len(segments), s, t), bool)
     for row, i, j in np.ndindex(seen.shape):
         newest = start + i
@@ -32,7 +36,7 @@ def visible(s: int, t: int, window=None, segments=None, start=0) -> np.ndarray:
 
 
 def expected(q, k, v, do, **which) -> tuple[np.ndarray, ...]:
-    """o, dq, dk, dv of float64 softmax attention with the gradient do of o."""
+    """o, dq, dk, dv of softmax attention in float64; do is the gradient of o. which: arguments of `visible`."""
     q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
     group, scale = q.shape[3] // k.shape[3], q.shape[-1] ** -0.5
     keys, values = k.repeat(group, 3), v.repeat(group, 3)
@@ -49,7 +53,9 @@ def expected(q, k, v, do, **which) -> tuple[np.ndarray, ...]:
 
 
 def random_inputs(l=2, b=2, s=24, n=2, group=1, k=8, t=None, seed=0, dtype="float32") -> tuple[jax.Array, ...]:
-    """q, k, v and the gradient of the output."""
+    """q [l, b, s, n * group, k], k and v [l, b, t, n, k], and the gradient of the output, in q's shape. t is s by
+    default.
+    """
     r = np.random.default_rng(seed)
     queries, keys = (l, b, s, n * group, k), (l, b, t or s, n, k)
     return tuple(jnp.asarray(r.standard_normal(shape), dtype) for shape in (queries, keys, keys, queries))
@@ -57,13 +63,13 @@ def random_inputs(l=2, b=2, s=24, n=2, group=1, k=8, t=None, seed=0, dtype="floa
 
 @partial(jax.jit, static_argnames="window")
 def with_gradients(q, k, v, do, window=None, segments=None) -> tuple[jax.Array, ...]:
-    """o, dq, dk, dv."""
+    """o, dq, dk, dv of `attend` without a mesh."""
     o, pull = jax.vjp(lambda q, k, v: attend(q, k, v, window=window, segments=segments), q, k, v)
     return o, *pull(do)
 
 
 def assert_close(found, wanted, tolerance=3e-6):
-    """The error of each array is small next to its largest entry."""
+    """Asserts that the error of each array is at most `tolerance` times its largest entry (or 1, if that is larger)."""
     for name, x, y in zip(("o", "dq", "dk", "dv"), found, wanted, strict=False):
         assert x.shape == y.shape
         error = np.abs(np.asarray(x, np.float64) - np.asarray(y, np.float64)).max()

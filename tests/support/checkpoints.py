@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 import laneformer
 
-CONTEXT = 20000  # tokens; an answer of that length takes seconds
+CONTEXT = 20000  # tokens; an answer of this length takes seconds
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
 HARMONY_TEMPLATE = """\
 {%- for message in messages %}
@@ -28,12 +28,14 @@ HARMONY_TEMPLATE = """\
 {%- if add_generation_prompt %}
     {{- '<|start|>assistant' }}
 {%- endif %}
-"""  # as gpt-oss's writes conversations without tools: no analysis of earlier turns
-CHATML = ("<|im_start|>", "<|im_end|>")  # what makes the default chat template work
+"""  # as gpt-oss's template writes conversations without tools: without the analysis of earlier turns
+CHATML = ("<|im_start|>", "<|im_end|>")  # tokens that the default chat template needs
 
 
 def byte_tokenizer(*special_tokens: str, words: Sequence[str] = ()) -> tokenizers.Tokenizer:
-    """A token for every byte, 0 to 255 by the order of their characters; then the special tokens, then the words."""
+    """A tokenizer with a token for every byte, 0 to 255 in the order of the characters that represent them, then the
+    special tokens, then the words.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = tokenizers.Tokenizer(models.BPE({character: n for n, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -45,7 +47,9 @@ def byte_tokenizer(*special_tokens: str, words: Sequence[str] = ()) -> tokenizer
 def save_checkpoint(
     folder: Path, *special_tokens: str, words: Sequence[str] = (), layers: int = 2, lanes: int = 8, **changes
 ) -> Path:
-    """Random weights and a tokenizer of single bytes. Returns the folder."""
+    """Saves a model with random weights and a tokenizer of single bytes in a folder, and returns the folder. changes:
+    fields of the config.
+    """
     heads = {"num_attention_heads": lanes, "num_key_value_heads": lanes, "num_lanes": lanes}
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": layers, **heads}
     tokenizer = byte_tokenizer(*special_tokens, words=words)
@@ -57,8 +61,8 @@ def save_checkpoint(
 
 
 def follow(folder: Path, successors: dict[int, int]) -> Path:
-    """Gives the model of a folder of one lane weights by which each of these tokens is followed by another. Returns the
-    folder.
+    """Changes the weights of a folder's model, which has one lane, so that the most likely token after each of these
+    tokens is its successor. Returns the folder.
     """
     [file] = folder.glob("*.safetensors")
     weights = load_file(file)

@@ -1,4 +1,4 @@
-"""Layouts, configs and samplings that every decode kernel is tested with."""
+"""Layouts, configs and samplings with which every decode kernel is tested."""
 
 from infer.sampling import Sampling
 from laneformer.config import CompressedAttention, LatentAttention, ResidualStreams, RopeScaling
@@ -124,7 +124,7 @@ EXPERTS = {
         "norm_topk_prob": False,
         "mlp_only_layers": (1,),
     },
-    "lanes with routes of their own": {"layout": "desync(2)", "lanes": 3, "num_experts": 7, "hidden_act": "quick_gelu"},
+    "lanes with different routes": {"layout": "desync(2)", "lanes": 3, "num_experts": 7, "hidden_act": "quick_gelu"},
     "one expert": {"num_experts": 3, "num_experts_per_tok": 1, "lanes": 1, "norm_after": "lane"},
     "all experts, clamped": {
         "num_experts": 3,
@@ -157,7 +157,7 @@ SHARED_EXPERTS = {
         "shared_expert_gate": True,
     },
 }
-"""The same with an expert that every token uses."""
+"""Models whose layers also have an expert that every token uses."""
 
 
 LATENT = {"layout": "tp", "head_dim": None}
@@ -182,7 +182,7 @@ LATENTS = {
         "latent_attention": LatentAttention(kv_lora_rank=16, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=3),
     },
 }
-"""Models whose keys and values are made of one vector per position."""
+"""Models with latent attention, whose keys and values are computed from one vector per position."""
 
 
 SIGMOIDS = {
@@ -208,7 +208,7 @@ SIGMOIDS = {
         "shared_expert_intermediate_size": 2 * 8,
     },
 }
-"""Models that choose experts by sigmoids."""
+"""Models whose routers choose experts by sigmoids."""
 
 
 DELTA_NET = {
@@ -234,7 +234,7 @@ DELTA_NET = {
         "shared_expert_gate": True,
     },
 }
-"""Models whose layers have gated DeltaNet, but for one at least."""
+"""Models with gated DeltaNet in all but at least one of their layers."""
 
 
 COMPRESSED_SIZES = {
@@ -249,7 +249,9 @@ COMPRESSED_SIZES = {
     "index_topk": 2,
     "rope_scaling": RopeScaling(type="yarn", factor=4.0, original_max_position_embeddings=8, attention_factor=1.0),
 }
-"""Of CompressedAttention: entries that overlap and an index, others, and none."""
+"""Fields of CompressedAttention. Layer 0 has overlapping entries and an index, layer 1 entries that do not overlap,
+layer 2 no entries.
+"""
 
 COMPRESSED = {
     "compressed attention, several streams": {
@@ -285,7 +287,7 @@ COMPRESSED = {
         "layout": "tp",
     },
 }
-"""Models with entries that are made of several positions each."""
+"""Models with compressed attention, whose entries are each computed from several positions."""
 
 
 STREAMS = {
@@ -308,13 +310,15 @@ STREAMS = {
 
 
 ON_CPU = SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA_NET | COMPRESSED
-"""Models that the shared tests of the kernel on GPUs leave out: its tests of experts, latents, DeltaNet and compressed
-attention have others.
+"""Models left out of the shared tests of the GPU kernel, whose tests of experts, latents, DeltaNet and compressed
+attention have their own models.
 """
 
 
 NORMED_SUMS = ("caat(0.5)", "kraken", "dtp(1)", "desync(2)")
-"""Layouts whose sums no config has under norms: of some channels, of several modules, late, with the streams' mean."""
+"""Layouts whose sums no config can normalize: sums of some channels, of several modules, with a delay, and with the
+mean of the streams.
+"""
 
 
 SAMPLINGS = [
@@ -322,6 +326,6 @@ SAMPLINGS = [
     Sampling(temperature=0.7, top_k=5, seed=2**63),
     Sampling(temperature=1.5, top_p=0.8),
     Sampling(temperature=1.2, min_p=0.1),
-    Sampling(temperature=2.0, top_k=8, top_p=0.5, min_p=0.02, repetition_penalty=1.3, seed=5),  # half of the 8
+    Sampling(temperature=2.0, top_k=8, top_p=0.5, min_p=0.02, repetition_penalty=1.3, seed=5),  # top_p within the 8
     Sampling(temperature=0.0, repetition_penalty=1.5),
 ]

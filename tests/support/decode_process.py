@@ -1,7 +1,7 @@
-"""One process of a job that decodes together, each with an emulated GPU: tests/custom_calls/gpu/test_processes.py
+"""One process of a job that decodes on several emulated GPUs, one per process. tests/custom_calls/gpu/test_processes.py
 runs it with its index and a folder.
 
-All processes make the same calls of the session and of the engine; each writes its results into a file.
+All processes make the same calls of the session and of the engine. Each writes its results into files of the folder.
 """
 
 import contextlib
@@ -28,8 +28,8 @@ from tests.support.gpu_cases import jitted
 
 PROCESSES, ROOM = 2, 16
 LAUNCHES = ("persistent", "graph")
-MACHINE = emulated.Machine(warp_size=32, ctas=4, warps=2, shared_bytes=232_448, bulk_copies=True)  # each of two devices
-TIMEOUT_MS = 2000  # of the call in which the other process is killed
+MACHINE = emulated.Machine(warp_size=32, ctas=4, warps=2, shared_bytes=232_448, bulk_copies=True)  # one of two devices
+TIMEOUT_MS = 2000  # in the call during which the other process is killed
 DRAWN = {"temperature": 1.0, "top_p": 0.9, "penalty": 1.2}
 
 
@@ -49,7 +49,7 @@ def with_lanes_own() -> laneformer.Laneformer:
 
 
 def answers(session, config, mesh) -> list:
-    """Three calls in a row: greedy, and two of the same draws."""
+    """Outputs of three calls: one greedy, and two that draw with the same settings and seed."""
     call, results = jitted(session, mesh, room=ROOM, top=3, logits=True), []
     for settings in ({}, DRAWN, DRAWN):
         inputs, state = (
@@ -61,7 +61,9 @@ def answers(session, config, mesh) -> list:
 
 
 def running(session, config, mesh, limit):
-    """A long call on a thread; its status is appended to the list once it has ended."""
+    """Starts a long call on a thread. Returns the thread, and a list to which the call's status is appended once it has
+    ended.
+    """
     call, status = jitted(session, mesh, room=512), []
     inputs, state = small.make_inputs([3], limit, room=512), small.make_state(config, 512, mesh=mesh)
     session.begin()
@@ -73,13 +75,14 @@ def running(session, config, mesh, limit):
 
 
 def wait_for(session, count: int) -> None:
+    """Waits until the session has emitted `count` tokens, at most about a minute."""
     deadline = time.monotonic() + 60
     while session.wait(count - 1) < count:
         assert time.monotonic() < deadline
 
 
 def cancelled_by(index: int, session, config, mesh) -> list:
-    """Status and emitted tokens of a call that one process cancels."""
+    """Status of a call that process `index` cancels, whether the call has finished, and its emitted tokens."""
     thread, status = running(session, config, mesh, 500)
     if jax.process_index() == index:
         wait_for(session, 3)
@@ -89,7 +92,7 @@ def cancelled_by(index: int, session, config, mesh) -> list:
 
 
 def use_emulated_devices() -> None:
-    """For backend cuda; they are not JAX's."""
+    """Makes backend cuda use emulated devices, which JAX does not know."""
     CudaBackend.unavailable = classmethod(lambda cls, source: None)
     CudaBackend.__init__ = functools.partialmethod(
         CudaBackend.__init__, machine=MACHINE, compile_with=emulated.compile_with(MACHINE), driver=emulated.driver()
@@ -97,14 +100,16 @@ def use_emulated_devices() -> None:
 
 
 def output_of(*arguments) -> tuple[int, str, str]:
-    """Status and output of a command that all processes run."""
+    """Exit status, stdout and stderr of a command that all processes run."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         status = command([*map(str, arguments), "--backend", "cuda", "--devices", str(PROCESSES), "--distributed"])
     return status, out.getvalue(), err.getvalue()
 
 
 def generations(engine) -> list:
-    """Answers: of a prompt through XLA first, of one that this process alone cancels, and one more."""
+    """Tokens of two generations, the first with a prompt long enough for XLA, and the finish reason of a generation
+    between them that process 1 alone cancels.
+    """
     prompt = small.prompt_of(engine.config, 100)
     tokens = [list(engine.generate(prompt, max_new_tokens=6))]
     generation = engine.generate([1], max_new_tokens=400)
@@ -117,7 +122,9 @@ def generations(engine) -> list:
 
 
 def led(engine) -> list | None:
-    """Answers of the first process, which the others follow: whole ones before and after one that it leaves."""
+    """Results of the process that leads, in the other processes None: a complete answer, the finish reason of an answer
+    that it abandons, and another complete answer.
+    """
     if jax.process_index() > 0:
         return engine.follow()
     with engine.leading():
@@ -162,7 +169,7 @@ def main(index: int, folder: Path) -> None:
     thread.join()
     results["left alone"] = [status[0], session.failure]
     (folder / f"results{index}.json").write_text(json.dumps(results))
-    os._exit(0)  # the others of the job are not there to end it together
+    os._exit(0)  # a normal exit would wait for the killed process
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""Sessions of small models on GPUs that this CPU emulates (emulator/), their kernel compiled for the host.
+"""Sessions of small models on GPUs that the CPU emulates (emulator/), with their kernels compiled for the host.
 
-With LANEFORMER_TEST_GPU=cuda (or hip) in the environment they are on the machine's own GPU instead.
+With LANEFORMER_TEST_GPU=cuda (or hip) in the environment, the sessions run on the machine's own GPU instead.
 """
 
 import ctypes
@@ -33,11 +33,11 @@ needs_gpu = pytest.mark.skipif(
     not REAL and (platform.machine() != "x86_64" or build.compiler() is None),
     reason="emulated GPUs need a C++ compiler on x86-64",
 )
-only_emulated = pytest.mark.skipif(REAL is not None, reason="of the emulated GPUs")
+only_emulated = pytest.mark.skipif(REAL is not None, reason="needs emulated GPUs")
 
 
 FLAGS = ("-std=c++17", "-fPIC", "-Wall", "-Wextra", f"-I{gpu_build.SOURCES}", f"-I{EMULATOR}")
-# Compiling takes longer than most calls of a kernel.
+# -Og: compiling takes longer than most calls of a kernel.
 KERNEL_FLAGS = (
     "-std=c++17",
     "-Og",
@@ -56,7 +56,9 @@ KERNEL_FLAGS = (
 
 
 def _compiled(name: str, suffix: str, sources: Iterable[Path], *options: str, work: Path = EMULATOR) -> Path:
-    """A file that the compiler makes in `work` with these options, once for every state of them and of the sources."""
+    """Path of the file that the compiler makes of the sources with these options. It compiles again only if the options
+    or the sources have changed. work: the folder in which the compiler runs.
+    """
     digest = hashlib.sha256(repr(options).encode())
     for path in sources:
         digest.update(path.name.encode() + path.read_bytes())
@@ -74,20 +76,22 @@ def _compiled(name: str, suffix: str, sources: Iterable[Path], *options: str, wo
 
 @cache
 def driver() -> Path:
-    """A driver of emulated devices, in place of libcuda.so.1."""
+    """Path of the library that drives emulated devices, in place of libcuda.so.1."""
     source, params = EMULATOR / "driver.cc", gpu_build.SOURCES / "params.h"
     return _compiled("driver", ".so", (source, params), *FLAGS, "-O1", "-shared", str(source), "-ldl", "-pthread")
 
 
 @cache
 def emulator() -> Path:
-    """An object file of what runs a kernel's threads."""
+    """Path of the object file of emulator.cc, which runs a kernel's threads."""
     sources = (EMULATOR / "emulator.cc", EMULATOR / "emulator.h", gpu_build.SOURCES / "params.h")
     return _compiled("emulator", ".o", sources, *FLAGS, "-O1", "-c", str(sources[0]))
 
 
 def compile_with(machine: Machine):
-    """For custom_calls.gpu.compile.image: the image is the path of a library."""
+    """The compiler that custom_calls.gpu.compile.image calls for emulated devices. The image that it writes is the path
+    of a library.
+    """
 
     def compile_kernel(folder: Path, out: Path, architecture: str) -> None:
         sources = (*sorted(folder.iterdir()), *(EMULATOR / name for name in ("kernel.cc", "emulator.h", "port_host.h")))
@@ -102,7 +106,7 @@ def compile_with(machine: Machine):
 def make_session(
     config: ModelConfig, weights, *, compute: str = "float32", machine: Machine = SMALL, mesh=None, **options
 ):
-    """As small.make_session, on emulated GPUs."""
+    """A session of `config` on emulated GPUs with all weights packed. options: those of GpuSession."""
     stored = weights["tok_embeddings"].dtype.name
     source = types.SimpleNamespace(
         config=config, precision=Precision(param=stored, compute=compute), stored_dtype=stored
@@ -111,7 +115,7 @@ def make_session(
 
 
 def open_session(plan: Plan, weights, *, machine: Machine = SMALL, mesh=None, **options) -> GpuSession:
-    """Of any plan, with all weights packed."""
+    """A session of any plan on emulated GPUs with all weights packed. options: those of GpuSession."""
     if REAL:
         options["platform"] = REAL
     else:
@@ -124,23 +128,23 @@ def open_session(plan: Plan, weights, *, machine: Machine = SMALL, mesh=None, **
 
 
 def make_available(patch: pytest.MonkeyPatch) -> None:
-    """Lets engines use backend cuda: emulated devices are unknown to JAX."""
+    """Makes backend cuda available to engines, although JAX does not know emulated devices."""
     if not REAL:
         patch.setattr(CudaBackend, "unavailable", classmethod(lambda cls, source: None))
 
 
 def engine_options() -> dict:
-    """Of an engine on backend cuda."""
+    """Options of an engine with backend cuda, by which it runs on emulated devices unless the tests use a real GPU."""
     return {} if REAL else {"machine": SMALL, "compile_with": compile_with(SMALL), "driver": driver()}
 
 
 def allocations() -> int:
-    """Of emulated memory, that have not been released."""
+    """Number of allocations of the emulated driver that have not been released."""
     return _count("emulated_allocations")
 
 
 def launches() -> int:
-    """Of emulated kernels, so far."""
+    """Number of emulated kernels launched so far."""
     return _count("emulated_launches")
 
 

@@ -1,4 +1,4 @@
-"""A small model of eight lanes with random weights, and what the engine's tests ask of it."""
+"""A small model of eight lanes with random weights, and the samplings and clients of the engine's tests."""
 
 import functools
 import threading
@@ -33,9 +33,11 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 @functools.cache
 def model(mesh=None, precision=None, dtype="float32", **changes):
-    """Random weights, large enough for logits that differ; made on one device, whose programs all meshes share."""
+    """A model with random weights, large enough for logits that differ. changes: fields of its config. One device makes
+    the weights for every mesh, so that all meshes share the compiled programs.
+    """
     made = laneformer.Laneformer.init(CONFIG.replace(**changes), 5)
-    rates = (".decay", ".step")  # at eight times as much a state would keep all or nothing
+    rates = (".decay", ".step")  # with eight times these weights a state would keep everything or nothing
     weights = {
         path: (8 * w if w.ndim > 1 and not path.endswith(rates) else w).astype(dtype)
         for path, w in made.weights().items()
@@ -47,13 +49,13 @@ def model(mesh=None, precision=None, dtype="float32", **changes):
 
 
 def run_clients(run: Callable[..., None], clients: Sequence[tuple]) -> None:
-    """Calls run(*client) for all clients at once, each in a thread."""
+    """Calls run(*client) for all clients at the same time, each in its own thread. Asserts that none raises."""
     errors = []
 
     def run_one(client):
         try:
             run(*client)
-        except BaseException as error:  # for the main thread
+        except BaseException as error:  # the main thread reports it
             errors.append(error)
 
     threads = [threading.Thread(target=run_one, args=(client,)) for client in clients]

@@ -1,4 +1,4 @@
-"""Small problems in the forms of the published files, with answers."""
+"""Small programming problems in the formats of HumanEval and MBPP, with solutions."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What the tests of GPU kernels share."""
+"""Plans, weights and checks that the tests of GPU kernels share."""
 
 import dataclasses
 import types
@@ -31,7 +31,9 @@ AMD = Machine(warp_size=64, ctas=8, warps=2, shared_bytes=65_536, bulk_copies=Fa
 
 
 def some(cases, fast, slow=()):
-    """Cases as parameters; all but the fast and the slow ones are exhaustive, since each compiles a kernel."""
+    """Cases as parameters. Each compiles a kernel, so cases that are neither in `fast` nor in `slow` are marked
+    exhaustive.
+    """
     return [
         pytest.param(
             *(case if isinstance(case, tuple) else (case,)),
@@ -43,17 +45,17 @@ def some(cases, fast, slow=()):
 
 
 def compressed(sizes: dict | None = None, **changes) -> dict:
-    """Of a config with compressed attention and one stream: entries that overlap and an index, others, and none. sizes:
-    others of the attention.
+    """Fields of a config with compressed attention (see COMPRESSED_SIZES) and one residual stream. sizes: changed
+    fields of the attention. changes: other fields of the config.
     """
     attention = CompressedAttention(**COMPRESSED_SIZES | (sizes or {}))
     return {"layout": "tp", "heads": 4, "num_key_value_heads": 1, "compressed_attention": attention} | changes
 
 
 def mixed_plan(**options) -> Plan:
-    """A model whose layers are of two kinds in turn: other heads, rotations, norms, biases, gates, sinks, activations,
-    windows and widths. Modules of one kind have a norm of their output; of the other, a norm over all heads, and biases
-    where no config has them.
+    """The plan of a model whose layers alternate between two kinds with different heads, rotations, norms, biases,
+    gates, sinks, activations, windows and widths. Modules of the first kind normalize their output. Layers of the
+    second kind have norms over all heads, and biases of gate and up, which no config has.
     """
     shared = {"lanes": 3, "layout": "dtp(1)", "num_hidden_layers": 4, "pre_norm_lane_agg": True}
     one = {"qkv_bias": True, "qk_norm": True, "rope_theta": 50.0, "sliding_window": 4, "swa_layers": (0,)}
@@ -79,13 +81,17 @@ def mixed_plan(**options) -> Plan:
 
 
 def plan_of_normed_sums(layout: str) -> Plan:
-    """Norms of the sums over the lanes in any layout; a config has them only where nothing but the sum is added."""
+    """A plan with norms of the sums over the lanes in any layout. A config can have them only in layouts that add
+    nothing but the sum.
+    """
     summed = small.make_config(layout="tp", norm_after="sum", lanes=3)
     return make_plan(decoder_ops(summed), summed.replace(layout=layout, norm_after=None).schedule)
 
 
 def weights_of(plan: Plan, dtype="float32", seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights of any plan, by path: vectors near 1 or, as biases, near 0; tables name each expert once."""
+    """Random weights of any plan, by path. Vectors are near 1, biases near 0; no row of a table names an expert
+    twice.
+    """
     rng = np.random.default_rng(seed)
 
     def draw(path: str, weight) -> np.ndarray:
@@ -101,24 +107,26 @@ def weights_of(plan: Plan, dtype="float32", seed: int = 0) -> dict[str, np.ndarr
 
 
 def of_config(config, dtype="float32", compute="float32") -> tuple[Plan, dict[str, np.ndarray]]:
-    """A plan and random weights of that dtype."""
+    """The plan of a config and random weights of this dtype."""
     source = types.SimpleNamespace(config=config, precision=Precision(param=dtype, compute=compute), stored_dtype=dtype)
     return plan_of(source), small.make_weights(config, dtype)
 
 
 def state_of(plan: Plan, capacity: int) -> State:
-    """As small.make_state, for any plan."""
+    """An empty state of any plan for `capacity` positions."""
     return State.of(jnp.zeros(plan.ops.vocab_size, jnp.uint8), custom_calls.empty_layers(plan, capacity))
 
 
 def jitted(session, mesh=None, **sizes):
-    """decode(inputs, state) with the state donated; it returns once the device has finished."""
+    """A function (inputs, state) -> (outputs, state) of a session, to which the state is donated. It returns once the
+    device has finished.
+    """
     function = jax.jit(partial(custom_calls.decode, session, mesh=mesh, **sizes), donate_argnums=1)
     return lambda inputs, state: jax.block_until_ready(function(inputs, state, session.operands))
 
 
 def logits_of(session, ids: list[int], drawn: int = 4, mesh=None, room: int = 64):
-    """Outputs with the logits of the last token and drawn ones. room: positions of the caches."""
+    """Outputs of a greedy call that draws `drawn` tokens, with the logits of each. room: positions of the caches."""
     outputs, _ = jitted(session, mesh, room=drawn, logits=True)(
         small.make_inputs(ids, drawn), state_of(session.plan, room)
     )
@@ -127,7 +135,9 @@ def logits_of(session, ids: list[int], drawn: int = 4, mesh=None, room: int = 64
 
 
 def answer(config, room: int, call, ids, sizes, drawn=3, state=None, start=0, **options):
-    """Logits and tokens that follow a prompt in calls of these sizes, and the state behind them. room: of the calls."""
+    """Logits and tokens that follow a prompt, and the state after them. sizes: number of prompt tokens in each call.
+    room: size of the calls' prompt array.
+    """
     state = small.make_state(config, 128) if state is None else state
     for n, size in enumerate(sizes):
         limit = drawn if n == len(sizes) - 1 else 1
@@ -138,7 +148,9 @@ def answer(config, room: int, call, ids, sizes, drawn=3, state=None, start=0, **
 
 
 def check_devices(config, weights, room: int, call) -> None:
-    """Two devices have the bits of one, under random delays. call: of a session of one device with as many CTAs."""
+    """Asserts that two devices with random delays give the same bits as one. call: that of a session on one device with
+    the same number of CTAs.
+    """
     ids, axes = small.prompt_of(config, 18), (jax.sharding.AxisType.Auto,) * 2
     mesh = jax.make_mesh((1, 2), ("data", "lane"), axis_types=axes, devices=jax.devices()[:2])
     half = dataclasses.replace(emulated.SMALL, ctas=4)
@@ -149,8 +161,10 @@ def check_devices(config, weights, room: int, call) -> None:
 
 
 def check_drafts(config, room: int, call, several, prompt: int) -> None:
-    """Right ones, wrong ones and those of every third place change no bit; nor do they leave a trace, for the text then
-    continues in a session of one row, whose call is `call`. several: a session of several rows; prompt: its tokens.
+    """Asserts that drafts change no bit of an answer, whether they are correct, wrong, or wrong at some places, and
+    that its text continues with the same bits in a session with one row.
+
+    call: that of the session with one row. several: a session with several rows. prompt: length of the prompt.
     """
     ids, drafting = small.prompt_of(config, prompt), jitted(several, room=room, logits=True)
     expected, state = answer(config, room, call, ids, [prompt], 25)
@@ -171,7 +185,9 @@ def check_drafts(config, room: int, call, several, prompt: int) -> None:
 
 
 def check_texts_of_the_cpu(config, weights, room: int, call) -> None:
-    """A text that the CPU kernel has kept continues in `call`, and the other way round: both keep the same arrays."""
+    """Asserts that `call` continues a text from the CPU kernel's state, and the CPU kernel one from the state of
+    `call`: both kernels keep the same arrays.
+    """
     cpu = small.jitted(small.make_session(config, weights, threads=1), room=room, logits=True)
     for size in (5, 16, 33, 47):
         ids = small.prompt_of(config, size)
@@ -184,7 +200,9 @@ def check_texts_of_the_cpu(config, weights, room: int, call) -> None:
 
 
 def check(plan: Plan, weights: dict, tolerance: float = 1e-4, ids=(3, 1, 4, 1, 5), room: int = 64, **options):
-    """Its logits are those of the interpreter, with the dequantized weights; returns the outputs."""
+    """Asserts that a session of the plan gives the interpreter's logits for the dequantized weights. Returns the
+    outputs.
+    """
     exact = {path: w.dequantize(np.float32) if isinstance(w, Quantized) else w for path, w in weights.items()}
     if any(isinstance(w, Quantized) for w in weights.values()):
         options["codes"] = CodesChoice.of(plan, weights.items())
@@ -195,7 +213,7 @@ def check(plan: Plan, weights: dict, tolerance: float = 1e-4, ids=(3, 1, 4, 1, 5
 
 
 def same(a, b) -> bool:
-    """Whether two results are equal in every bit that is defined: rows of tokens that were drawn."""
+    """Whether two calls' outputs are equal in every defined bit: the status, and the rows of drawn tokens."""
     count = int(a.status[0])
     cut = [
         [x[:count] for x in (r.tokens, r.logprobs, r.top_tokens, r.top_logprobs, r.logits)] + [r.status] for r in (a, b)
@@ -217,7 +235,9 @@ def with_scales_of(dtype: str):
 
 
 def with_groups_of(columns: int | None):
-    """Other groups of a row, or one, whose scales are bfloat16 or those of the first groups."""
+    """A change of a record: groups of this many columns with random bfloat16 scales, or for None one group per row with
+    the scale of its first group.
+    """
 
     def changed(record: Quantized) -> Quantized:
         if columns is None:
@@ -230,13 +250,13 @@ def with_groups_of(columns: int | None):
 
 
 def with_rows_of_16(record: Quantized) -> Quantized:
-    """Groups of 16 rows, whose scales are float16."""
+    """The record with groups of 16 rows, which have random float16 scales."""
     rows = -(-record.shape[-2] // 16)
     scales = np.random.default_rng(2).uniform(0.001, 0.01, (*record.shape[:-2], rows, 1)).astype(np.float16)
     return dataclasses.replace(record, scales=scales, group=(16, record.columns))
 
 
-WAYS = {  # kind, what shares a scale, a change of the record
+WAYS = {  # kind, weights that share a scale, change of the record
     "int8": ("int8", "row", None),
     "int8 group 32": ("int8", 32, None),
     "int4": ("int4", 32, None),
@@ -262,7 +282,9 @@ def rounded(weights: np.ndarray, way: str) -> Quantized:
 
 
 def packed(record: Quantized, tiling: Tiling) -> tuple:
-    """Lines, the number of each weight in them from 1 on, the rows' factors and these as they are dealt."""
+    """Lines of a matrix's codes, the number of the weight at each of their places (from 1, 0 for padding), and the
+    factors of the rows in the matrix's order and in the tiling's.
+    """
     format, header = tiling.format, Header(record.kind, record.group, record.columns)
 
     @jax.jit
@@ -281,7 +303,7 @@ def packed(record: Quantized, tiling: Tiling) -> tuple:
 
 
 REFUSED = {
-    "more prompt than there is": small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0, 0], np.int32)),
+    "a prompt longer than its array": small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0, 0], np.int32)),
     "a token beyond the vocabulary": small.make_inputs([1, 40], 4),
     "a negative token": small.make_inputs([-1], 4),
     "no token to draw": small.make_inputs([1], 0),
@@ -291,8 +313,8 @@ REFUSED = {
 
 
 def fail_often(session, config, monkeypatch) -> None:
-    """Each CTA in turn pauses in the middle of a call, at two places, and resumes once the others have timed out: all
-    emitted tokens are right.
+    """Pauses each CTA in two calls until the others have timed out. Asserts that such a call fails, and that all tokens
+    that it has emitted are correct.
     """
     call = jitted(session, room=ROOM)
     ctas = config.num_lanes * session.layout.ctas

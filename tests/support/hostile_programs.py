@@ -1,9 +1,9 @@
-"""Wrong programs that try to pass, and programs that try to reach out of their sandbox."""
+"""Wrong programs that try to pass their tests, and programs that try to escape from their sandbox."""
 
-# ruff: noqa: E501  programs keep their lines
+# ruff: noqa: E501  lines of programs are not wrapped
 
 SECRET = "8675309"
-"""In the test of `FORGERIES`; a program that knows it has read its test."""
+"""Constant in the test of FORGERIES. A program that returns it has read its test."""
 CHECK = f"""
 import math
 def check(candidate):
@@ -14,7 +14,7 @@ check(f)
 """
 RIGHT = f"def f(x): return [1, x + 0.5, {SECRET!r}]\n"
 
-# Every operator is true, every function returns the object itself.
+# A class whose comparisons are all true, and whose other operators return the object itself.
 LIAR = """
 class Liar{base}:
     def __eq__(self, other): return True
@@ -28,7 +28,7 @@ class Liar{base}:
     __sub__ = __rsub__ = __add__ = __radd__ = __mul__ = __abs__ = __round__ = __iter__ = __call__
     {more}
 """
-# Sends a text to every open file but the standard ones.
+# A function that writes texts to all open files except the standard ones.
 SPRAY = """
 import os, struct
 def spray(*texts):
@@ -178,7 +178,7 @@ FORGERIES = {
     ),
 }
 
-# (program, context, test) that share names with the tests.
+# (program, context, test): programs that use or change names of their tests.
 NAMES = {
     "module of the test": (
         LIAR.format(base="", more="") + "math = Liar()\nf = lambda x: 0",
@@ -230,7 +230,7 @@ NAMES = {
     ),
 }
 
-# Each asserts that what it tries fails. MARK and PORT are filled in.
+# Programs that assert that what they try fails. The test fills in {mark}, {pid} and other names in braces.
 CALL = """
 import ctypes, errno, os
 libc = ctypes.CDLL(None, use_errno=True)

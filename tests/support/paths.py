@@ -1,4 +1,4 @@
-"""Where the tests find the project, their data and Python."""
+"""Paths of the project and of the tests' data, and the Python command that tests run."""
 
 import sys
 from pathlib import Path
@@ -9,6 +9,6 @@ ORACLE = TESTS / "oracle"
 DENSE = TESTS / "dense"
 MOE = TESTS / "moe"
 
-# Python for whole commands: warnings are errors, but for JAX's of a compiled program that another thread or process is
-# still writing to the shared folder, which it then compiles itself.
+# Python for whole commands: all warnings are errors except one. JAX warns when it cannot read a program from the shared
+# compilation cache because another thread or process is still writing it, and then compiles the program itself.
 PYTHON = (sys.executable, "-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")

@@ -1,4 +1,5 @@
-"""Runs a plan's words in float64 NumPy: what any decode kernel must compute, from what it is given and nothing else.
+"""An interpreter of a plan's words in float64 NumPy. It reads only what a decode kernel receives, and computes what
+every decode kernel must compute.
 
 All positions are computed together. Shapes: s positions, d channels of a stream, e head_dim.
 """
@@ -44,8 +45,8 @@ ACTIVATIONS = {
 
 
 class Interpreter:
-    """words, floats: of a Plan. arrays: each weight by its number, as in the table of laneformer/weights.py; only those
-    of matrices are read. small: the array of small weights.
+    """words, floats: those of a Plan. arrays: the weights by their numbers in the plan, in the shapes of the table of
+    laneformer/weights.py; only matrices are read. small: the array of small weights, float32.
     """
 
     def __init__(self, words: np.ndarray, floats: np.ndarray, arrays: Sequence[np.ndarray], small: np.ndarray):
@@ -53,10 +54,10 @@ class Interpreter:
         assert small.shape == (size,)
         self.arrays, self.small = arrays, small.astype(np.float64)
         self.routes: list[np.ndarray] = []
-        """Experts that `logits` has chosen, [s, used], of each module and lane with a softmax over them."""
+        """Experts that `logits` has chosen, [s, used], for each module and lane whose router is a softmax."""
 
     def logits(self, ids: Sequence[int]) -> np.ndarray:
-        """[s, vocab]."""
+        """Logits [s, vocab] of a sequence."""
         ops, self.ids = self.plan.ops, list(ids)
         embedded = self.matrix(ops.embedding, 0)[self.ids]
         if ops.head.gather:
@@ -70,7 +71,7 @@ class Interpreter:
             return self.norm(modules[m].sum_norm, 0, total) if modules[m].sum_norm else total
 
         def join(m: int, streams: np.ndarray, total: np.ndarray) -> np.ndarray:
-            """[lanes, s, streams, d]."""
+            """Mixes the streams [lanes, s, streams, d] and adds a module's sum [s, d] to them."""
             gather, joined = modules[m].ops[0], []
             for lane, x in enumerate(streams):
                 _, post, between = self.mixture(gather, lane, x)
@@ -82,7 +83,7 @@ class Interpreter:
         return self.head(run_schedule(self.plan.schedule, streams, module, norm_sum, joins))
 
     def module(self, ops: Sequence[Op], lane: int, x: np.ndarray) -> np.ndarray:
-        """A lane's output [s, d] from its stream [s, d], or from several [s, streams, d]."""
+        """Output [s, d] of a module on one lane, from the lane's stream [s, d] or streams [s, streams, d]."""
         values = {Value.STREAM: x}
         for op in ops:
             if isinstance(op, GatherStreams):
@@ -136,7 +137,7 @@ class Interpreter:
         return y if matrix.bias is None else y + self.vector(matrix.bias, lane, expert)
 
     def route(self, op: Route, lane: int, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers of the experts of each position, and their shares, both [s, used]."""
+        """Numbers of each position's experts and their shares, both [s, used]."""
         logits = self.rows(op.matrix, lane, x if op.norm is None else self.norm(op.norm, lane, x))
         numbers = np.argsort(-logits, -1, kind="stable")[:, : op.used]
         odds = np.exp(logits - logits.max(-1, keepdims=True))
@@ -170,7 +171,9 @@ class Interpreter:
         return np.einsum("sm,smd->sd", self.mixture(op, lane, x)[0], x)
 
     def mixture(self, op: GatherStreams, lane: int, x: np.ndarray) -> list[np.ndarray]:
-        """What is read of each stream [s, m] and, in a module, written to each [s, m] and between them [s, m, m]."""
+        """Factors by which the streams are read [s, m] and, except in the head, factors on the module's sum in each
+        stream [s, m] and factors that mix the streams [s, m, m].
+        """
         flat, m = x.reshape(len(x), -1), op.count
         rows = self.rows(op.mix, lane, flat / np.sqrt((flat**2).mean(-1, keepdims=True) + op.norm_eps))
         factors, offsets = self.vector(op.factors, lane), self.vector(op.offsets, lane)
@@ -190,12 +193,14 @@ class Interpreter:
         return [read, 2 / (1 + np.exp(-post)), between]
 
     def blocks(self, op: Product, lane: int, x: np.ndarray) -> np.ndarray:
-        """Head by head."""
+        """Products of a block matrix with the columns of x that belong to each block, concatenated."""
         own = [x[:, n * op.blocks.step :][:, : op.columns] for n in range(op.blocks.count)]
         return np.concatenate([self.product(op, lane, x, n) for n, x in enumerate(own)], -1)
 
     def experts(self, op: Product, lane: int, x: np.ndarray, numbers: np.ndarray, shares: np.ndarray) -> np.ndarray:
-        """Position by position, expert by expert."""
+        """Products of each position with its experts' matrices: summed by their shares [s, d], or concatenated in the
+        order of the experts.
+        """
         width = op.columns if op.chosen.summed else 0
         found = [
             [
@@ -224,7 +229,7 @@ class Interpreter:
         distance = np.arange(s)[:, None] - np.arange(s)
         seen = (distance >= 0) & (distance < (s if op.window is None else op.window))
         scores = np.where(seen, op.scale * np.einsum("she,the->hst", q, k), -np.inf)
-        if op.sinks is not None:  # keys without values
+        if op.sinks is not None:  # scores that belong to no value
             sinks = np.broadcast_to(self.vector(op.sinks, lane)[:, None, None], (op.heads, s, 1))
             scores, v = np.concatenate([sinks, scores], -1), np.concatenate([np.zeros_like(v[:1]), v])
         weights = np.exp(scores - scores.max(-1, keepdims=True))
@@ -245,13 +250,15 @@ class Interpreter:
         return np.einsum("hst,tc->shc", weights, latents[:, : op.rank]).reshape(s, -1)
 
     def compressed(self, op: CompressedKeep, lane: int, projected: np.ndarray) -> tuple[np.ndarray | None, ...]:
-        """The vectors of all positions, the entries that are complete, and the keys of these in the index."""
+        """The vectors of all positions, the complete entries, and the index keys of these entries. The last two are
+        None for an attention without them.
+        """
         vectors = self.norm(op.norm, lane, projected[:, : op.channels])
         made = [own and self.entries(own, lane, projected) for own in (op.entries, op.index_keys)]
         return self.cached(rotate_last(op.rotary, vectors, np.arange(len(vectors)))), *made
 
     def entries(self, op: Compressor, lane: int, projected: np.ndarray) -> np.ndarray:
-        """[entries, channels]."""
+        """The complete entries of a compressor, [entries, channels]."""
         own = projected[:, op.first : op.first + 2 * op.width]
         biases = self.vector(op.biases, lane).reshape(op.ratio, op.width)
         x, gates = own[:, : op.width], own[:, op.width :] + np.resize(biases, (len(own), op.width))
@@ -267,7 +274,7 @@ class Interpreter:
         return self.cached(rotate_last(op.rotary, entries, op.ratio * np.arange(len(entries))))
 
     def attend_to_entries(self, op: CompressedAttend, lane: int, values, vectors, entries, index_keys) -> np.ndarray:
-        """Position by position."""
+        """Output of compressed attention [s, heads * channels], computed position by position."""
         heads, at, out = values[Value.QUERIES].reshape(len(vectors), op.heads, -1), np.arange(len(vectors)), []
         q = heads / np.sqrt((heads**2).mean(-1, keepdims=True) + op.norm_eps)
         q, sinks = rotate_last(op.rotary, q, at), self.vector(op.sinks, lane)
@@ -319,18 +326,18 @@ class Interpreter:
         return (o * z / (1 + np.exp(-z))).reshape(s, -1)
 
     def cached(self, x: np.ndarray) -> np.ndarray:
-        """Keys or values as the cache keeps them, the newest ones too."""
+        """Keys or values rounded to the cache's dtype. A kernel rounds those of the newest position too."""
         dtype = self.plan.cache_dtype
         return x if dtype is Dtype.float32 else x.astype(np.float32).astype(dtype.name).astype(np.float64)
 
     def head_norm(self, norm: Norm | None, lane: int, heads: np.ndarray) -> np.ndarray:
-        """Heads [s, heads, e] under their norm: of each, or of all together."""
+        """Normalizes heads [s, heads, e]: each head separately, or all heads together if the gain covers them all."""
         if norm is None:
             return heads
         return self.norm(norm, lane, heads.reshape(len(heads), -1, *norm.gain.shape)).reshape(heads.shape)
 
     def head(self, streams: np.ndarray) -> np.ndarray:
-        """Logits [s, vocab] from the streams [lanes, s, d]."""
+        """Logits [s, vocab] from the streams [lanes, s, d], or [lanes, s, streams, d] with several streams."""
         head, lanes = self.plan.ops.head, range(self.plan.ops.lanes)
         if head.gather is not None:
             streams = np.stack([self.gathered(head.gather, lane, x) for lane, x in enumerate(streams)])
@@ -356,7 +363,7 @@ class Interpreter:
 
 
 def rotate(rotary: Rotary, x: np.ndarray) -> np.ndarray:
-    """x [s, heads, e]."""
+    """Rotates the channels of x [s, heads, e] by pairs, at positions 0 to s - 1."""
     angles = np.arange(len(x))[:, None, None] * np.array(rotary.frequencies)
     cos, sin = rotary.factor * np.cos(angles), rotary.factor * np.sin(angles)
     even, odd = x[..., 0::2], x[..., 1::2]
@@ -364,7 +371,7 @@ def rotate(rotary: Rotary, x: np.ndarray) -> np.ndarray:
 
 
 def rotate_last(rotary: Rotary, x: np.ndarray, at: np.ndarray | int) -> np.ndarray:
-    """The last channels of x [s, ..., e] at these positions [s], or of x [..., e] at one."""
+    """Rotates the last channels of x [s, ..., e] at the positions `at` [s], or those of x [..., e] at one position."""
     first, at = x.shape[-1] - 2 * len(rotary.frequencies), np.asarray(at)
     turns = np.exp(1j * at.reshape(*at.shape, *[1] * (x.ndim - at.ndim)) * np.array(rotary.frequencies)) * rotary.factor
     turned = (x[..., first::2] + 1j * x[..., first + 1 :: 2]) * turns
@@ -379,9 +386,11 @@ def run_schedule(
     norm_sum: Callable[[int, np.ndarray], np.ndarray] = lambda m, total: total,
     join: Callable[[int, np.ndarray, np.ndarray], np.ndarray] | None = None,
 ) -> np.ndarray:
-    """Streams [lanes, ..., d] before the final norm; module(m, x) is the output of module m on every lane, and
-    norm_sum(m, total) the norm of the sum over the lanes that it completes, where it has one. join(m, x, total): x with
-    that sum, where it is not added.
+    """Streams [lanes, ..., d] before the final norm, from the embedded streams x.
+
+    module(m, x): output of module m on every lane. norm_sum(m, total): the sum over the lanes that module m completes,
+    after its norm if it has one. join(m, x, total): x after this sum has landed, for models with several streams, in
+    which it is not just added.
     """
     modules, outputs, kept = len(table.events) - 1, {}, {}
     for time, events in enumerate(table.events):
@@ -395,7 +404,7 @@ def run_schedule(
                 x = x + event.weight * outputs[event.module]
                 continue
             total = table.sums[event.payload]
-            assert total.complete_at <= time, "it lands before it is complete"
+            assert total.complete_at <= time, "the sum lands before it is complete"
             share = sum(weight * outputs[m][..., : total.width] for m, weight in total.parts)
             if total.stream_mean:
                 mean = norm_sum(total.complete_at, (share + kept[event.payload] / len(x)).sum(0))
@@ -411,12 +420,12 @@ def run_schedule(
 
 
 def interpret(plan: Plan, weights: dict[str, np.ndarray], ids: Sequence[int]) -> np.ndarray:
-    """Logits [s, vocab] of a plan with these weights, by path: its own, or those of the table."""
+    """Logits [s, vocab] of a plan. weights: by the plan's paths, or by those of the table in laneformer/weights.py."""
     return interpreter(plan, weights).logits(ids)
 
 
 def interpreter(plan: Plan, weights: dict[str, np.ndarray]) -> Interpreter:
-    """weights: as of `interpret`."""
+    """An Interpreter of a plan. weights: as in `interpret`."""
     weights = {own: array for path, weight in weights.items() for own, array in plan.parts(path, weight).items()}
     small = np.zeros(plan.small_size, np.float32)
     for path in plan.places:

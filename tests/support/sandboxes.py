@@ -1,4 +1,4 @@
-"""Sandboxes of each level that this machine can run."""
+"""Sandboxes of the levels that this machine supports, and runs of programs in them."""
 
 import shutil
 from functools import cache
@@ -14,7 +14,7 @@ ISOLATING = ("bwrap", "unshare")
 
 @cache
 def usual_level() -> str:
-    """The level auto; resource limits where this machine isolates nothing."""
+    """The level "auto", or "rlimits" if this machine supports no level that isolates programs."""
     try:
         Sandbox().close()
     except ConfigError:
@@ -23,7 +23,9 @@ def usual_level() -> str:
 
 
 def open_sandbox(level: str) -> Sandbox:
-    """A sandbox of a level. Bubblewrap must work if it is installed; a machine may forbid unshare. Skips otherwise."""
+    """A sandbox of a level. Skips the test if bubblewrap is not installed or the machine forbids unshare. A bubblewrap
+    that is installed must work.
+    """
     if level == "bwrap" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     try:
@@ -35,11 +37,11 @@ def open_sandbox(level: str) -> Sandbox:
 
 
 def verdict(box: Sandbox, solution: str, test: str = "", limits: Limits = LIMITS) -> tuple[str, str]:
-    """The verdict and the error of a program."""
+    """Runs a program and returns its verdict and its error."""
     outcome = box.run(solution, test, limits)
     return outcome.verdict, outcome.error
 
 
 def attack(box: Sandbox, code: str, limits: Limits = LIMITS) -> None:
-    """Runs code that must run to its end; it asserts that what it tries fails."""
+    """Runs code that itself asserts that its attacks fail, and asserts that it ends normally."""
     assert verdict(box, code, "", limits) == ("passed", "")

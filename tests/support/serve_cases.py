@@ -1,4 +1,4 @@
-"""A server in a child process, as a user starts it, and a plain client, for the tests of `serve`."""
+"""A server in a child process, started as users start it, and a simple client, for the tests of `serve`."""
 
 import contextlib
 import http.client
@@ -20,7 +20,7 @@ JSON = {"Content-Type": "application/json"}
 class Server:
     """`python -m infer serve` on a free port."""
 
-    patience = 60  # seconds of a client for the next bytes
+    patience = 60  # seconds that a client waits for the next bytes
 
     def __init__(self, checkpoint, *args, key=None, program=("-m", "infer"), environment=os.environ):
         env = {**environment, **({"LANEFORMER_API_KEY": key} if key else {})}
@@ -32,15 +32,15 @@ class Server:
         self.port = int(found[1])
 
     def wait_until(self, status):
-        """Waits until /health has that status."""
-        ends = time.monotonic() + 300  # where other work is in the way
+        """Waits until GET /health returns this status code. Returns the server."""
+        ends = time.monotonic() + 300  # long enough for a busy machine
         while (answer := self.get("/health"))[0] != status:
             assert self.process.poll() is None and time.monotonic() < ends, answer
             time.sleep(0.02)
         return self
 
     def connect(self, method, path, body=None, headers=None):
-        """The connection and its open response."""
+        """Sends a request. Returns the connection and the response, whose body is still unread."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=self.patience)
         connection.request(method, path, body, headers or {})
         return connection, connection.getresponse()
@@ -49,7 +49,7 @@ class Server:
         return self.send("GET", path, None, headers)
 
     def send(self, method, path, body=None, headers=None):
-        """Status, body (parsed if it is JSON) and headers."""
+        """Sends a request. Returns the status code, the body (parsed if it is JSON) and the headers."""
         connection, response = self.connect(method, path, body, headers)
         with contextlib.closing(connection):
             data = response.read()
@@ -57,7 +57,7 @@ class Server:
             return response.status, json.loads(data) if is_json else data.decode(), response.headers
 
     def post(self, path, headers=None, **fields):
-        """Status and body."""
+        """Sends the fields as JSON. Returns the status code and the body."""
         return self.send("POST", path, json.dumps(fields), {**JSON, **(headers or {})})[:2]
 
     def complete(self, prompt, **fields):
@@ -67,7 +67,7 @@ class Server:
 
     @contextlib.contextmanager
     def stream(self, path="/v1/completions", headers=None, **fields):
-        """An iterator over the events: comments as text, parsed JSON, and "[DONE]"."""
+        """Sends a request for a stream. Yields an iterator over its events: comments as text, parsed JSON, "[DONE]"."""
         connection, response = self.connect(
             "POST", path, json.dumps({**fields, "stream": True}), {**JSON, **(headers or {})}
         )
@@ -77,7 +77,7 @@ class Server:
             yield events(response)
 
     def metric(self, name):
-        """The value of a metric, whose name includes its labels."""
+        """Value of a metric, 0 if the server does not report it. The name includes the labels."""
         found = re.search(rf"^laneformer_{re.escape(name)} (.*)$", self.get("/metrics")[1], re.MULTILINE)
         return 0.0 if found is None else float(found[1])
 
@@ -88,12 +88,12 @@ class Server:
             time.sleep(0.01)
 
     def children(self):
-        """Ids of the engine processes."""
+        """Process ids of the server's engines."""
         ids = [int(n) for n in Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()]
         return [n for n in ids if b"spawn_main" in Path(f"/proc/{n}/cmdline").read_bytes()]
 
     def end(self, number):
-        """Sends a signal; the exit code, the remaining output, and the seconds until the end."""
+        """Sends a signal. Returns the exit status, the remaining stderr, and the seconds until the server ended."""
         began = time.monotonic()
         self.process.send_signal(number)
         _, err = self.process.communicate(timeout=30)
@@ -105,7 +105,7 @@ class Server:
 
 
 def all_together(work, count):
-    """Runs work(number) in threads. Raises what any of them raised."""
+    """Runs work(number) for numbers below `count` in threads. Raises the first exception that one of them raised."""
     errors = []
 
     def run(number):
@@ -124,7 +124,7 @@ def all_together(work, count):
 
 
 def events(response):
-    """Reads server-sent events, each ended by an empty line."""
+    """Server-sent events of a response, each of which ends with an empty line."""
     while line := response.readline().decode():
         assert response.readline() == b"\n"
         line = line.removesuffix("\n")

@@ -1,4 +1,4 @@
-"""Several processes as one job, for tests: real ones, and ones that are threads here."""
+"""Jobs of several processes, for tests: real processes, and processes simulated in this one."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ def free_port() -> int:
 
 
 def environments(count: int) -> list[dict[str, str]]:
-    """Of the processes of a new job, on CPUs; each has one device unless it asks for more."""
+    """Environments of the processes of a new job on CPUs. Each process has one device unless it requests more."""
     flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "device_count" not in flag]
     everyone = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": " ".join(flags)}
     everyone |= {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
@@ -29,7 +29,7 @@ def environments(count: int) -> list[dict[str, str]]:
 
 
 def start(environment: dict[str, str], *command) -> subprocess.Popen:
-    """A Python process; what it writes can be read together."""
+    """Starts a Python process. Its stdout also receives what it writes to stderr."""
     return subprocess.Popen(
         [sys.executable, *map(str, command)],
         cwd=ROOT,
@@ -41,7 +41,7 @@ def start(environment: dict[str, str], *command) -> subprocess.Popen:
 
 
 class Store:
-    """The key-value store of a job, whose processes are threads here."""
+    """The key-value store of a job, in place of JAX's client, for processes simulated in this one."""
 
     def __init__(self):
         self.values, self.changed = {}, threading.Condition()
@@ -65,11 +65,11 @@ class Store:
 
 MESH = types.SimpleNamespace(
     devices=np.array([[types.SimpleNamespace(process_index=index) for index in range(2)]])
-)  # a device of each
+)  # one device of each of two processes
 
 
 def in_each(monkeypatch, make) -> list:
-    """make() as two processes of a job would call it, at the same point of their program."""
+    """Calls make() as each of two processes of a job, at the same point of their programs. Returns both results."""
     if not isinstance(processes.global_state.client, Store):
         monkeypatch.setattr(processes.global_state, "client", Store())
     made = []

@@ -1,4 +1,4 @@
-"""Answers of GPU kernels for several rows of a pass beside those of a kernel for one."""
+"""Comparisons of GPU sessions with several rows per pass to sessions with one row."""
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ EQUAL = [1.0] * MOST_ROWS
 
 
 class Model:
-    """A model with a session of one row and one of several, of which answers are compared."""
+    """A model with two sessions whose answers are compared: one with one row per pass, one with `rows`."""
 
     def __init__(self, plan, weights, rows=4, mesh=None, **options):
         self.plan, self.mesh, self.rows = plan, mesh, rows
@@ -22,8 +22,10 @@ class Model:
         self.calls = [jitted(session, mesh, room=ROOM, top=2, logits=True) for session in self.sessions]
 
     def answer(self, prompt, limit, *, rows, most=0, drafts=(), before=(), forced=(), cache=0.0, **options):
-        """Everything that a call leaves that counts. rows: 0 for the session of one, 1 for that of several. cache: what
-        the caches are full of before.
+        """All defined results of a call: outputs of the drawn tokens, status, seen tokens, and filled cache entries.
+
+        rows: 0 for the session with one row, 1 for the session with several. most: the most drafts in a pass. cache:
+        initial value of all cache entries.
         """
         session = self.sessions[rows]
         if rows:
@@ -46,7 +48,9 @@ class Model:
         return State(jax.device_put(state.seen, everywhere), *(jax.device_put(c, lanes) for c in state[1:]))
 
     def check(self, prompt, limit, **options):
-        """Drafts from the text, all right, and every third one wrong; returns the answer's tokens."""
+        """Asserts that both sessions give the same results without drafts, with drafts predicted from the text, with
+        correct drafts, and with drafts of which every third is wrong. Returns the answer's tokens.
+        """
         expected = self.answer(prompt, limit, rows=0, **options)
         tokens = expected[0][0].tolist()
         every_third = [(token + (n % 3 == 2)) % self.plan.ops.vocab_size for n, token in enumerate(tokens)]

@@ -1,4 +1,4 @@
-"""Small models for these tests: random weights for any config, packed for the kernel, and calls of it."""
+"""Small models for the tests of decode kernels: random weights for any config, sessions, and their calls."""
 
 import dataclasses
 import math
@@ -31,18 +31,20 @@ needs_library = pytest.mark.skipif(custom_calls.unavailable() is not None, reaso
 
 
 def make_config(*, lanes: int = 2, heads: int = 2, kv_heads: int = 1, ff: int = 9, **changes) -> ModelConfig:
-    """heads, kv_heads and ff are those of one lane. By default no size is a multiple of a vector's."""
+    """A config of a small model. heads, kv_heads and ff count one lane's. By default no size is a multiple of the
+    length of a vector.
+    """
     sizes = {"vocab_size": 40, "hidden_size": 20, "head_dim": 6, "num_hidden_layers": 3, "max_position_embeddings": 512}
     sizes |= {"num_lanes": lanes, "num_attention_heads": lanes * heads, "num_key_value_heads": lanes * kv_heads}
     return ModelConfig(**sizes | changes, intermediate_size=lanes * ff)
 
 
 def make_weights(config: ModelConfig, dtype="float32", seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights by path, large enough for logits a few units wide."""
+    """Random weights by path, large enough for logits that differ by a few units."""
     rng = np.random.default_rng(seed)
 
     def draw(path, parameter):
-        if parameter.below is not None:  # experts of each token
+        if parameter.below is not None:  # a table of the experts of each token
             rows, used = parameter.shape
             return rng.permuted(np.tile(np.arange(parameter.below), (rows, 1)), axis=1)[:, :used]
         normal = rng.standard_normal(parameter.shape)
@@ -59,13 +61,13 @@ def make_weights(config: ModelConfig, dtype="float32", seed: int = 0) -> dict[st
 
 
 def windowed_model() -> tuple[ModelConfig, dict[str, np.ndarray]]:
-    """Config and weights that calls of one session are tested with: lanes, a delay, and a window in one layer."""
+    """Config and weights of a model with three lanes, a delay of one module, and a window in one layer."""
     config = make_config(lanes=3, layout="dtp(1)", sliding_window=40, sliding_window_n_layers=1)
     return config, make_weights(config)
 
 
 def with_ops(plan: Plan, layer: int, attention: Iterable[Op], feed_forward: Iterable[Op], **fields) -> Plan:
-    """The plan with these ops in one layer, and other fields in its attention module."""
+    """The plan with other ops in one layer. fields: changed fields of that layer's attention module."""
     layers = [*plan.ops.layers]
     old = layers[layer]
     layers[layer] = dataclasses.replace(
@@ -77,14 +79,14 @@ def with_ops(plan: Plan, layer: int, attention: Iterable[Op], feed_forward: Iter
 
 
 def with_op(plan: Plan, layer: int, number: int, **fields) -> Plan:
-    """The plan with some fields of one op changed; number: among the layer's ops."""
+    """The plan with some fields of one op changed. number: index of the op in its layer."""
     ops, count = [*plan.ops.layers[layer].ops], len(plan.ops.layers[layer].attention.ops)
     ops[number] = dataclasses.replace(ops[number], **fields)
     return with_ops(plan, layer, ops[:count], ops[count:])
 
 
 def with_expert_biases(plan: Plan) -> Plan:
-    """Biases of the router and of all experts, gates and up rows with limits, as GPT-OSS has them."""
+    """The plan with biases of the routers and of all experts, and limits of the gate and up rows, as in GPT-OSS."""
 
     def biased(matrix: Matrix) -> Matrix:
         weight = matrix.weight
@@ -105,21 +107,21 @@ def with_expert_biases(plan: Plan) -> Plan:
 def make_session(
     config: ModelConfig, weights: dict[str, np.ndarray], *, compute: str = "float32", **options
 ) -> Session:
-    """options: of custom_calls.Session."""
+    """A session of the CPU kernel with all weights packed. options: those of custom_calls.Session."""
     session = open_session(config, weights["tok_embeddings"].dtype.name, compute, **options)
     pack_all(session, weights)
     return session
 
 
 def pack_all(session: Session, weights: dict[str, np.ndarray]) -> None:
-    """weights: of the table, by path."""
+    """Packs all weights, which are given by their paths in the table of laneformer/weights.py."""
     for path, weight in weights.items():
         for part, own in session.plan.parts(path, weight).items():
             session.pack(part, own)
 
 
 def open_session(config: ModelConfig, stored: str, compute: str = "float32", **options) -> Session:
-    """Without weights. stored: their dtype."""
+    """A session of the CPU kernel without weights. stored: dtype in which the weights are stored."""
     source = types.SimpleNamespace(
         config=config, precision=Precision(param=stored, compute=compute), stored_dtype=stored
     )
@@ -127,7 +129,7 @@ def open_session(config: ModelConfig, stored: str, compute: str = "float32", **o
 
 
 def mapped_session(config: ModelConfig, weights: dict[str, np.ndarray], folder: Path, **options) -> Session:
-    """With the matrices of a folder in bf12, which is written if it is empty."""
+    """A session of the CPU kernel that maps a folder's bf12 matrices. Writes the checkpoint if the folder has none."""
     if not (folder / "config.json").exists():
         model = Laneformer(config, {path: jnp.asarray(weight) for path, weight in weights.items()})
         save_hf(model, folder, weights="bf12")
@@ -146,7 +148,9 @@ def make_inputs(
     slot=0,
     **settings,
 ) -> Inputs:
-    """room: size of the prompt's array. settings: temperature, top_p, min_p, penalty."""
+    """Inputs of a call that draws up to `limit` tokens. room: size of the prompt's array. settings: temperature, top_p,
+    min_p, penalty.
+    """
     padded = np.zeros(room or len(prompt), np.int32)
     padded[: len(prompt)] = prompt
     values = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0} | settings
@@ -160,6 +164,7 @@ def make_inputs(
 
 
 def make_state(config: ModelConfig, capacity: int, dtype="float32", mesh=None) -> State:
+    """An empty state for `capacity` positions. dtype: that of its caches."""
     replicated = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     plan = make_plan(decoder_ops(config), config.schedule, cache_dtype=dtype)
     seen = jnp.zeros(config.vocab_size, jnp.uint8, device=replicated)
@@ -167,7 +172,7 @@ def make_state(config: ModelConfig, capacity: int, dtype="float32", mesh=None) -
 
 
 def jitted(session: Session, mesh=None, **sizes):
-    """decode(inputs, state) with the state donated."""
+    """A compiled function (inputs, state) -> (outputs, state) of a session, to which the state is donated."""
     return jax.jit(partial(custom_calls.decode, session, mesh=mesh, **sizes), donate_argnums=1)
 
 
@@ -178,11 +183,12 @@ def same(a, b) -> bool:
 
 
 def prompt_of(config: ModelConfig, length: int) -> list[int]:
+    """Random tokens, the same for each length."""
     return np.random.default_rng(length).integers(0, config.vocab_size, length).tolist()
 
 
 def reference_logits(config: ModelConfig, weights: dict[str, np.ndarray], ids) -> np.ndarray:
-    """Of tests/support/reference, float64 [s, vocab]."""
+    """Logits of tests/support/reference, float64 [s, vocab]."""
     table, arrays = parameter_table(config), {}
     for path, weight in weights.items():
         arrays[table[path].file_name] = (
@@ -198,12 +204,12 @@ def reference_logits(config: ModelConfig, weights: dict[str, np.ndarray], ids) -
 
 
 def interpreted_logits(config: ModelConfig, weights: dict[str, np.ndarray], ids) -> np.ndarray:
-    """Of the interpreter of plans, float64 [s, vocab]: what every decode kernel must compute."""
+    """Logits of the plan's interpreter, float64 [s, vocab], which every decode kernel must compute."""
     return interpret(make_plan(decoder_ops(config), config.schedule), weights, ids)
 
 
 def model_logits(config: ModelConfig, weights: dict[str, np.ndarray], ids, compute: str = "float32") -> np.ndarray:
-    """Of laneformer's model, float32 [s, vocab]."""
+    """Logits of the model in laneformer/, float32 [s, vocab]."""
     precision = Precision(param=weights["tok_embeddings"].dtype.name, compute=compute)
     model = Laneformer(config, {path: jnp.asarray(weight) for path, weight in weights.items()}, precision)
     return np.asarray(model(np.array([ids], np.int32))[0])

@@ -1,6 +1,4 @@
-"""Tiny models for the tests of this folder: config.json as a dict, random weights of the reference, and both made into
-a model.
-"""
+"""Tiny models for tests: a config.json as a dict, the reference's random weights, and models made of both."""
 
 import json
 from functools import cache
@@ -37,12 +35,12 @@ def values(**changes) -> dict:
 
 
 def config(**changes):
-    """The same as a checked ModelConfig."""
+    """A checked ModelConfig: BASE with some fields changed."""
     return config_from_hf(values(**changes))
 
 
 def token_ids(vocab: int, shape=(2, 12), seed: int = 0) -> np.ndarray:
-    """Random token ids, the last one of the vocabulary among them."""
+    """Random token ids, int32, which include the last id of the vocabulary."""
     ids = np.random.default_rng(seed).integers(0, vocab, shape)
     ids.flat[1] = vocab - 1
     return ids.astype(np.int32)
@@ -50,22 +48,22 @@ def token_ids(vocab: int, shape=(2, 12), seed: int = 0) -> np.ndarray:
 
 @cache
 def weights_of(text: str, seed: int) -> dict[str, np.ndarray]:
-    """The reference's random weights for a config.json given as text (which can be a key of the cache)."""
+    """The reference's random weights for a config.json. The config is a text so that it can be a key of the cache."""
     return reference.random_weights(json.loads(text), seed)
 
 
 def random_weights(values: dict, seed: int = 0) -> dict[str, np.ndarray]:
-    """Random weights under their file names. Do not change them in place."""
+    """The reference's random weights by their names in files. Do not change them in place, since calls share them."""
     return weights_of(json.dumps(values, sort_keys=True), seed)
 
 
 def model_of(values: dict, arrays: dict[str, np.ndarray], mesh=None, precision=None) -> Laneformer:
-    """The model of a config.json with weights under their file names (no files involved)."""
+    """The model of a config.json and of weights by their names in files. Reads no file."""
     config = config_from_hf(values)
     weights = {}
     for path, parameter in parameter_table(config).items():
         w = arrays[parameter.file_name]
-        if config.lm_head_type == "lane" and path == "lm_head":  # in files the lanes lie end to end
+        if config.lm_head_type == "lane" and path == "lm_head":  # files concatenate the lanes' columns
             w = np.stack(np.split(w, config.num_lanes, axis=1))
         assert w.shape == parameter.shape, path
         device = None if mesh is None else sharding(parameter.spec, parameter.shape, mesh)
@@ -86,7 +84,7 @@ def lowered(model: Laneformer, length: int = 8) -> str:
 
 
 def all_reduces(text: str) -> int:
-    """How many all-reduces a StableHLO text has."""
+    """Number of all-reduces in a StableHLO text."""
     return text.count("stablehlo.all_reduce")
 
 
@@ -98,7 +96,7 @@ def difference(a, b) -> float:
 
 
 def continue_greedily(model: Laneformer, prompt, count: int) -> list[int]:
-    """The `count` most likely next tokens by a prefill and cached single steps."""
+    """The `count` tokens of a greedy continuation, computed by a prefill and single steps with a cache."""
     cache = model.make_cache(1, len(prompt) + count)
     logits, cache = model.extend(np.asarray(prompt, np.int32)[None], cache, last_only=True)
     tokens = []

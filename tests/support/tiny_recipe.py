@@ -1,4 +1,4 @@
-"""A recipe that trains in a second, its corpus, and helpers to start, stop and read runs."""
+"""A recipe that trains in a second, its corpus, and helpers that start, stop and read runs."""
 
 import dataclasses
 import json
@@ -48,8 +48,8 @@ def tiny() -> TrainConfig:
 
 
 def phased() -> TrainConfig:
-    """Three phases: `tiny`; longer rows of whole documents with Muon and another window; a mixture with a
-    masked store.
+    """A recipe with three phases: `tiny`, then longer rows of whole documents with Muon and another window, then a
+    mixture with a masked store.
     """
     config = changed(tiny(), steps=20, validate_every=15, save_every=5)
     long = DataConfig(
@@ -82,7 +82,7 @@ def phased() -> TrainConfig:
 
 
 def changed(config: TrainConfig, **changes) -> TrainConfig:
-    """`config` with other values; section__option reaches into a section."""
+    """`config` with changed options. The name of an option in a section is section__option."""
     for name, value in changes.items():
         section, _, option = name.rpartition("__")
         config = dataclasses.replace(
@@ -99,9 +99,10 @@ def changed(config: TrainConfig, **changes) -> TrainConfig:
 def write_store(
     path: Path, *, seed: int = 0, tokenizer: bytes = TOKENIZER, vocab_size: int = 64, masked: bool = False, **options
 ) -> Path:
-    """Documents that count up in steps of 1 to 4: soon learned. Several shards, so that one can be damaged.
+    """Writes a store of documents that count up in steps of 1 to 4, which a model learns fast. It has several shards,
+    so that tests can damage one. Returns its path.
 
-    masked: only the last 40 of the 60 tokens of a document count.
+    masked: only the last 40 of a document's 60 tokens count in the loss.
     """
     random = np.random.default_rng(seed)
     with StoreWriter(
@@ -116,8 +117,8 @@ def write_store(
 
 
 def environment() -> dict[str, str]:
-    """Environment of a command: without settings of JAX's devices, with the tests' compilation cache and other flags of
-    XLA, so that both use the same programs.
+    """Environment of a command. It has no settings of JAX's devices, but the tests' compilation cache and other XLA
+    flags, so that both share compiled programs.
     """
     kept = (
         "JAX_PLATFORMS",
@@ -134,7 +135,7 @@ def environment() -> dict[str, str]:
 
 
 def start(run: Path, store: Path, *options: str, limit: str = "", recipe: str = RECIPE) -> subprocess.Popen:
-    """`python -m train` of the tiny recipe, or another, in a separate process. limit: for the shell's ulimit."""
+    """Starts `python -m train` of a recipe in a separate process. limit: arguments of the shell's ulimit."""
     command = [sys.executable, "-m", "train", recipe, "--run", str(run), "--data.path", str(store), *options]
     if limit:
         command = ["bash", "-c", f'ulimit {limit} && exec "$0" "$@"', *command]
@@ -144,13 +145,13 @@ def start(run: Path, store: Path, *options: str, limit: str = "", recipe: str = 
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of a process that ends by itself."""
+    """Waits until a process has ended. Returns its exit status, stdout and stderr."""
     out, err = process.communicate(timeout=300)
     return process.returncode, out, err
 
 
 def wait_until(process, condition, seconds=90):
-    """Polls until the condition holds; returns False if the process ends first."""
+    """Waits until the condition holds. Returns False if the process ends before that."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():
@@ -162,7 +163,7 @@ def wait_until(process, condition, seconds=90):
 
 
 def lines(run: Path) -> int:
-    """Records in metrics.jsonl so far."""
+    """Number of records in metrics.jsonl so far."""
     file = run / "metrics.jsonl"
     return file.read_bytes().count(b"\n") if file.exists() else 0
 
@@ -173,7 +174,7 @@ def saving(run: Path) -> bool:
 
 
 def kill_when(process, condition, number=signal.SIGKILL):
-    """Sends the process a signal once the condition holds -> exit status, stdout, stderr."""
+    """Sends the process a signal once the condition holds. Returns its exit status, stdout and stderr."""
     try:
         wait_until(process, condition)
         process.send_signal(number)
@@ -183,7 +184,7 @@ def kill_when(process, condition, number=signal.SIGKILL):
 
 
 def records(run: Path) -> list[dict]:
-    """Records of metrics.jsonl, without the times."""
+    """Records of metrics.jsonl, without durations and rates, which differ between runs."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [
         {k: v for k, v in record.items() if not k.endswith(("_seconds", "_per_second"))}
@@ -193,7 +194,7 @@ def records(run: Path) -> list[dict]:
 
 
 def losses(run: Path) -> list[float]:
-    """The loss of every step; asserts that no step is missing or there twice."""
+    """Losses of all steps. Asserts that metrics.jsonl contains each step exactly once."""
     steps = [line for line in records(run) if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
     return [line["loss"] for line in steps]

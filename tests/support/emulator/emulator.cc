@@ -125,7 +125,7 @@ void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* b
   const auto inside = [&](const void* read) { return read >= to && read < (char*)to + bytes; };
   for (const Fiber& reader : *all)
     if (reader.cta == self->cta && std::any_of(reader.reads, reader.reads + reader.num_reads, inside))
-      std::fprintf(stderr, "a bulk copy may overtake a read of what it overwrites\n"), std::abort();
+      std::fprintf(stderr, "a bulk copy may overwrite data before it has been read\n"), std::abort();
   if (((uintptr_t)to | (uintptr_t)from | bytes) % 16)
     std::fprintf(stderr, "a bulk copy is not aligned to 16 bytes\n"), std::abort();
   std::memset(to, 0xff, bytes);
@@ -170,7 +170,7 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
          0,
          {}};
     void** top = (void**)(((uintptr_t)f.stack + kStackBytes) & ~(uintptr_t)15);
-    *--top = nullptr;  // as if called: the stack is 8 bytes off a multiple of 16
+    *--top = nullptr;  // a function's stack starts 8 bytes off a multiple of 16
     *--top = (void*)body;
     for (int r = 0; r < 6; r++) *--top = nullptr;
     f.stack_pointer = top;

@@ -1,1 +1,1 @@
-"""Hugging Face files of the tests."""
+"""Hugging Face configs, weights and reference models for tests."""

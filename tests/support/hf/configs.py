@@ -1,4 +1,4 @@
-"""config.json of published mixtures of experts, with their published dimensions, and fields left out or null."""
+"""config.json of mixtures of experts with their published dimensions, and configs with missing or null fields."""
 
 from hypothesis import strategies as st
 
@@ -75,6 +75,6 @@ DROPPED = "dropped"
 
 
 def with_missing(draw, fields: dict) -> dict:
-    """Some of the fields left out, some null, the others as they are."""
+    """The fields without some of them and with some set to null, as Hypothesis draws. draw: draws from a strategy."""
     chosen = {name: draw(st.sampled_from([value, None, DROPPED])) for name, value in fields.items()}
     return {name: value for name, value in chosen.items() if value is not DROPPED}

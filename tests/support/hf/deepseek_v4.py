@@ -1,4 +1,4 @@
-"""DeepSeek-V4 in float64 NumPy, position by position, from the names and shapes of its files."""
+"""DeepSeek-V4 in float64 NumPy, computed position by position from weights with the names and shapes of its files."""
 
 import math
 
@@ -40,7 +40,7 @@ def frequencies(config: dict, ratio: int) -> np.ndarray:
 
 
 def turn(x, angles):
-    """The last channels of x [..., k], pair by pair."""
+    """Rotates the last channels of x [..., k] pair by pair. angles: radians of each pair."""
     size = 2 * len(angles)
     pairs = x[..., -size:].reshape(*x.shape[:-1], -1, 2)
     turned = (pairs[..., 0] + 1j * pairs[..., 1]) * np.exp(1j * angles)
@@ -54,7 +54,7 @@ class Model:
         self.w = {name: np.asarray(w, np.int64 if w.dtype.kind == "i" else np.float64) for name, w in tensors.items()}
 
     def __call__(self, ids) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Logits [s, v] of one sequence, and for each layer the experts of its tokens, [s, k]."""
+        """Logits [s, v] of one sequence, and the experts of its tokens [s, k] in each layer."""
         config, w, eps = self.config, self.w, self.config["rms_norm_eps"]
         x = np.repeat(w["embed.weight"][ids][:, None], config["hc_mult"], 1)
         routes = []
@@ -87,7 +87,7 @@ class Model:
         return pre, post, between
 
     def compressed(self, h, name, ratio, angle):
-        """The entries of all complete windows."""
+        """Entries [entries, size] of all complete windows of `ratio` positions."""
         x, gate = h @ self.w[f"{name}.wkv.weight"].T, h @ self.w[f"{name}.wgate.weight"].T
         size, found = len(self.w[f"{name}.norm.weight"]), []
         for first in range(0, len(h) - ratio + 1, ratio):

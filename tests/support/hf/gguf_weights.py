@@ -1,5 +1,5 @@
-"""The weights of a Hugging Face folder as a GGUF file has them, after the conversion scripts of llama.cpp
-(gpt_oss.py, qwen.py and deepseek.py in conversion/), for folders without packed weights.
+"""The weights of a Hugging Face folder as a GGUF file stores them, according to llama.cpp's conversion scripts
+(gpt_oss.py, qwen.py and deepseek.py in conversion/). The folder's weights must not be packed.
 """
 
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-NAMES = {  # of a layer's modules in a GGUF file -> in a Hugging Face folder
+NAMES = {  # a layer's modules: name in a GGUF file -> name in a Hugging Face folder
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -39,7 +39,7 @@ OUTSIDE = {
 
 
 class GgufWeights:
-    """values(tensor): float32 [sizes]."""
+    """A function of a GGUF tensor that returns its values, float32 [sizes]. config: that of the folder."""
 
     def __init__(self, folder: Path, config):
         self.config, self.read = config, {}
@@ -82,7 +82,9 @@ class GgufWeights:
         return self._hf(f"{prefix}.{NAMES[name]}.{kind}")
 
     def _gpt_oss(self, prefix: str, module: str) -> np.ndarray | None:
-        """Its own names: experts are one tensor [experts, inputs, outputs], where gate and up take turns."""
+        """A tensor that GPT-OSS names differently, else None. Its experts share one tensor [experts, inputs, outputs],
+        in which gate and up columns alternate.
+        """
         name, kind = module.rsplit(".", 1)
         match name:
             case "attn_sinks":
@@ -101,7 +103,7 @@ class GgufWeights:
         return self.read[name].astype(np.float32)
 
     def _qkvz(self, prefix: str) -> tuple[np.ndarray, np.ndarray]:
-        """q, k, v of all heads, and z; in the folder they follow each other for each key head."""
+        """Rows of q, k and v of all heads, and rows of z. The folder stores q, k, v and z of each key head together."""
         sizes, rows = self.config.delta_net, self._hf(f"{prefix}.linear_attn.in_proj_qkvz.weight")
         values = sizes.value_heads // sizes.key_heads * sizes.value_dim
         parts = np.split(
@@ -111,7 +113,7 @@ class GgufWeights:
         return np.concatenate([q, k, v]), z
 
     def _of_latents(self, prefix: str) -> tuple[np.ndarray, np.ndarray]:
-        """The matrices that make keys, transposed, and values, by head."""
+        """For each head, the transposed matrix that computes keys from latents, and the matrix that computes values."""
         sizes, rows = self.config.latent_attention, self._hf(f"{prefix}.self_attn.kv_b_proj.weight")
         by_head = rows.reshape(self.config.num_attention_heads, -1, rows.shape[-1])
         keys, values = np.split(by_head, [sizes.qk_nope_head_dim], 1)

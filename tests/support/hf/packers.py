@@ -1,5 +1,5 @@
-"""Writes quantized checkpoints as other tools publish them, from their descriptions alone: integers, scales and zero
-points in, tensors out. Bit by bit and slow; nothing here is shared with the code under test.
+"""Packs integers, scales and zero points into the tensors that quantization tools publish. Written from the formats'
+descriptions alone, it is slow and shares no code with the code under test.
 """
 
 import json
@@ -13,7 +13,9 @@ E8M0 = np.dtype(ml_dtypes.float8_e8m0fnu)
 
 
 def words_along(values: np.ndarray, bits: int, axis: int, places=None) -> np.ndarray:
-    """Unsigned integers as int32 words along an axis, padded with 0; places: of the integers in a word."""
+    """Packs unsigned integers of `bits` bits into int32 words along an axis, padded with 0. places: indices of a word's
+    integers, lowest bits first.
+    """
     per_word = 32 // bits
     values = np.moveaxis(values, axis, -1).astype(np.uint64)
     pad = -values.shape[-1] % per_word
@@ -29,11 +31,11 @@ class Matrix:
     """A matrix [out, in] that a tool has quantized."""
 
     weights: np.ndarray
-    """What it stands for, float64."""
+    """Dequantized weights, float64 [out, in]."""
     tensors: dict[str, np.ndarray]
-    """By suffix."""
+    """Tensors of the matrix in the file, by suffix."""
     metadata: dict[str, str] | None = None
-    """Of the file, by suffix."""
+    """Metadata of the matrix in the file, by suffix."""
 
 
 def group_of(columns: np.ndarray, group: int | None) -> np.ndarray:
@@ -41,7 +43,9 @@ def group_of(columns: np.ndarray, group: int | None) -> np.ndarray:
 
 
 def integers(rng, shape, bits: int, group: int | None, *, symmetric: bool, dtype, order: bool = False):
-    """Unsigned codes q [out, in], zeros [out, groups], scales [out, groups], group of each column, and the weights."""
+    """Random integer weights: codes [out, in], zeros [out, groups], scales [out, groups], group of each column [in],
+    and dequantized weights [out, in]. Codes and zeros are unsigned. order: shuffles the groups of the columns.
+    """
     rows, columns = shape
     index = group_of(np.arange(columns), group)
     if order:
@@ -75,13 +79,15 @@ def int_quantized(rng, shape) -> Matrix:
 
 
 def float8_codes(rng, shape) -> np.ndarray:
-    """Every number of E4M3, none of its NaN."""
+    """Random E4M3 numbers of all bit patterns except NaN."""
     codes = np.delete(np.arange(256, dtype=np.uint8), [0x7F, 0xFF])
     return rng.choice(codes, shape).view(E4M3)
 
 
 def float_quantized(rng, shape, strategy: str, suffix: str = "weight_scale", flat: bool = False) -> Matrix:
-    """strategy: block (of 128 x 128), channel or tensor. flat: scales without the axis of 1."""
+    """Random E4M3 weights with a float32 scale per block of 128 x 128, channel or tensor, according to `strategy`.
+    flat: stores the scales with one axis.
+    """
     rows, columns = shape
     block = {"block": (128, 128), "channel": (1, columns), "tensor": (rows, columns)}[strategy]
     grid = (-(-rows // block[0]), -(-columns // block[1]))
@@ -110,7 +116,9 @@ def float4(rng, shape, nvfp4: bool = False) -> Matrix:
 
 
 def e8m0_scales(weights: np.ndarray, rows: int, columns: int, largest: float) -> tuple[np.ndarray, np.ndarray]:
-    """Powers of two, float64, that bring each group of rows and columns to at most `largest`; and one per weight."""
+    """Scales, float64 powers of two, with which the largest code of each block of `rows` x `columns` weights is at most
+    `largest`. Returns one scale per block, and one per weight.
+    """
     height, width = weights.shape
     grid = np.empty((-(-height // rows), -(-width // columns)))
     for i in range(grid.shape[0]):
@@ -121,14 +129,16 @@ def e8m0_scales(weights: np.ndarray, rows: int, columns: int, largest: float) ->
 
 
 def deepseek_fp8(weights: np.ndarray) -> Matrix:
-    """DeepSeek V4's: E4M3 with E8M0 scales of 128 x 128 weights, of weights that are rounded to it."""
+    """Rounds weights to DeepSeek V4's FP8 format: E4M3 with an E8M0 scale per 128 x 128 weights."""
     grid, each = e8m0_scales(weights, 128, 128, 448)
     codes = (weights / each).astype(E4M3)
     return Matrix(codes.astype(np.float64) * each, {"weight": codes, "scale": grid.astype(E8M0)})
 
 
 def deepseek_fp4(weights: np.ndarray) -> Matrix:
-    """DeepSeek V4's experts: E2M1, two in a byte, with E8M0 scales of 32 columns."""
+    """Rounds weights to the FP4 format of DeepSeek V4's experts: two E2M1 codes per byte, with an E8M0 scale per 32
+    columns.
+    """
     grid, each = e8m0_scales(weights, 1, 32, 6)
     values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
     sizes = np.abs(np.abs(weights / each)[..., None] - values).argmin(-1)
@@ -171,7 +181,7 @@ def torchao(rng, shape, strategy: str) -> Matrix:
 
 
 def compressed(form: str, ignore=("lm_head",), **weights) -> dict:
-    """The quantization_config of compressed-tensors."""
+    """A quantization_config of compressed-tensors. weights: changed fields of the weights' scheme."""
     group = {
         "targets": ["Linear"],
         "weights": {"symmetric": True, "actorder": None, **weights},

@@ -1,10 +1,11 @@
-"""What every model of this project computes, written out once in float64 numpy: the tests compare against it.
+"""A reference implementation of the project's models in float64 NumPy, to which tests compare.
 
-Nothing here is fast, cached or shared with the package: each equation is a line, each lane a Python list entry.
+It is slow, caches nothing and shares no code with the package. Each equation is a line, and lanes are entries of a
+list.
 
 Shapes: b batch, s positions, D hidden size, N layers, L lanes, H query heads, K key/value heads, e head size,
-F feed-forward size, V vocabulary. A lane's residual stream is [b, s, D]; "X" is the list of all L of them.
-`config` is a config.json as a dict, `weights` a dict of arrays under their state_dict names (lane axis first).
+F feed-forward size, V vocabulary. A lane's residual stream is [b, s, D], and X is the list of all L streams.
+`config` is a config.json as a dict. `weights` is a dict of arrays by their names in the state_dict (lane axis first).
 """
 
 from tests.support.reference import model

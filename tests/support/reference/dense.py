@@ -1,4 +1,4 @@
-"""The dense model, and whole matrices of the lanes' parts."""
+"""The dense model, and functions that join the lanes' parts of a matrix."""
 
 import numpy as np
 
@@ -15,17 +15,17 @@ from tests.support.reference.model import (
 
 
 def fold_rows(w):
-    """Row-split lanes [L, rows, D] -> dense [L rows, D]."""
+    """Joins lanes that split the rows: [L, rows, D] -> [L rows, D]."""
     return np.concatenate(list(w), axis=0)
 
 
 def fold_columns(w):
-    """Column-split lanes [L, D, columns] -> dense [D, L columns]."""
+    """Joins lanes that split the columns: [L, D, columns] -> [D, L columns]."""
     return np.concatenate(list(w), axis=1)
 
 
 def fold_gain(weights, name):
-    """The one gain [D] of a norm; per-lane gains have no dense counterpart unless they are equal."""
+    """Gain [D] of a norm. Asserts that gains of the lanes are equal, since others have no dense counterpart."""
     if f"{name}.weight" in weights:
         return weights[f"{name}.weight"]
     gains = weights[f"{name}.scale"]
@@ -44,10 +44,11 @@ def fold_head(config, weights):
 
 
 def dense_logits(config, weights, ids, wiring="sequential"):
-    """The Llama model on whole matrices: ids [b, s] -> logits [b, s, V].
+    """The Llama model with whole matrices: ids [b, s] -> logits [b, s, V].
 
-    wiring "sequential" is the usual one. "parallel" (attention and MLP read the same stream) and "ladder" (an output
-    is seen from the next module but one) are what those two layouts compute whatever the number of lanes.
+    wiring: "sequential" is Llama's. In "parallel", attention and MLP read the same stream. In "ladder", an output skips
+    the next module and is added before the one after it. The layouts of these two names compute the same for any number
+    of lanes.
     """
     weights = in_float64(weights)
     eps, e = epsilon(config), head_size(config)

@@ -1,5 +1,5 @@
-"""The other layouts. Each takes the embedded streams X (L of [b, s, D]) and returns them as the final norm reads
-them.
+"""The layouts other than Laneformer's. Each maps the embedded streams X (L of [b, s, D]) to the streams that the final
+norm reads.
 """
 
 import math
@@ -11,25 +11,23 @@ from tests.support.reference.model import embed, head, in_float64, modules_of, n
 
 
 def allreduce(values):
-    """One value per device -> their sum on every device."""
+    """Sum of all devices' values, on every device."""
     total = sum(values)
     return [total for _ in values]
 
 
 def add(*lists):
-    """Device by device: [a0 + b0 + ..., a1 + b1 + ..., ...]."""
+    """Sums on each device: [a0 + b0 + ..., a1 + b1 + ..., ...]."""
     return [sum(values) for values in zip(*lists, strict=True)]
 
 
 def scaled(factor, values):
-    """Device by device: factor * value."""
+    """Each device's value times the factor."""
     return [factor * value for value in values]
 
 
 def others(values):
-    """One value per device -> on every device the sum of the other devices' values (an all-reduce less the own
-    part).
-    """
+    """Sum of the other devices' values, on every device: an all-reduce minus the device's own value."""
     return [total - own for total, own in zip(allreduce(values), values, strict=True)]
 
 
@@ -41,7 +39,7 @@ def tp(config, weights, X):
 
 
 def parallel(config, weights, X):
-    """PaLM, GPT-J: attention and MLP of a layer read the same stream, one all-reduce carries both."""
+    """PaLM, GPT-J: attention and MLP of a layer read the same stream, and one all-reduce sums both outputs."""
     for n in range(config["num_hidden_layers"]):
         both = add(model.module(config, weights, 2 * n, X), model.module(config, weights, 2 * n + 1, X))
         X = add(X, allreduce(both))
@@ -49,7 +47,7 @@ def parallel(config, weights, X):
 
 
 def ladder(config, weights, X):
-    """Ladder-Residual: a module's all-reduce runs while the next module computes, so that one does not see its
+    """Ladder-Residual: a module's all-reduce runs while the next module computes, so the next module does not read its
     result.
     """
     in_flight = None
@@ -62,7 +60,9 @@ def ladder(config, weights, X):
 
 
 def desync(config, weights, X, n):
-    """Desync-Residual: only every n-th module is reduced; that reduce also averages the streams that drifted apart."""
+    """Desync-Residual: only every n-th module is reduced. Its all-reduce also averages the streams, which differ by
+    then.
+    """
     L = len(X)
     for m in modules_of(config):
         o = model.module(config, weights, m, X)
@@ -74,8 +74,8 @@ def desync(config, weights, X, n):
 
 
 def spd(config, weights, X, drop):
-    """Sync-Point Drop: layers in `drop` skip the all-reduce after attention; the one after their MLP carries both
-    parts.
+    """Sync-Point Drop: layers in `drop` skip the all-reduce after attention. The all-reduce after their MLP sums both
+    outputs.
     """
     for n in range(config["num_hidden_layers"]):
         a = model.module(config, weights, 2 * n, X)
@@ -89,8 +89,8 @@ def spd(config, weights, X, drop):
 
 
 def caat(config, weights, X, p):
-    """CAAT-Net: only the first round(p D) channels are all-reduced, the rest of a partial output stays on its
-    device.
+    """CAAT-Net: only the first round(p D) channels of the partial outputs are all-reduced. The other channels stay on
+    their devices.
     """
     c = round(p * config["hidden_size"])
     for m in modules_of(config):
@@ -102,7 +102,7 @@ def caat(config, weights, X, p):
 
 
 def kraken(config, weights, X):
-    """Kraken: a layer's two partial outputs travel together while the next layer's attention computes."""
+    """Kraken: one exchange of a layer's two partial outputs runs while the next layer's attention computes."""
     in_flight = None
     for n in range(config["num_hidden_layers"]):
         a = model.module(config, weights, 2 * n, X)
@@ -116,8 +116,8 @@ def kraken(config, weights, X):
 
 
 def track(config, weights, X, D):
-    """Parallel Track: devices run D layers on their own, then exchange all that they added (also after the last
-    layer).
+    """Parallel Track: devices run D layers independently, then exchange everything that they have added to their
+    streams. They also exchange it after the last layer.
     """
     last = config["num_hidden_layers"] - 1
     start = X
@@ -130,7 +130,9 @@ def track(config, weights, X, D):
 
 
 def dtp(config, weights, X, delta):
-    """Delayed tensor parallelism: the other lanes' parts of module m arrive after module m + delta, or never."""
+    """Delayed tensor parallelism: the other lanes' outputs of module m are added after module m + delta, if it
+    exists.
+    """
     L = len(X)
     sent = []
     for m in modules_of(config):
@@ -144,7 +146,7 @@ def dtp(config, weights, X, delta):
 
 
 def none(config, weights, X):
-    """No exchange at all: each lane adds its own output, scaled as if L independent ones were summed."""
+    """No exchange: each lane adds its own output times sqrt(L), the size of a sum of L independent outputs."""
     for m in modules_of(config):
         X = add(X, scaled(math.sqrt(len(X)), model.module(config, weights, m, X)))
     return X
@@ -154,7 +156,9 @@ LAYOUTS = {f.__name__: f for f in (tp, parallel, ladder, desync, spd, caat, krak
 
 
 def layout_logits(name, args, config, weights, ids):
-    """Layout `name` with its arguments as a dict, e.g. ("desync", {"n": 2}): ids [b, s] -> logits [b, s, V]."""
+    """A model with layout `name` and its arguments as a dict, such as "desync" and {"n": 2}: ids [b, s] -> logits
+    [b, s, V].
+    """
     weights = in_float64(weights)
     X = LAYOUTS[name](config, weights, embed(config, weights, ids), **(args or {}))
     return head(config, weights, X)

@@ -1,4 +1,4 @@
-"""The settings, the building blocks, the end of the model, and the Laneformer."""
+"""Settings and building blocks of all models, the embedding, the head, and the Laneformer."""
 
 import math
 
@@ -21,12 +21,12 @@ def head_size(config):
 
 
 def epsilon(config):
-    """The norm epsilon, under either of its names."""
+    """Epsilon of the norms, which a config names norm_eps or rms_norm_eps."""
     return config["norm_eps"] if "norm_eps" in config else config.get("rms_norm_eps", 1e-5)
 
 
 def window_of_layer(config, n):
-    """How many keys a query of layer n sees (its own position included); None when it sees all of the past."""
+    """Number of positions that a query of layer n sees, its own included, or None if it sees all earlier ones."""
     layers = config["num_hidden_layers"]
     slides_first_or_last = config.get("sliding_window_n_layers") or 0
     if config.get("sliding_window") is None:
@@ -43,8 +43,8 @@ def window_of_layer(config, n):
 
 
 def uses_comm(config, kind):
-    """Whether late modules of this kind ("attention" or "mlp") exchange their outputs; older configs have one
-    switch.
+    """Whether late modules of this kind ("attention" or "mlp") exchange their outputs. Older configs have one switch
+    for both kinds.
     """
     return config.get(f"use_{kind}_comm", config.get("use_comm", True))
 
@@ -53,17 +53,17 @@ def uses_comm(config, kind):
 
 
 def rmsnorm(x, gain, eps):
-    """x [..., D], gain [D] -> [..., D]."""
+    """RMSNorm: x [..., D], gain [D] -> [..., D]."""
     return x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + eps) * gain
 
 
 def silu(x):
-    """x / (1 + exp(-x)), any shape."""
+    """x / (1 + exp(-x)), for any shape."""
     return x / (1 + np.exp(-x))
 
 
 def activation(config, x):
-    """The function that `hidden_act` names, any shape."""
+    """The activation that `hidden_act` names, for any shape."""
     name = config.get("hidden_act") or "silu"
     if name == "silu":
         return silu(x)
@@ -79,13 +79,13 @@ def activation(config, x):
 
 
 def softmax(x):
-    """Over the last axis, any shape."""
+    """Softmax over the last axis, for any shape."""
     weights = np.exp(x - x.max(axis=-1, keepdims=True))
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
 def rope_settings(config):
-    """-> (theta, scaling dict with at least "rope_type"), from whichever of the published spellings the config uses."""
+    """Theta, and the dict of the scaling with at least "rope_type", from any of the published spellings."""
     new_style = config.get("rope_parameters") or {}
     theta = config.get("rope_theta") or new_style.get("rope_theta") or 10000.0
     if config.get("rope_scaling_args"):
@@ -96,7 +96,7 @@ def rope_settings(config):
 
 
 def rope_frequencies(config):
-    """-> (radians per position of each pair [e/2], factor on cos and sin)."""
+    """Radians per position of each pair [e/2], and the factor on cos and sin."""
     theta, scaling = rope_settings(config)
     e = head_size(config)
     pair = np.arange(e // 2)
@@ -110,13 +110,13 @@ def rope_frequencies(config):
     if scaling["rope_type"] == "linear":  # positions divided by the factor
         return frequency / factor, 1.0
 
-    if scaling["rope_type"] == "llama3":  # long waves divided by the factor, short ones kept, a linear mix between
+    if scaling["rope_type"] == "llama3":  # low frequencies divided by the factor, high ones kept, a linear mix between
         low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        turns = old_context * frequency / (2 * math.pi)  # how often the pair turns within the old context
+        turns = old_context * frequency / (2 * math.pi)  # turns of the pair within the old context
         kept = np.clip((turns - low) / (high - low), 0, 1)
         return frequency * kept + frequency / factor * (1 - kept), 1.0
 
-    if scaling["rope_type"] == "yarn":  # the same idea, the mix linear in the index of the pair
+    if scaling["rope_type"] == "yarn":  # as llama3, but the mix is linear in the index of the pair
         old_context = old_context or config["max_position_embeddings"]
         factor = factor or config["max_position_embeddings"] / old_context
 
@@ -146,7 +146,7 @@ def rope_frequencies(config):
 
 
 def rotate(config, x):
-    """Rotary embedding on interleaved pairs (x[2i], x[2i+1]); x [b, s, heads, e], positions 0..s-1 -> same shape."""
+    """Rotates interleaved pairs (x[2i], x[2i+1]) of x [b, s, heads, e] at positions 0 to s - 1."""
     frequency, amplitude = rope_frequencies(config)
     angle = np.arange(x.shape[1])[:, None, None] * frequency  # [s, 1, e/2]
     cos, sin = amplitude * np.cos(angle), amplitude * np.sin(angle)
@@ -158,7 +158,8 @@ def rotate(config, x):
 
 
 def attend(config, q, k, v, window, sinks=None):
-    """Causal grouped-query attention; q [b, s, H', e], k and v [b, s, K', e] -> [b, s, H' e] (H', K': heads given).
+    """Causal grouped-query attention with H' query heads and K' key/value heads: q [b, s, H', e], k and v
+    [b, s, K', e] -> [b, s, H' e].
 
     sinks [H']: a score of each head that belongs to no key.
     """
@@ -179,12 +180,12 @@ def attend(config, q, k, v, window, sinks=None):
 
 
 def norm_gain(weights, name, l):
-    """Gain [D] of a norm for lane l: "<name>.weight" [D] is shared by the lanes, "<name>.scale" [L, D] is not."""
+    """Gain [D] of a norm for lane l, from "<name>.weight" [D], shared by all lanes, or "<name>.scale" [L, D]."""
     return weights[f"{name}.weight"] if f"{name}.weight" in weights else weights[f"{name}.scale"][l]
 
 
 def read_stream(config, weights, name, l, x):
-    """What a module of lane l reads: the stream under its norm, unless the config has none."""
+    """Input of a module of lane l: the stream, normalized unless the config has no norms before modules."""
     return rmsnorm(x, norm_gain(weights, name, l), epsilon(config)) if config.get("norm_before", True) else x
 
 
@@ -214,8 +215,8 @@ def mlp(config, weights, n, l, x):
 
 
 def module(config, weights, m, X):
-    """Module m on every lane: streams X (L of [b, s, D]) -> partial outputs (L of [b, s, D]), under the norm of each
-    lane's own output where the config has one. The sum of one lane is its own output.
+    """Module m on every lane: streams X (L of [b, s, D]) -> partial outputs (L of [b, s, D]). The outputs are
+    normalized if the config has norms of lanes' outputs, or norms of sums and only one lane, whose output is the sum.
     """
     compute = (attention, mlp)[m % 2]
     o = [compute(config, weights, m // 2, l, x) for l, x in enumerate(X)]
@@ -225,38 +226,39 @@ def module(config, weights, m, X):
 
 
 def norm_after_name(m):
-    """Name of the norm of module m's output."""
+    """Name of the norm after module m."""
     return f"model.layers.{m // 2}.{('attention', 'ffn')[m % 2]}_post_norm"
 
 
 def normed_sum(config, weights, m, sums):
-    """The sums of module m's output on every device, under their norm where the config has one: Gemma 2, OLMo-2."""
+    """The sums of module m's output on every device, normalized if the config has norms of sums, as Gemma 2 and
+    OLMo-2.
+    """
     if config.get("norm_after") != "sum" or len(sums) == 1:
         return sums
     return [rmsnorm(total, weights[f"{norm_after_name(m)}.weight"], epsilon(config)) for total in sums]
 
 
 def modules_of(config):
-    """range(2N): attention of layer 0, MLP of layer 0, attention of layer 1, ..."""
+    """Indices of all modules, range(2N): attention of layer 0, MLP of layer 0, attention of layer 1, ..."""
     return range(2 * config["num_hidden_layers"])
 
 
-# --------------------------------------------------------------------------------------------- begin and end of the
-# model
+# ------------------------------------------------------------------------------------------------ embedding and head
 
 
 def in_float64(weights):
-    """The same weights, every array in float64."""
+    """The weights with all arrays in float64."""
     return {name: np.asarray(w, np.float64) for name, w in weights.items()}
 
 
 def embed(config, weights, ids):
-    """ids [b, s] -> L equal streams [b, s, D]."""
+    """The embedding: ids [b, s] -> L equal streams [b, s, D]."""
     return [weights["model.tok_embeddings.weight"][np.asarray(ids)] for _ in range(lanes_of(config))]
 
 
 def head(config, weights, X):
-    """Streams X (L of [b, s, D]) -> logits [b, s, V]."""
+    """Final norm and output matrix: streams X (L of [b, s, D]) -> logits [b, s, V]."""
     L, eps = lanes_of(config), epsilon(config)
     kind = config.get("lm_head_type") or "replicate"
     tied = config.get("tie_word_embeddings", False)
@@ -272,7 +274,7 @@ def head(config, weights, X):
         matrix = weights["model.tok_embeddings.weight" if tied else "lm_head.weight"]  # [V, D]
         return y @ matrix.T
     if kind == "lane":
-        assert not tied, "a lane head reads L * D values: it cannot be the embedding"
+        assert not tied, "a lane head reads L * D values, so it cannot be the embedding"
         return np.concatenate(normed, axis=-1) @ weights["lm_head.linear.weight"].T  # [V, L D]
     if kind == "vocab_parallel":
         parts = (
@@ -286,8 +288,8 @@ def head(config, weights, X):
 
 
 def reference_logits(config, weights, ids, trace=None):
-    """The Laneformer: ids [b, s] -> logits [b, s, V]. A list given as `trace` receives [b, s, L, D] after every
-    layer.
+    """The Laneformer: ids [b, s] -> logits [b, s, V]. trace: a list to which the streams after every layer are
+    appended, [b, s, L, D].
     """
     weights = in_float64(weights)
     L, d = lanes_of(config), config["broadcast_delay"]

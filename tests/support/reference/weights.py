@@ -1,4 +1,4 @@
-"""Random weights."""
+"""Random weights of the reference's models."""
 
 import math
 
@@ -8,14 +8,14 @@ from tests.support.reference.model import head_size, lanes_of, norm_after_name
 
 
 def random_weights(config, seed):
-    """Random float32 weights with the names and shapes that `config` asks for, scaled so that logits are a few units
-    wide.
+    """Random float32 weights with the names and shapes that `config` requires, scaled so that logits differ by a few
+    units.
     """
     rng = np.random.default_rng(seed)
     D, V, F, L = config["hidden_size"], config["vocab_size"], config["intermediate_size"], lanes_of(config)
     q_rows = config["num_attention_heads"] * head_size(config) // L
     kv_rows = config["num_key_value_heads"] * head_size(config) // L
-    assert config["num_key_value_heads"] % L == 0, "every lane needs whole key/value heads"
+    assert config["num_key_value_heads"] % L == 0, "num_key_value_heads must be a multiple of num_lanes"
     shared = config.get("replicated_rmsn_scale", True)
     tied = config.get("tie_word_embeddings", False)
     kind = config.get("lm_head_type") or "replicate"

@@ -1,4 +1,4 @@
-"""A server with OpenAI's API and scripted answers, for the tests of `agent`."""
+"""A server with OpenAI's API that gives scripted answers, for the tests of `agent`."""
 
 import json
 import threading
@@ -7,15 +7,19 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Scripted:
-    """Answers requests in turn: streams a text in small pieces, or a list of calls (name, arguments); refuses with a
-    (status, error). Use it in a `with` block.
+    """Serves one answer per request, in order. An answer is a text, streamed in pieces of 40 characters, a list of tool
+    calls (name, arguments), or an error (status, error). Use it in a `with` block.
+
+    `requests` receives the body of each request, and "gone" when the client disconnects during an answer.
     """
 
     def __init__(
         self, *answers, models=("scripted",), chat=True, pause=0.0, usage=True, key=None, metrics=None, cached=None,
         tools=None,
     ):  # fmt: skip
-        """pause: seconds before the first piece, twice those before others. metrics, cached: of the last chunk."""
+        """pause: seconds before the first piece; the other pieces follow after half as long. key: the API key that GET
+        requires. metrics, cached: metrics and number of cached tokens that the last chunk reports.
+        """
         self.cached = cached
         self.answers, self.requests, self.pause, self.usage, self.metrics = list(answers), [], pause, usage, metrics
         outer = self
@@ -60,7 +64,7 @@ class Scripted:
                 self.end_headers()
                 try:
                     outer.stream(self, answer, chat="messages" in asked)
-                except ConnectionError:  # broken, or reset where it had not read all
+                except ConnectionError:
                     outer.requests.append("gone")
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -1,5 +1,5 @@
-"""Fixtures of the playground's tests: a real browser (LANEFORMER_CHROMIUM may name it), and servers with an engine that
-repeats its prompt at 3,000 tokens/s.
+"""Fixtures of the playground's tests: a real browser (its file can be named in LANEFORMER_CHROMIUM), and servers with
+an engine that repeats its prompt at 3,000 tokens/s.
 """
 
 import os
@@ -36,14 +36,16 @@ def server():
 
 @pytest.fixture(scope="module")
 def strict():
-    """With a key, no chat template, and little patience."""
+    """A server with an API key, no chat template, and a timeout of 0.5 s."""
     with started("no-chat", "--timeout", 0.5, key=KEY) as server:
         yield server.wait_until(200)
 
 
 @pytest.fixture(scope="session")
 def chromium() -> str:
-    """For the session, so that a test skips before a module's server starts."""
+    """Path of Chromium. Skips the tests without it; its session scope makes them skip before a module's server
+    starts.
+    """
     return CHROMIUM or pytest.skip("no Chromium found: install one, or name its file in LANEFORMER_CHROMIUM")
 
 
@@ -57,7 +59,9 @@ def browser(chromium):
 
 @pytest.fixture
 def open_page(browser):
-    """Opens the page of a server; the browser's complaints fail the test, except about error answers."""
+    """A function that opens the page of a server. Errors and warnings in the browser's console fail the test, except
+    those about responses with an error status.
+    """
     contexts, complaints = [], []
 
     def open_(server, path="/", ready=True, mode="completion", **options):

@@ -1,5 +1,5 @@
-"""`python drafting_server.py serve ...`: the server, with passes of any number of rows counted as equally long, so that
-every draft is checked and any request let in, however busy the machine is.
+"""`python drafting_server.py serve ...`: the server with equal prices of passes for all numbers of rows, so that it
+checks every draft and admits every request, even on a busy machine.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""`python -m tests.support.serving.gpu_server serve --backend cuda ...`: the server on emulated GPUs, or real ones (see
-tests/support/emulated.py).
+"""`python -m tests.support.serving.gpu_server serve --backend cuda ...`: the server on emulated GPUs, or on the real
+ones that tests/support/emulated.py selects.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""What a user does on the playground's page and reads there, and the fields of its records."""
+"""Actions of a user on the playground's page, values read from the page, and the fields of its records."""
 
 import json
 import re
@@ -11,7 +11,7 @@ EVIL = "<img src=x onerror=alert(1)><script>alert(2)</script> &amp; "
 HTML = {"Accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
 NUMBER = (int, float)
 NULL = schema.Null
-# Of a downloaded record, as schema.FIELDS of one of `infer bench`.
+# Fields of a downloaded record, in the form of schema.FIELDS.
 FIELDS = {
     "schema": str,
     "status": str,
@@ -54,7 +54,7 @@ FIELDS = {
 
 
 def ask(page, prompt, tokens, **fields):
-    """Fills the form and runs it."""
+    """Fills in the form and submits it."""
     page.fill("#prompt", prompt)
     for name, value in {"max_tokens": tokens, **fields}.items():
         page.fill(f"[name={name}]", str(value))
@@ -62,32 +62,34 @@ def ask(page, prompt, tokens, **fields):
 
 
 def complete(page, prompt, tokens, **fields):
+    """Fills in the form, submits it and waits for the complete answer."""
     ask(page, prompt, tokens, **fields)
     expect(page.locator("#state")).to_have_text("complete")
 
 
 def answers(page):
-    """The texts of a conversation's answers."""
+    """Texts of a conversation's answers."""
     return page.locator("#log .text").all_text_contents()
 
 
 def press(page, name, number):
-    """Presses the button of a turn that has this name, such as "Retry answer"."""
+    """Presses a button of the turn with this number. name: the button's name, such as "Retry answer"."""
     page.get_by_role("button", name=f"{name} {number}", exact=True).click()
 
 
 def facts(page, turn):
-    """The figures of a turn, from 1 on."""
+    """Figures of a turn by name; turns count from 1."""
     summary = page.locator(".turn").nth(turn - 1).locator(".summary div")
     return dict(summary.evaluate_all("all => all.map((pair) => [...pair.children].map((each) => each.textContent))"))
 
 
 def shown(page, pane="answer"):
-    """The text of a pane, without the prompt that it continues."""
+    """Text of a pane, without the prompt."""
     return page.locator(f"#{pane} .text").text_content()
 
 
 def record_of(page):
+    """Downloads the record and returns its content."""
     with page.expect_download() as waiting:
         page.click("#download")
     assert re.fullmatch(r"laneformer-\d{4}-\d\d-\d\dT\d{6}\.json", waiting.value.suggested_filename)
@@ -99,6 +101,6 @@ def number(page, selector):
 
 
 def seconds_busy(session):
-    """CPU time of the main thread, which does not depend on other processes, and the time."""
+    """CPU time of the page's main thread, which other processes do not change, and the current time, in seconds."""
     metrics = {each["name"]: each["value"] for each in session.send("Performance.getMetrics")["metrics"]}
     return metrics["ThreadTime"], metrics["Timestamp"]

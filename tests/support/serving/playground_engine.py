@@ -1,9 +1,10 @@
-"""`python playground_engine.py serve ...`: the server with an engine that repeats its prompt, one token every 1/3000 s,
-and needs no model.
+"""`python playground_engine.py serve ...`: the server with an engine that needs no model. It repeats its prompt, one
+token every 1/3000 s.
 
-The prompt "crash" ends the engine process, and one that begins with "silent" has an answer after seconds. Of one that
-begins with "again" all but 5 tokens are cached, tokens 10 to 19 of each 20 were drafts, and another request shares the
-passes of tokens 100 to 199. --checkpoint no-chat has no chat template; a path is "loaded" once the file exists.
+The prompt "crash" ends the engine process. A prompt that begins with "silent" has its first token after 30 s. Of a
+prompt that begins with "again", all but 5 tokens are cached; tokens 10 to 19 of each 20 were drafts, and another
+request shares the passes of tokens 100 to 199. --checkpoint no-chat has no chat template. With a path as --checkpoint,
+the engine is loaded once the file exists.
 """
 
 import itertools
@@ -27,11 +28,11 @@ CONTEXT = 100_000
 
 
 def pieces(prompt):
-    """The endless tokens of an answer: words and blanks of at most four characters."""
+    """Endless tokens of an answer: the prompt again and again, in words and blanks of at most four characters."""
     return itertools.cycle(re.findall(r"\w{1,4}|\s{1,4}|\S", prompt))
 
 
-# Of an answer to a prompt that begins with "again".
+# Drafting figures of an answer to a prompt that begins with "again".
 DRAFTING = {"passes": 20, "tokens_per_pass": 1.45, "drafts": 5, "drafted": 12, "rows": (15, 2, 1, 2)}
 DRAFTING |= {"accepted": (5, 3, 1), "predicted": 0, "predicted_accepted": 0}
 
@@ -41,7 +42,7 @@ def answer(prompt, tokens):
 
 
 class Echo(Iterator):
-    """A generation; see infer.Generation."""
+    """A generation, with the interface of infer.Generation."""
 
     def __init__(self, prompt, tokens):
         self.began, self.tokens, self.texts, self.times, self.cancelled = time.perf_counter(), tokens, [], [], False
@@ -104,7 +105,7 @@ class Engine:
 
 
 class Chat:
-    """A template whose text is the last message."""
+    """A chat template whose prompt is the last message."""
 
     tool_format, has_developer = None, False
 

@@ -1,10 +1,10 @@
-"""Random JSON schemas that answers can fit."""
+"""Random JSON schemas that answers can satisfy."""
 
 from hypothesis import strategies as st
 
 
 def schemas() -> st.SearchStrategy:
-    """Texts, numbers, enumerations, arrays, objects and unions of these."""
+    """Schemas of texts, integers, constants, enumerations, arrays, objects and unions of these."""
     numbers = st.tuples(st.integers(-30, 30), st.integers(0, 50)).map(
         lambda pair: {"type": "integer", "minimum": pair[0], "maximum": pair[0] + pair[1]}
     )

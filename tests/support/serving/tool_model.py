@@ -1,5 +1,5 @@
-"""A small model that answers a user with calls of tools, and the result of a tool with a text; and a template in
-which it does, in the form of Hermes.
+"""A small model that answers a user with calls of tools, and a tool's result with a text, and its chat template, which
+is Hermes's by default.
 """
 
 import re
@@ -19,7 +19,9 @@ ANSWER = "It is 5."
 
 
 def words(text: str, used: dict[str, None]) -> list[str]:
-    """The text in pieces, none of which was used before; a repeated piece would have two successors."""
+    """Splits a text into pieces that are not in `used`, and adds them to it. A repeated piece would need two
+    successors.
+    """
     made = []
     for found in re.findall(r"</?think>|\w+|\W", text):
         piece = found
@@ -33,9 +35,10 @@ def words(text: str, used: dict[str, None]) -> list[str]:
 
 
 def tool_model(folder: Path, calls: str = CALLS, template: str | None = TEMPLATES["hermes"], **changes) -> Path:
-    """Saves the model. Its prompts end with ASKED behind a message of a user, with ANSWERED behind one of a tool.
+    """Saves the model and returns its folder. Its prompts end with ANSWERED after the message of a tool, and with ASKED
+    after any other message.
 
-    template: None for one that knows no tools. changes: of its config.
+    template: a chat template, or None for one without tools. changes: fields of the model's config.
     """
     used: dict[str, None] = {}
     chains = [[ASKED, *words(calls, used), DONE], [ANSWERED, *words(ANSWER, used), DONE]]

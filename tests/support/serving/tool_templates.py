@@ -1,4 +1,4 @@
-"""Chat templates that teach calls of tools, each as short as its form allows, and calls as models write them."""
+"""Chat templates with calls of tools, each as short as its format allows, and calls as models write them."""
 
 import json
 
@@ -43,7 +43,7 @@ TEMPLATES = {
 
 
 def function(name, **properties):
-    """The definition of a function."""
+    """Definition of a function as a tool. properties: JSON schemas of its arguments, which are all required."""
     schema = {"type": "object", "properties": properties, "required": [*properties]}
     return {"type": "function", "function": {"name": name, "description": f"to {name}", "parameters": schema}}
 
@@ -52,7 +52,7 @@ WEATHER = function("get_weather", city={"type": "string"})
 
 
 def written(name, calls):
-    """An answer that makes these calls, (name, arguments), as a model of that format writes it."""
+    """Text of an answer that makes these calls (name, arguments) in the format `name`."""
     if name == "qwen3-coder":
         return "\n".join(
             f"<tool_call>\n<function={function}>\n"
@@ -75,7 +75,7 @@ def written(name, calls):
 
 
 def calls_of(reader, pieces):
-    """The content and the calls of an answer without channels, whose text arrives in these pieces."""
+    """Content and calls that a reader finds in an answer without channels. pieces: the answer's text as it arrives."""
     text, calls = "", []
     for read in (*(reader.add(0, piece, Part.CONTENT) for piece in pieces), reader.end("")):
         text, calls = text + read.text, [*calls, *read.calls]

@@ -1,6 +1,6 @@
-"""Figures of steps compiled by XLA:GPU, that tests compare the counted ones with.
+"""Figures of training steps compiled by XLA:GPU, to which tests compare the counted figures.
 
-python -m tests.support.training.compiled_steps     # records; needs pip install 'jax[cuda12]', minutes
+python -m tests.support.training.compiled_steps     # records them in minutes; needs pip install 'jax[cuda12]'
 """
 
 import dataclasses
@@ -17,19 +17,19 @@ FILE = ROOT / "tests" / "train" / "planning" / "compiled_steps.json"
 
 
 class Case(NamedTuple):
-    """A recipe's first phase, changed."""
+    """Changes of a recipe's first phase, and the size of its mesh."""
 
     recipe: str
     data: int
     lane: int
     sequences: int
-    """Per device and part."""
+    """Sequences per device and accumulated part."""
     parts: int
     remat: str
     layers: int
     layout: str = "laneformer"
     dtype: str = "float32"
-    """Of activations and exchanges."""
+    """Dtype of activations and exchanges."""
 
 
 CASES = (
@@ -49,7 +49,7 @@ CASES = (
 
 
 def recipe_of(case: Case) -> TrainConfig:
-    """The recipe of a case, in one phase."""
+    """The recipe of a case, with one phase."""
     config = find_recipe(case.recipe)
     sliding = min(config.model.sliding_window_n_layers or 0, case.layers)
     model = config.model.replace(num_hidden_layers=case.layers, layout=case.layout, sliding_window_n_layers=sliding)
@@ -67,7 +67,7 @@ def recipe_of(case: Case) -> TrainConfig:
 
 
 def record(case: Case) -> dict:
-    """Figures of one device; in a process of its own, because JAX's devices cannot change."""
+    """Figures of one device. Each case needs its own process, because a process cannot change JAX's devices."""
     from train.planning.plan import ClusterConfig, plan
 
     phase = plan(recipe_of(case), ClusterConfig(device="h200", compiler="cuda")).phases[0]

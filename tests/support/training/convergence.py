@@ -1,5 +1,5 @@
-"""A tiny dense Llama, its initial weights, 100 batches and recipes: what our trainer and the independent one of
-torch_trainer.py both start from. NumPy alone.
+"""A tiny dense Llama, its initial weights, 100 batches and recipes, in NumPy alone: the common start of this project's
+trainer and of the independent trainer in torch_trainer.py.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,9 @@ CONFIG = {  # config.json of a Llama
 
 @dataclass(frozen=True)
 class Recipe:
-    """Optimization with a linear warm-up, a constant rate and a linear decay. The names are OptimizerConfig's."""
+    """An optimizer whose learning rate warms up linearly, stays constant and decays linearly. The fields are named as
+    in OptimizerConfig.
+    """
 
     kind: str = "adamw"
     learning_rate: float = 4e-3
@@ -41,11 +43,11 @@ class Recipe:
     momentum: float = 0.95
     weight_decay: float = 0.1
     clip_norm: float = 1.0
-    """The norms of the first 100 gradients are on both sides of it."""
+    """Largest norm of the gradient. Some of the 100 gradients have larger norms, some smaller ones."""
 
 
 def initial_weights() -> dict[str, np.ndarray]:
-    """Tensors of the checkpoint by their names, float32; gains are near 1, so that their decay would show."""
+    """Tensors of the checkpoint by name, float32. Gains are near 1, so that a wrong decay of them shows."""
     c, random = CONFIG, np.random.default_rng(7)
     d, f, kv = c["hidden_size"], c["intermediate_size"], c["hidden_size"] * c["num_key_value_heads"]
     kv //= c["num_attention_heads"]
@@ -64,7 +66,9 @@ def initial_weights() -> dict[str, np.ndarray]:
 
 
 def batch(step: int) -> np.ndarray:
-    """ids int32 [8, 33] of a step from 0: each row counts up by its own stride, and one token in eight is noise."""
+    """Token ids of a step, int32 [8, 33]; steps count from 0. Each row counts up by its own stride, and one token in
+    eight is noise.
+    """
     random = np.random.default_rng(1000 + step)
     strides, starts = random.integers(1, 5, (BATCH, 1)), random.integers(0, 63, (BATCH, 1))
     ids = (starts + strides * np.arange(LENGTH + 1)) % 63 + 1

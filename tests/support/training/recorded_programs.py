@@ -1,7 +1,8 @@
-"""Records what tests/train/program/test_overlap.py reads: steps of the 2B's first layers, compiled for eight H200.
+"""Records the programs that tests/train/program/test_overlap.py reads: training steps of the first layers of
+Laneformer 2B, compiled for eight H200.
 
-pip install 'jax[cuda12]' and run: python -m tests.support.training.recorded_programs. No GPU is needed. Kept is the
-text of each program without what train/program/hlo.py does not read.
+To record them, pip install 'jax[cuda12]' and run: python -m tests.support.training.recorded_programs. No GPU is needed.
+Of each program's text, only the parts that train/program/hlo.py reads are recorded.
 """
 
 import dataclasses
@@ -21,7 +22,7 @@ from train.step import Trainer
 
 FOLDER = ROOT / "tests/train/program/recorded"
 LAYERS, ROWS = 4, 8
-CASES = [  # layout, remat, dtype of exchanges and activations
+CASES = [  # layout, remat, dtype of activations and exchanges
     *(("dtp(4)", remat, "float32") for remat in ("none", "dots", "block")),
     ("dtp(4)", "dots", "bfloat16"),
     ("ladder", "none", "float32"),
@@ -30,12 +31,12 @@ CASES = [  # layout, remat, dtype of exchanges and activations
 
 
 def model_of(layout: str) -> ModelConfig:
-    """The first LAYERS layers of the 2B with another layout."""
+    """The config of Laneformer 2B's first LAYERS layers with another layout."""
     return LANEFORMER_2B.replace(num_hidden_layers=LAYERS, sliding_window_n_layers=LAYERS // 2, layout=layout)
 
 
 def compiled_text(layout: str, remat: str, dtype: str) -> str:
-    """The step of LAYERS layers with the sizes of the recipe's, for ROWS sequences on 1 x 8 H200."""
+    """Text of the compiled step of the recipe laneformer_2b with LAYERS layers, for ROWS sequences on 1 x 8 H200."""
     devices, _ = compile_only_devices("h200", find_device("h200", 8), 1, "cuda")
     recipe = laneformer_2b()
     model = model_of(layout)
@@ -56,7 +57,7 @@ def compiled_text(layout: str, remat: str, dtype: str) -> str:
 
 
 def reduced(text: str) -> str:
-    """The text without layouts, shardings, places in the source, and settings of kernels that have no figures."""
+    """The text without layouts, shardings, source locations, and kernel settings that hlo.py does not read."""
     found = []
     for line in text.splitlines()[1:]:
         head, _, config = line.partition(", backend_config=")
@@ -72,7 +73,7 @@ def reduced(text: str) -> str:
 
 
 def read(layout: str, remat: str = "none", dtype: str = "float32") -> str:
-    """The kept text of a case."""
+    """The recorded text of a case."""
     return gzip.decompress(file_of(layout, remat, dtype).read_bytes()).decode()
 
 

@@ -1,4 +1,4 @@
-"""A grid of cells that train in a second, one of them with a new layout; finished cells without training."""
+"""A grid of cells that train in a second, one with a new layout, and files of finished cells without training."""
 
 import dataclasses
 import json
@@ -12,7 +12,7 @@ from train.metrics.records import read_lines
 
 
 def twice(n: int, lanes: int) -> Schedule:
-    """Exchanges in the first layer alone: the new layout of these tests."""
+    """The schedule of a new layout, which exchanges outputs in the first layer alone."""
     return Schedule("twice", tuple(map(Own, range(2 * n))), tuple(Landing(m, Payload(((m, 1.0),))) for m in (0, 1)))
 
 
@@ -25,7 +25,7 @@ def grid(**changes) -> Grid:
 
 
 def registered() -> Grid:
-    """The grid as in a user's recipe, which first adds its layout to the table."""
+    """The grid, after its layout has been added to the table, as in a user's recipe."""
     LAYOUTS["twice"] = twice
     return grid()
 
@@ -38,7 +38,7 @@ def pretend(
     probe: dict | None = None,
     experts: dict | None = None,
 ) -> None:
-    """Writes the files of a finished cell, with these validation losses, evenly spaced over its steps."""
+    """Writes the files of a finished cell. losses: validation losses, evenly spaced over the cell's steps."""
     total = cell.config.total_steps
     (cell.folder / "checkpoints" / str(total)).mkdir(parents=True)
     records = []
@@ -55,13 +55,13 @@ def pretend(
 
 
 def at(folder, **changes) -> Grid:
-    """The grid with its folder at `folder`."""
+    """The grid with its runs in `folder`."""
     made = grid(**changes)
     return dataclasses.replace(made, base=dataclasses.replace(made.base, run=folder))
 
 
 def final_loss(cell: Cell) -> float:
-    """The last validation loss of a cell's one held-out set."""
+    """Last validation loss of a cell, which has one validation set."""
     checks = [line["validation"] for line in read_lines(cell.folder / "metrics.jsonl") if "validation" in line]
     (found,) = checks[-1].values()
     return found["loss"]

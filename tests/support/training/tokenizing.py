@@ -1,4 +1,4 @@
-"""Helpers of the tests of tokenizing: the command in this process, files of rows, and token folders as text."""
+"""Helpers for the tests of tokenizing: the command in this process, input files, and the texts of token folders."""
 
 import json
 
@@ -11,7 +11,7 @@ from train.tokenizing.encoder import load_tokenizer
 
 
 def run(capsys, *args):
-    """(exit code, stdout, stderr) of the command."""
+    """Runs the command. Returns its exit code, stdout and stderr."""
     code = command.main([str(arg) for arg in args])
     out = capsys.readouterr()
     return code, out.out, out.err
@@ -19,7 +19,7 @@ def run(capsys, *args):
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    """Keeps the cache of the datasets library in the test's folder, also for processes that the test starts."""
+    """Puts the cache of the datasets library into the test's folder, for processes that the test starts too."""
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
@@ -40,14 +40,14 @@ def jsonl(path, rows):
 
 
 def documents(path, split):
-    """The ids of each document, with its marks."""
+    """Token ids of each document of a split, with the special tokens."""
     store = TokenStore.open(path)
     ends = store.document_ends(split)
     return np.split(store.read(split, 0, store.tokens(split)), ends[:-1])
 
 
 def texts(path, split):
-    """The documents of a split without their end mark, decoded by the folder's own tokenizer."""
+    """Documents of a split without their end tokens, decoded with the folder's tokenizer."""
     store = TokenStore.open(path)
     tokenizer = load_tokenizer((path / "tokenizer.json").read_bytes(), "it")
     ids = documents(path, split)
@@ -56,6 +56,6 @@ def texts(path, split):
 
 
 def content(path):
-    """name -> bytes of the files of a finished folder."""
+    """Contents of the files of a finished folder, by name."""
     assert (path / "manifest.json").exists() and not (path / ".partial").exists()
     return {file.name: file.read_bytes() for file in path.iterdir()}

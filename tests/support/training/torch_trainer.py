@@ -1,15 +1,15 @@
-"""A trainer in PyTorch that shares no code with ours: a Llama, AdamW of torch.optim, and Muon as Keller Jordan
-published it (kellerjordan.github.io/posts/muon, 2024).
+"""A trainer in PyTorch that shares no code with this project's trainer: a Llama, AdamW of torch.optim, and Muon as
+Keller Jordan published it (kellerjordan.github.io/posts/muon, 2024).
 
     python -m tests.support.training.torch_trainer     # needs torch (2.13.0); records tests/train/convergence.json
 
-Our Muon takes four choices that the article does not make. Each is an argument of `Muon`:
- - lookahead "debiased": mean and gradient in Nesterov's step are freed from the bias of their start, as in NAdam
-   (optax); "plain" is the article's.
- - size "rms": 0.2 sqrt(max(rows, columns)), the size of an AdamW update (Liu et al., arXiv 2502.16982); "spectral" is
+This project's Muon differs from the article in four choices. The first three are arguments of `Muon`:
+ - lookahead "debiased": the mean and the gradient in Nesterov's step are corrected for the bias of their start, as in
+   NAdam (optax). The article's is "plain".
+ - size "rms": 0.2 sqrt(max(rows, columns)), the size of an AdamW update (Liu et al., arXiv 2502.16982). "spectral" is
    sqrt(max(1, rows / columns)).
- - lanes: each lane's share of a matrix is a matrix.
- - Newton-Schulz in the dtype of the weights; the article's runs in bfloat16.
+ - lanes: each lane's share of a matrix is orthogonalized as a separate matrix.
+ - Newton-Schulz runs in the dtype of the weights. The article's runs in bfloat16.
 """
 
 import json
@@ -37,7 +37,7 @@ def norm(x: Tensor, gain: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """Rotary positions of x [b, h, s, e], whose pairs are the halves of a head."""
+    """Rotates x [b, h, s, e] by its positions. Channel i of a head pairs with channel i + e / 2."""
     half = x.shape[-1] // 2
     frequencies = CONFIG["rope_theta"] ** (-torch.arange(half, dtype=x.dtype) / half)
     angles = torch.outer(torch.arange(x.shape[2], dtype=x.dtype), frequencies)
@@ -72,7 +72,7 @@ def loss_of(w: Weights, ids: Tensor) -> Tensor:
 
 
 def newton_schulz(g: Tensor) -> Tensor:
-    """Five steps of the quintic, on the side with fewer rows."""
+    """Five Newton-Schulz steps with the article's quintic, on the matrix or its transpose, whichever has fewer rows."""
     x = g.T if g.shape[0] > g.shape[1] else g
     x = x / (x.norm() + 1e-8)
     for _ in range(5):
@@ -82,7 +82,9 @@ def newton_schulz(g: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """params: {name: matrix}. Decoupled weight decay, as AdamW's; choices as at the top of this file."""
+    """Muon with decoupled weight decay, as in AdamW. params: {name: matrix}. The file's docstring explains lanes,
+    lookahead and size.
+    """
 
     def __init__(self, params, lr=0.0, momentum=0.95, weight_decay=0.0, lanes=1, lookahead="debiased", size="rms"):
         self.names, self.lanes, self.lookahead, self.size = [*params], lanes, lookahead, size
@@ -98,7 +100,7 @@ class Muon(torch.optim.Optimizer):
             mean = state["mean"] = beta * state.get("mean", 0) + (1 - beta) * p.grad
             ahead, now = (1 - beta ** (n + 1), 1 - beta**n) if self.lookahead == "debiased" else (1, 1)
             direction = beta * mean / ahead + (1 - beta) * p.grad / now
-            axis = 1 if "o_proj" in name or "down_proj" in name else 0  # of the lanes' shares
+            axis = 1 if "o_proj" in name or "down_proj" in name else 0  # along which lanes share the matrix
             update = torch.cat([self._sized(g) for g in direction.chunk(self.lanes, axis)], axis)
             p.mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
 
@@ -109,7 +111,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def rate(recipe: Recipe, step: int) -> float:
-    """Learning rate of a step from 0."""
+    """Learning rate of a step; steps count from 0."""
     decay = math.ceil(recipe.decay_fraction * STEPS)
     left = (STEPS - step) / decay
     end = recipe.final_fraction
@@ -120,8 +122,8 @@ def rate(recipe: Recipe, step: int) -> float:
 
 
 def losses(recipe: Recipe, *, dtype=torch.float64, late: int = 0, decays=(2,), **muon) -> Iterator:
-    """The loss of each step and the norm of its gradient. late: steps by which the schedule is, to be wrong on
-    purpose; decays: numbers of dimensions of the weights that decay.
+    """Loss of each step and norm of its gradient before clipping. late: steps by which the learning rate's schedule is
+    late, a mistake for tests. decays: numbers of dimensions of the weights that decay.
     """
     w = {name: torch.tensor(t, dtype=dtype, requires_grad=True) for name, t in initial_weights().items()}
     matrices = {name: t for name, t in w.items() if recipe.kind == "muon" and "_proj" in name}
@@ -150,7 +152,9 @@ def losses(recipe: Recipe, *, dtype=torch.float64, late: int = 0, decays=(2,), *
 
 
 def curves() -> dict[str, Iterator]:
-    """By name: what our trainer must give, the same in float32, and the same with one mistake each."""
+    """Curves by name: those that this project's trainer must reproduce, the same in float32, curves with one mistake
+    each ("wrong"), and curves with one of the article's choices each ("published").
+    """
     adamw, muon, single = Recipe(), Recipe(kind="muon"), {"dtype": torch.float32}
     return {
         "adamw": losses(adamw),
