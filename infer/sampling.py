@@ -5,8 +5,8 @@ For raw logits z [v] in float32, with every step in float32:
 1. Repetition penalty r (Keskar et al., CTRL, arXiv 1909.05858): for each token of the prompt or of the answer so far,
    z = z / r where z > 0, otherwise z * r.
 2. Presence penalty a, frequency penalty f and logit bias b (OpenAI's API): z = z + (b - (c * f + a)) for a token that
-   was drawn c > 0 times in the answer so far, z = z + b for other tokens. Tokens of the prompt do not count. If the
-   answer follows a grammar, a mask follows: z = -inf for tokens that the grammar forbids. It allows at least one token.
+   was drawn c > 0 times in the answer so far, z = z + b for other tokens. Tokens of the prompt do not count. Then, for
+   an answer with a grammar, a mask: z = -inf for tokens that the grammar forbids. It always allows at least one token.
 3. Temperature T: 0 is greedy. It chooses the token with the largest z, the lowest id among equals, and skips steps 4
    and 5. Otherwise z = z / T.
 4. Filters, each a threshold on z, so that equal logits are kept or dropped together, whatever the order of the tokens:
@@ -64,8 +64,8 @@ class Adjustments(NamedTuple):
     frequency_penalty: np.float32
 
     def of(self, drawn_v: jax.Array) -> jax.Array:
-        """The sum of bias and penalties to add to each logit, float32 [v]. drawn_v: how often each token has been drawn
-        in the answer so far, int32 [v].
+        """The number to add to each logit, bias minus penalties, float32 [v]. drawn_v: how often each token has been
+        drawn in the answer so far, int32 [v].
         """
         penalty = drawn_v.astype(jnp.float32) * self.frequency_penalty + self.presence_penalty
         return self.bias - jnp.where(drawn_v > 0, penalty, 0.0)

@@ -190,7 +190,7 @@ class Chunk(NamedTuple):
     log-probabilities by the raw logits; the most likely first, equals by ascending id.
     """
     cached: int = 0
-    """Number of prompt tokens that were not computed, because their keys and values were those of another request."""
+    """Number of prompt tokens that were not computed, because keys and values of another request were reused."""
     drafted: Sequence[bool] = ()
     """Whether each token was a correct draft; () if the backend makes no drafts."""
     others: Sequence[int] = ()

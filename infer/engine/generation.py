@@ -69,7 +69,7 @@ class Result:
     """The stop token or stop string that ended the generation."""
     prompt_tokens: int
     cached_tokens: int
-    """Number of prompt tokens that were not computed, because their keys and values were those of another request."""
+    """Number of prompt tokens that were not computed, because keys and values of another request were reused."""
     logprobs: tuple[float, ...]
     """Log-probability of each token."""
     top_logprobs: tuple[tuple[tuple[int, float], ...], ...]
