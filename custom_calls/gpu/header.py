@@ -5,6 +5,7 @@ It has the numbers of a layout, a struct for each op of each kind of module, who
 (custom_calls/gpu/kernel/ops.h), and a struct for the fields that modules have beside their ops.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from enum import IntEnum
@@ -23,6 +24,7 @@ from laneformer.ops import (
     ENTRIES,
     TRACE_NAMES,
     Attend,
+    AttentionVariant,
     CompressedAttend,
     CompressedKeep,
     DeltaNet,
@@ -323,7 +325,10 @@ def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tupl
 
 def _attend_constants(layout: Layout, op: Attend | LatentAttend | CompressedAttend) -> dict:
     sizes = layout.sizes(op)
-    of_kind = {} if isinstance(op, CompressedAttend) else {"SinksGiven": False, "AttentionGate": False, "ValuesEnd": 0}
+    of_kind = {}
+    if isinstance(op, LatentAttend):  # it shares the code of Attend, without its options
+        of_kind = {_title(field.name): field.default for field in dataclasses.fields(AttentionVariant)}
+        of_kind |= {"SinksGiven": False, "ValuesEnd": 0}
     if isinstance(op, Attend):
         of_kind = {
             f"{side}NormOfAll": norm is not None and norm.gain.shape[0] > op.head_dim
