@@ -258,7 +258,7 @@ class Sandbox:
                     self._end(process)
             found = _verdict(text)
             if not ended and time.monotonic() < deadline and (not found or BROKEN in found):
-                poll.unregister(report)  # wait shortly for the end of the program, to report how it ended
+                poll.unregister(report)  # wait briefly for the program to end, to report how it ended
                 ended = bool(poll.poll(1000 * LAST_SECONDS))
         finally:
             os.close(handle)

@@ -68,7 +68,7 @@ def receive(handle):
 
 
 def _exactly(handle, size):
-    """Reads `size` bytes; None if the descriptor ends before."""
+    """Reads `size` bytes; None if the descriptor ends earlier."""
     parts = []
     while size:
         part = _read(handle, min(size, 1 << 20))
@@ -149,7 +149,7 @@ class Writer:
             first, flat = values[: FEWEST_ROWS // 4], itertools.chain.from_iterable
             if 0 < len({*flat(first)} if simple(flat(first)) else ()) <= MOST_CODES and simple(flat(values)):
                 found = [*{*flat(values)}]
-                # 0.0 and -0.0 are equal but differ, so floats with a zero are not written as codes.
+                # 0.0 and -0.0 compare equal but are different, so floats with a zero are not written as codes.
                 if len(found) <= MOST_CODES and (0.0 not in found or type(found[0]) is not float):
                     codes = {value: code for code, value in enumerate(found)}
                     data = self.data(bytes(map(codes.__getitem__, flat(values))))

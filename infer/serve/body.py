@@ -40,7 +40,7 @@ class ApiError(Exception):
 
 
 class _Unusable(str):
-    """A number that no parameter accepts, as text in the spelling of the request."""
+    """A number that no parameter accepts, kept as the text of the request."""
 
 
 def read_json(body: bytes) -> dict[str, Any]:

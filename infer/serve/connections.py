@@ -1,7 +1,7 @@
 """Limits on connections: their number, and the time until the header of a request has arrived.
 
-To make room for a new connection, a connection that is not being answered is closed: first those that never completed a
-request, then the longest idle. So half-open connections cannot keep other clients out.
+To make room for a new connection, the longest idle connection that is not being answered is closed. Connections that
+never completed a request are closed before others. So half-open connections cannot keep other clients out.
 """
 
 import asyncio

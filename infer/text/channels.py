@@ -84,7 +84,7 @@ class Channels:
         """
         self._harmony, self._tokenizer, self._calls = harmony, tokenizer, calls
         self.recipient: str | None = None
-        """The tool that the current message is for; None if it is for the user."""
+        """The tool that the current message is for; None if it is not for a tool."""
         self._header: list[int] | None = None  # ids of the current header so far; None outside of headers
         self._body = Part.CONTENT
         prompt = list(prompt)
