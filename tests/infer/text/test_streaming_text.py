@@ -35,7 +35,7 @@ def byte_level():
 
 
 def sentencepiece_style():
-    """As in Llama 2: spaces are ▁, one is put before the text, and unknown characters are encoded as bytes."""
+    """A tokenizer as in Llama 2: spaces are ▁, one is put before a text, unknown characters fall back to bytes."""
     pieces = [
         "<unk>",
         "<s>",
