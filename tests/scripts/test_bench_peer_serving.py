@@ -1,4 +1,4 @@
-"""scripts.bench_peer_serving with engines that only speak the protocol; our engine serving, with a small model."""
+"""scripts.bench_peer_serving with fake engines, which speak only the protocol; our engine with a small model."""
 
 import dataclasses
 import json
@@ -18,7 +18,8 @@ def small():
     return ModelConfig(vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                        num_key_value_heads=2, num_lanes=2, max_position_embeddings=512, layout="laneformer")
 """
-# By its clock: clients share every pass; drafts are all right up to 4, and more cost a pass each.
+# An engine that returns invented times. Clients share every pass. Up to 4 drafts are all correct; with more, a token
+# takes twice the time of a pass.
 FAKE = """
 import sys
 from scripts.peers.protocol import Served, serve
@@ -75,7 +76,7 @@ def command(folder, recipe, *more):
     )
 
 
-def test_engines_take_turns_and_the_best_drafts_of_the_peer_count(tmp_path, recipe, monkeypatch, capsys):
+def test_peer_counts_with_its_best_drafts(tmp_path, recipe, monkeypatch, capsys):
     (tmp_path / "fake_serving.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(serving, "SERVING", dict.fromkeys(serving.SERVING, "fake_serving"))

@@ -1,4 +1,4 @@
-"""scripts.bench_peers with engines that only speak the protocol, as real processes."""
+"""scripts.bench_peers with fake engines, which speak only the protocol, in processes; our engine with small models."""
 
 import dataclasses
 import json
@@ -61,7 +61,7 @@ def narrow():
 MIXTURE = dataclasses.replace(
     SHAPE, norm_eps=1e-5, rope_theta=150_000.0, experts=8, experts_used=2, window=4, architecture="gpt-oss"
 )
-# Draws a token every `option` seconds, by its own clock.
+# An engine that returns invented times: `option` seconds per token.
 FAKE = """
 import os, time
 from scripts.peers.protocol import serve
@@ -98,7 +98,7 @@ serve(Fake)
 
 @pytest.fixture
 def fakes(tmp_path, monkeypatch):
-    """Engines of ours at 100 tokens per second and of others: slow at 25, dies, refuses, absent."""
+    """The folder with fake engines: ours with 100 tokens per second, and the peers slow (25), dies, refuses, absent."""
     (tmp_path / "fake_peer.py").write_text(FAKE)
     (tmp_path / "recipes.py").write_text(RECIPE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -165,7 +165,7 @@ def wait_for(pid, states):
     return state(pid)
 
 
-def test_engines_take_turns_and_the_ratio_is_of_their_rates(fakes, capsys):
+def test_table_has_the_ratio_of_rates(fakes, capsys):
     assert command(fakes, "slow,absent") == 0
     out, err = capsys.readouterr()
     assert "| slow |" in out and "| 4.000 (4.000 to 4.000) | 100.00 | 25.00 |" in out
@@ -181,12 +181,13 @@ def test_engines_take_turns_and_the_ratio_is_of_their_rates(fakes, capsys):
     ]
     assert (record["sizes"]["hidden"], record["sizes"]["layers"], record["prompt_tokens"]) == (32, 2, 8)
     one = pair["rounds"][0]["peer"]
-    # 2 layers of q, o (32 x 32 each), k, v, gate, up and down, 5 norms, the head and a row of the embedding; 10
-    # positions read, 1 written.
+    # 2 layers with q, o (32 x 32 each), k, v, gate, up and down; 5 norms; the head and a row of the embedding. A token
+    # reads 10 positions of the cache and writes 1.
     weights = 2 * (7 * 32 * 32) + 5 * 32 + 64 * 32 + 32
     assert one["share"] == pytest.approx(25 * 2 * (weights + 2 * 32 * 2 * 11) / one["bandwidth"])
     assert one["gaps"] == pytest.approx([0.04] * 4) and one["bandwidth_1_thread"] > 0
-    # First tokens of the prompts that the context has room for; the head once, and 2.5 keys for a token on average.
+    # Only prompts that fit the context are measured. A prompt of 4 tokens computes the head once and reads 2.5 keys per
+    # token on average.
     assert "| slow | 4 | 2 | 4.000 (4.000 to 4.000) | 100.00 | 25.00 |" in out and "| slow | 16 | 2 |" in out
     assert record["prompt_lengths"] == [first["prompt_tokens"] for first in pair["prompts"]] == [4, 16]
     two = pair["prompts"][0]["rounds"][1]["peer"]
@@ -195,7 +196,7 @@ def test_engines_take_turns_and_the_ratio_is_of_their_rates(fakes, capsys):
     assert two["share"] == pytest.approx(work / 0.16 / two["multiply_adds_per_s"])
 
 
-def test_quantized_weights_are_of_the_engines_that_have_them(fakes, capsys):
+def test_engines_without_quantized_weights_are_skipped(fakes, capsys):
     options = ["--weights", "int4", "--rounds", "1", "--prompt-rounds", "0"]
     assert command(fakes, "slow,bf12", *options) == 0
     out, err = capsys.readouterr()
@@ -208,7 +209,7 @@ def test_quantized_weights_are_of_the_engines_that_have_them(fakes, capsys):
     assert pair["bytes_per_token"] == {who: 2 * weights - 2000 + 562 + kv for who in ("ours", "peer")}
 
 
-def test_dead_engine_is_one_line_and_the_others_are_measured(fakes, capsys):
+def test_dead_engine_is_reported_and_others_are_measured(fakes, capsys):
     assert command(fakes, "dies,refuses,slow") == 2
     out, err = capsys.readouterr()
     assert "| slow |" in out and "- dies: not measured" in out
@@ -235,7 +236,7 @@ def test_engine_is_stopped_between_requests(fakes):
         for _ in range(2):
             assert process.decode(1, 3)["gaps"] == [0.5, 0.5]
             assert wait_for(pid, "T") == "T"
-    assert process._process.returncode == 0, "it reads the end of its input, and ends"
+    assert process._process.returncode == 0, "the engine ends at the end of its input"
 
 
 def test_engine_ends_with_its_driver(fakes):
@@ -313,7 +314,7 @@ def test_noisy_rounds_are_reported():
 
 @pytest.fixture
 def small(tmp_path):
-    """The task of the recipe, with all cores: backend xla would leave the others for good."""
+    """A task with the small recipe on all cores: with fewer, backend xla would limit this process to those for good."""
     (tmp_path / "recipes.py").write_text(RECIPE)
     return task(tmp_path, checkpoint=f"{tmp_path / 'recipes.py'}:small", threads=len(os.sched_getaffinity(0)))
 
@@ -341,8 +342,8 @@ def test_our_engine_decodes_with_all_layers_full(small, option, compute, weights
     assert ours.first(8) > 0
 
 
-def test_our_engine_holds_a_mixture_as_published(tmp_path):
-    """Windows and all; a token reads two of eight experts, in 4.25 bits."""
+def test_our_engine_keeps_the_published_format_of_experts(tmp_path):
+    """The engine also keeps the windows. A token reads two of eight experts, with 4.25 bits per weight."""
     (tmp_path / "recipes.py").write_text(RECIPE)
     name = f"{tmp_path / 'recipes.py'}:mixture"
     options = bench_peers.Options(folder=tmp_path, shape=name, prompt_rounds=0)
@@ -362,7 +363,7 @@ def test_our_engine_holds_a_mixture_as_published(tmp_path):
 
 @pytest.mark.parametrize("name", ["qwen3_next_1", "deepseek_v3_1"])
 def test_both_engines_quantize_the_same_matrices(tmp_path, name):
-    """Of DeltaNets beside gated attention, and of latent attention; the folder's sizes with random weights."""
+    """Models with DeltaNets and gated attention, and with latent attention. Sizes are the folder's; weights random."""
     config = shape_model(str(MOE / name)).config
     ours = Ours(task(tmp_path, checkpoint=str(MOE / name), weights="int4"))
     theirs = gguf_model.facts(config, gguf_model.tensors(config, gguf_file.QUANTIZED["int4"]))
@@ -378,8 +379,8 @@ def test_prompt_is_computed_once(small):
         chunks = list(backend.start(request))
         return chunks[0].cached, [pair for c in chunks for pair in zip(c.tokens, c.logprobs, strict=True)]
 
-    (anew, wanted), first, again = drawn(CpuBackend(ours.source, threads=small.threads)), drawn(ours), drawn(ours)
-    assert (anew, *first) == (0, 0, wanted) and again == (39, wanted)
+    (cached, wanted), first, again = drawn(CpuBackend(ours.source, threads=small.threads)), drawn(ours), drawn(ours)
+    assert (cached, *first) == (0, 0, wanted) and again == (39, wanted)
 
 
 def test_environments_are_reinstalled_when_versions_change(tmp_path, monkeypatch, capsys):

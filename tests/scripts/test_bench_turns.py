@@ -1,4 +1,4 @@
-"""python -m scripts.bench_turns: its table and record on a tiny model, and wrong options."""
+"""scripts.bench_turns: table and record with a tiny model, and wrong options."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""The console command: its list, its errors, and that its commands are those of `python -m`."""
+"""The console command: its list of commands, its errors, and the same results as `python -m`."""
 
 import re
 import shlex
@@ -25,13 +25,13 @@ def output_of(main, arguments, capsys) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
-def test_the_project_installs_it():
+def test_project_installs_the_command():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert project["scripts"] == {"laneformer": "scripts.__main__:console"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_help_is_that_of_the_module_with_the_name_of_the_command(name, capsys):
+def test_help_names_the_command_instead_of_the_module(name, capsys):
     command = console.commands()[name]
     module = __import__(command.module, fromlist=["main"])
     theirs = output_of(module.main, [*command.first, "--help"], capsys)
@@ -43,18 +43,18 @@ def test_help_is_that_of_the_module_with_the_name_of_the_command(name, capsys):
     assert not re.search(rf"usage: {re.escape(command.program)}", ours[1])
 
 
-def test_usage_without_arguments_has_the_name_of_the_command(capsys):
+def test_usage_without_arguments_names_the_command(capsys):
     status, text, _ = output_of(console.main, ["ablate"], capsys)
     assert status == 2 and text.startswith("usage: laneformer ablate RECIPE") and "python -m" not in text
 
 
-def test_a_reader_that_has_gone_is_no_error():
+def test_closed_output_is_no_error():
     command = f"{shlex.quote(sys.executable)} -m scripts --help | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], check=False, cwd=ROOT, capture_output=True, timeout=60)
     assert done.returncode in (0, 141) and not done.stderr
 
 
-def test_help_of_a_recipe_has_the_name_of_the_command(capsys):
+def test_help_of_a_recipe_names_the_command(capsys):
     status, text, _ = output_of(console.main, ["train", "tiny", "--help"], capsys)
     assert status == 0 and text.startswith("usage: laneformer train tiny [-h] [OPTIONS]\n")
 
@@ -68,7 +68,7 @@ def test_every_command_is_listed_without_jax():
     assert listed == list(NAMES) and {*infer.__main__.COMMANDS} < {*listed}
 
 
-def test_no_command_lists_them_and_fails(capsys):
+def test_no_command_prints_the_usage_and_fails(capsys):
     assert output_of(console.main, [], capsys) == (2, console.usage() + "\n", "")
 
 
@@ -76,7 +76,7 @@ def test_no_command_lists_them_and_fails(capsys):
     ("name", "remedy"),
     [("trian", "did you mean train?"), ("plo", "did you mean plot?"), ("??", "laneformer --help lists all")],
 )
-def test_an_unknown_command_is_one_line(name, remedy, capsys):
+def test_unknown_command_is_one_line(name, remedy, capsys):
     assert console.main([name]) == 2
     out, err = capsys.readouterr()
     assert (out, err) == ("", f"error: unknown command {name!r}; {remedy}\n")
@@ -101,7 +101,7 @@ def test_status_and_output_are_those_of_the_module(line, status, capsys):
 
 
 def test_recipes_of_the_current_folder_are_found(tmp_path, monkeypatch, capsys):
-    """An installed script begins without that folder in sys.path."""
+    """The current folder is not in sys.path when an installed script starts."""
     (tmp_path / "mine_alone.py").write_text("from configs.tiny import tiny as small\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(ROOT), *filter(None, sys.path)])

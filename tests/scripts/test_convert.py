@@ -1,4 +1,4 @@
-"""scripts.convert: what it writes loads again as the same model."""
+"""scripts.convert: the written folder loads as the same model."""
 
 import json
 import shutil
@@ -28,7 +28,7 @@ def test_dense_model_becomes_lanes_with_the_same_logits(tmp_path, capsys):
         assert np.abs(np.asarray(model(io["input_ids"])) - io["logits"]).max() < 1e-4
 
 
-def test_dtype_spelling_and_tokenizer(tmp_path, capsys):
+def test_dtype_spelling_and_tokenizer_are_written(tmp_path, capsys):
     source = tmp_path / "source"
     laneformer.save_hf(laneformer.load(LANED), source)
     (source / "tokenizer.json").write_text("{}")
@@ -40,8 +40,7 @@ def test_dtype_spelling_and_tokenizer(tmp_path, capsys):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
-def test_twelve_bits_and_back(tmp_path, capsys):
-    """Without a change of any byte."""
+def test_bf12_round_trip_changes_no_byte(tmp_path, capsys):
     for source, target, *options in (
         (LANED, "plain", "--dtype", "bfloat16"),
         (LANED, "packed", "--dtype", "bfloat16", "--weights", "bf12"),
@@ -72,7 +71,7 @@ def test_generation_config_has_the_end_of_a_turn(tmp_path):
     "command", ["scripts.convert {run} {run}/out", "infer generate --checkpoint {run} --prompt-ids 1,2"]
 )
 def test_damaged_run_is_one_line(tmp_path, command):
-    """Orbax's threads print tracebacks of it otherwise."""
+    """Threads of Orbax must not print tracebacks."""
     weights, config = laneformer.load(LANED).weights(), laneformer.load(LANED).config
     for number in ("5", "10"):
         step = tmp_path / "checkpoints" / number

@@ -1,6 +1,4 @@
-"""scripts.convert_dense: the lanes are the dense model with its heads and neurons in another order, chosen by
-affinity.
-"""
+"""scripts.convert_dense: the lanes compute the dense model, with heads and neurons assigned to lanes by affinity."""
 
 import json
 from pathlib import Path
@@ -20,7 +18,7 @@ FAST = ("--calibration-rows", "1")
 
 @pytest.fixture(scope="module")
 def converted(tmp_path_factory):
-    """converted(family): a folder cut with affinity into 4 lanes, written once."""
+    """converted(family): the folder of a dense model cut into 4 lanes with affinity; written once per module."""
     base, done = tmp_path_factory.mktemp("converted"), {}
 
     def convert(family: str) -> Path:
@@ -32,7 +30,7 @@ def converted(tmp_path_factory):
     return convert
 
 
-# Grouped heads, biases, tied; qk-norm; one KV head per head, untied; an MLP without a gate.
+# qwen3 has norms of queries and keys, qwen2 biases, llama2 a KV head per head, and arcee an MLP without a gate.
 @pytest.mark.parametrize(
     "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2", "llama2", "arcee"))]
 )
@@ -43,7 +41,7 @@ def test_lanes_compute_the_dense_logits(converted, family):
     with np.load(DENSE / family / "io.npz") as io:
         assert np.abs(np.asarray(as_tp(io["input_ids"])) - io["logits"]).max() < 1e-4
         assert np.abs(np.asarray(lanes(io["input_ids"])) - io["logits"]).max() > 1e-2, (
-            "the delayed layout is another function"
+            "the delayed layout computes another function"
         )
 
 
@@ -59,7 +57,7 @@ def test_every_weight_is_bitwise_a_dense_one(converted):
                 sorted(unit for lane in members for unit in lane) == list(range(count))
                 and len({len(lane) for lane in members}) == 1
             )
-            axis = 1 if names[-1] in ("wo", "w2") else 0  # of the dense matrix: columns or rows
+            axis = 1 if names[-1] in ("wo", "w2") else 0  # units are columns or rows of the dense matrix
             pieces = np.split(wanted[0], count, axis)
             wanted = np.stack([np.concatenate([pieces[unit] for unit in lane], axis) for lane in members])
         np.testing.assert_array_equal(found, wanted, err_msg=path)
@@ -88,7 +86,7 @@ def test_laneformer_of_one_lane_is_cut(tmp_path):
     ids = np.arange(20, dtype=np.int32)[None]
     lanes = laneformer.load(tmp_path / "lanes")
     np.testing.assert_allclose(lanes(ids), dense(ids), atol=1e-5)
-    assert json.loads((tmp_path / "lanes" / "lanes.json").read_text())["read_late"] == {}, "nothing is late with tp"
+    assert json.loads((tmp_path / "lanes" / "lanes.json").read_text())["read_late"] == {}, "tp delays nothing"
 
 
 def test_affinity_misses_less_and_follows_the_seed(tmp_path, capsys, converted):
@@ -131,8 +129,9 @@ def test_existing_checkpoint_is_not_replaced(converted, capsys):
 
 
 def planted(count: int = 3, sizes=(6, 12, 6, 12), width: int = 8, seed: int = 0):
-    """Modules whose units read and write only the channels of their own group, groups in random order -> units, group
-    of every unit.
+    """Returns modules whose units read and write only the channels of their group, and the group of every unit.
+
+    Each module has `sizes[m]` units in `count` groups of equal size, in random order.
     """
     random_ = np.random.default_rng(seed)
     groups, modules = random(list(sizes), count, seed + 7), []
@@ -158,9 +157,8 @@ def test_planted_groups_are_found(seed):
 
 def test_missed_and_value_match_the_formula():
     modules, _ = planted(2, (4, 4, 4))
-    modules = [
-        units._replace(reads=units.reads + 0.3, writes=units.writes - 0.2) for units in modules
-    ]  # all groups touch
+    # Every unit also reads and writes the channels of the other groups.
+    modules = [units._replace(reads=units.reads + 0.3, writes=units.writes - 0.2) for units in modules]
     late, lanes = {(0, 1): 1.0, (0, 2): 0.5, (1, 2): 1.0}, contiguous([4, 4, 4], 2)
 
     def missed(lanes) -> float:
@@ -180,7 +178,7 @@ def test_missed_and_value_match_the_formula():
             moved = [lane.copy() for lane in lanes]
             moved[m][unit] = 1 - lanes[m][unit]
             gain = without[unit, moved[m][unit]] - without[unit, lanes[m][unit]]
-            assert missed(lanes) - missed(moved) == pytest.approx(gain, rel=1e-4), "of one unit that moves"
+            assert missed(lanes) - missed(moved) == pytest.approx(gain, rel=1e-4), "gain of moving one unit"
 
 
 def test_late_pairs_match_the_schedule():

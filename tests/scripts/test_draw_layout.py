@@ -1,4 +1,4 @@
-"""scripts.draw_layout: draws every layout, with the figures of its schedule."""
+"""scripts.draw_layout: pictures of every layout contain the figures of its schedule."""
 
 import re
 
@@ -11,7 +11,7 @@ ARGUMENTS = {"desync": "(2)", "spd": "(0, 2)", "caat": "(0.5)", "track": "(2)", 
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout(tmp_path, name):
+def test_every_layout_is_drawn(tmp_path, name):
     options = Options(layout=name + ARGUMENTS.get(name, ""), layers=4, out=tmp_path / "x.svg")
     picture = draw(options).read_text()
     schedule = schedule_of(options)

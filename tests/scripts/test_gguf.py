@@ -1,4 +1,4 @@
-"""GGUF files as an independent reader sees them, and as llama.cpp computes them where it is installed."""
+"""GGUF files: contents according to an independent reader, and logits of llama.cpp if it is installed."""
 
 import dataclasses
 import json
@@ -52,9 +52,9 @@ MIXTURE = GPT_OSS_20B.replace(
 )
 MXFP4 = dict.fromkeys(EXPERTS, "mxfp4")
 
-# Of the types of tensors: a block and its weights, after ggml-common.h.
-BITS = {"int8": 8.5, "int4": 4.5, "mxfp4": 4.25, "nvfp4": 4.5}
-HALVES = ("codes", np.uint8, 16)
+BITS = {"int8": 8.5, "int4": 4.5, "mxfp4": 4.25, "nvfp4": 4.5}  # per weight, with scales
+HALVES = ("codes", np.uint8, 16)  # two codes of 4 bits per byte
+# Number of a tensor type -> dtype of a block, and the function that decodes blocks to weights, after ggml-common.h.
 BLOCKS = {
     0: (np.dtype([("of", "<f4", 1)]), lambda b: b["of"]),
     30: (np.dtype([("of", "<u2", 1)]), lambda b: (b["of"].astype(np.uint32) << 16).view(np.float32)),
@@ -80,7 +80,7 @@ def e2m1(halves):
 
 
 class Reader:
-    """Just enough of GGUF version 3, after its specification."""
+    """Reads the parts of GGUF version 3 that these tests need, after the specification."""
 
     def __init__(self, path):
         self.data, self.at, self.bytes = path.read_bytes(), 0, Counter()
@@ -127,7 +127,7 @@ def write(folder, config, type=gguf_file.BF16, formats=None, values=None):
 
 
 @pytest.mark.parametrize("tied, kind", [(False, ""), (True, "int4"), *((False, kind) for kind in gguf_file.QUANTIZED)])
-def test_the_file_has_a_llama(tmp_path, tied, kind):
+def test_file_has_a_dense_llama(tmp_path, tied, kind):
     stored, width = gguf_model.type_of(kind), 64 if kind else 40
     config = DENSE.replace(hidden_size=width, tie_word_embeddings=tied)
     read, listed = write(tmp_path, config, stored)
@@ -148,11 +148,11 @@ def test_the_file_has_a_llama(tmp_path, tied, kind):
     matrices = [t for t in read.tensors.values() if t.ndim == 2]
     assert all(0.015 < m.std() < 0.025 and len(np.unique(m[:, :8], axis=0)) == len(m) for m in matrices)
     starts = {m.tobytes()[:64] for m in matrices}
-    assert len(starts) == len(matrices), "no two are equal"
+    assert len(starts) == len(matrices), "no two matrices are equal"
     assert read.end <= len(read.data) < read.end + 32
 
 
-def test_the_file_has_experts_in_mxfp4(tmp_path):
+def test_file_has_experts_in_mxfp4(tmp_path):
     read, listed = write(tmp_path, MIXTURE, formats=MXFP4)
     hidden, columns, experts = 64, 96, 8
     rows = {"attn_q": 64, "attn_k": 32, "attn_v": 32, "attn_output": hidden}
@@ -182,12 +182,12 @@ def layer(read, number):
 
 
 def check_weights(read, listed, weights):
-    for tensor in listed:  # the folder's are bfloat16
+    for tensor in listed:  # weights of the folder are bfloat16, so the file has their exact values
         np.testing.assert_array_equal(read.tensors[tensor.name], weights(tensor))
 
 
 def experts(count, columns, shared, width):
-    """Shapes of a layer's routed and shared ones."""
+    """Shapes of the router, the routed experts and the shared expert of a layer, by name."""
     return {
         "ffn_gate_inp.weight": (count, width),
         **{f"ffn_{name}_exps.weight": (count, columns, width) for name in ("gate", "up")},
@@ -197,7 +197,7 @@ def experts(count, columns, shared, width):
     }
 
 
-def test_the_file_has_delta_nets_beside_gated_attention(tmp_path):
+def test_file_has_delta_nets_and_gated_attention(tmp_path):
     config = HfFolder(MOE / "qwen3_next_1").config
     weights = GgufWeights(MOE / "qwen3_next_1", config)
     read, listed = write(tmp_path, config, values=weights)
@@ -229,7 +229,7 @@ def test_the_file_has_delta_nets_beside_gated_attention(tmp_path):
     assert found["expert_shared_feed_forward_length"] == 32
 
 
-def test_the_file_has_latent_attention_absorbed(tmp_path):
+def test_file_has_absorbed_latent_attention(tmp_path):
     config = HfFolder(MOE / "deepseek_v3_1").config
     weights = GgufWeights(MOE / "deepseek_v3_1", config)
     read, listed = write(tmp_path, config, values=weights)
@@ -273,7 +273,7 @@ def test_the_file_has_latent_attention_absorbed(tmp_path):
 @pytest.mark.parametrize(
     "config", [QWEN3_NEXT_12, DEEPSEEK_V3, KIMI_K2_LATENTS, MOONLIGHT_16B, GPT_OSS_20B, MODELS["laneformer_2b"]]
 )
-def test_the_file_has_as_many_weights_as_the_model(config):
+def test_file_has_as_many_weights_as_the_model(config):
     assert sum(math.prod(tensor.sizes) for tensor in gguf_model.tensors(config)) == parameter_count(config)
     assert gguf_model.from_json(json.loads(json.dumps(dataclasses.asdict(config)))) == config
 
@@ -292,7 +292,8 @@ def task_of(folder, config, weights):
     return Task("none", shape, 128, 2, str(folder), weights=weights, model=dataclasses.asdict(config))
 
 
-# Logits of rows of ids: a prompt at once, then token by token; exact products where the file has float32.
+# Saves the logits of llama.cpp for rows of ids: those after the whole prompt, then token by token. With float32
+# weights, products are exact: the cache is float32, without flash attention.
 LOGITS = """
 import sys
 import llama_cpp, numpy as np
@@ -313,7 +314,7 @@ def logits():
 def decoded():
     assert len(model.decode(10, 4)) == 4
     return logits()
-assert (decoded() == decoded()).all(), "a sample starts from the same cache as the one before"
+assert (decoded() == decoded()).all(), "both runs start from the same cache"
 for row in np.load(sys.argv[2]).tolist():
     model._absorb(row[:prompt])
     for n in range(prompt, len(row) + 1):
@@ -325,7 +326,7 @@ np.save(sys.argv[3], found)
 
 
 def rounded_ramp(folder, copy):
-    """The model with the ends of yarn's ramp at whole dimensions, where llama.cpp has those of every model."""
+    """The model with the ends of YaRN's ramp rounded to whole dimensions, as llama.cpp rounds them for every model."""
     shutil.copytree(folder, copy)
     values = json.loads((copy / "config.json").read_text())
     values["rope_scaling"]["truncate"] = True
@@ -337,8 +338,9 @@ def rounded_ramp(folder, copy):
 @pytest.mark.parametrize("weights, most", [("F32", 2e-5), ("bfloat16", 0.15)])
 @pytest.mark.parametrize("name", ["qwen3_next_1", "deepseek_v3_1", "gpt_oss_1"])
 def test_llama_cpp_computes_the_published_model(tmp_path, name, weights, most):
-    """LANEFORMER_PEERS: the folder of scripts.bench_peers. In bfloat16 llama.cpp rounds activations, which changes a
-    choice of experts now and then.
+    """LANEFORMER_PEERS names the folder of scripts.bench_peers.
+
+    With bfloat16 weights llama.cpp rounds activations, which occasionally changes the chosen experts.
     """
     folder = os.environ.get("LANEFORMER_PEERS")
     python = folder and installed(Path(folder), "llama.cpp")
@@ -363,7 +365,7 @@ def test_llama_cpp_computes_the_published_model(tmp_path, name, weights, most):
 
 
 @pytest.mark.parametrize("kind", gguf_file.QUANTIZED)
-def test_blocks_have_the_weights(kind):
+def test_blocks_decode_to_the_weights(kind):
     stored, weights = gguf_file.QUANTIZED[kind], np.random.default_rng(3).normal(0, 0.02, (500, 64)).astype(np.float32)
     block, decode = BLOCKS[stored.number]
     found = decode(stored.pack(weights.reshape(-1, stored.weights)).view(block)[:, 0]).reshape(weights.shape)
@@ -371,7 +373,7 @@ def test_blocks_have_the_weights(kind):
     assert error < 1.3 * relative_error(weights, round_to(weights, kind, 32 if kind == "int8" else None))
 
 
-def test_rows_of_a_gguf_file_are_whole_blocks(tmp_path):
+def test_rows_of_partial_blocks_raise(tmp_path):
     config = DENSE.replace(hidden_size=40, tie_word_embeddings=True)
     with pytest.raises(
         ValueError, match=r"attn_q.weight has rows of 40 weights, but Q4_0 has blocks of 32; choose another"

@@ -1,4 +1,4 @@
-"""One lane with emulated peers on an emulated GPU: it finishes, and waits only where its layout must."""
+"""scripts.gpu_rank on an emulated GPU: a lane with emulated peers finishes, and waits only for exposed exchanges."""
 
 import numpy as np
 import pytest
@@ -41,15 +41,15 @@ def test_delays_are_hidden_or_waited_for(head, tmp_path, monkeypatch):
     times = {(r["layout"], r["delay_us"]): r["us_per_token"]["median"] for r in records}
     exposed = {"tp": 8, "none": 0}
     for layout, count in exposed.items():
-        waits = count + 1 + (head == "replicate")  # the token, and the head's exchange
+        waits = count + 1 + (head == "replicate")  # the exchange of the token, and that of the head
         assert times[layout, 3000] > 3000 * waits * 0.9, "every exposed exchange takes the delay"
     assert times["tp", 3000] - times["none", 3000] > 3000 * 8 * 0.6
     text = table(records)
     assert "emulated 1 of 4, not 4 GPUs" in text and text.count("| tp |") == 2
 
 
-def test_weights_in_12_bits(tmp_path, monkeypatch):
-    """Filled with random numbers, of which a rank alone reads the same share."""
+def test_bf12_weights_run(tmp_path, monkeypatch):
+    """The weights are random values, few of which are exceptions of bf12."""
     monkeypatch.setattr(gpu_rank, "PEER_CTAS", 2)
     file = tmp_path / "mine.py"
     file.write_text(RECIPE.replace("HEAD", "replicate").replace("=48", "=800").replace("=24", "=64"))
@@ -67,7 +67,7 @@ def test_weights_in_12_bits(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_random_codes(tmp_path, monkeypatch):
+def test_random_codes_run(tmp_path, monkeypatch):
     monkeypatch.setattr(gpu_rank, "PEER_CTAS", 2)
     file = tmp_path / "mine.py"
     file.write_text(RECIPE.replace("HEAD", "replicate").replace("=48", "=800").replace("=24", "=64"))

@@ -1,4 +1,4 @@
-"""Passes of several rows on an emulated GPU: they are measured, and have the bits of one."""
+"""scripts.gpu_rows on an emulated GPU: passes of several rows are measured and give the bits of one row."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def recipe(tmp_path):
 
 
 @pytest.mark.slow
-def test_rows_are_measured_and_have_the_bits_of_one(recipe):
+def test_several_rows_give_the_bits_of_one(recipe):
     devices = (
         {}
         if emulated.REAL
@@ -43,7 +43,7 @@ def test_rows_are_measured_and_have_the_bits_of_one(recipe):
     assert text.count("| yes |") == 2 and "random bfloat16 weights" in text
 
 
-def test_what_cannot_be_measured_is_one_line(recipe, capsys):
+def test_bad_options_are_one_line(recipe, capsys):
     with pytest.raises(ConfigError, match="must begin with 1"):
         measure(Options(recipe=recipe, rows=(2, 4)))
     with pytest.raises(ConfigError, match="take 704 positions"):

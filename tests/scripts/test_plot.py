@@ -1,4 +1,4 @@
-"""scripts.plot: what is read from metrics files, what the pictures hold, and clear errors without records."""
+"""scripts.plot: reading of metrics files, contents of the pictures, and errors if records are missing."""
 
 import json
 import warnings
@@ -14,7 +14,7 @@ PANELS = ["loss", "optimizer", "speed", "lanes"]
 
 
 def lines(steps=40, skipped=(), shift=0.0):
-    """A run of two phases with two held-out sets, one of them from the second phase on."""
+    """Records of a run with two phases; the first has the validation set code, the second also prose."""
     for n in range(1, steps + 1):
         record = {
             "step": n,
@@ -46,13 +46,13 @@ def run(tmp_path):
 
 @pytest.fixture
 def figures(monkeypatch):
-    """The figures that are saved."""
+    """List of the figures saved so far."""
     saved, save = [], scripts.plot.save
     monkeypatch.setattr(scripts.plot, "save", lambda figure, path: saved.append(figure) or save(figure, path))
     return saved
 
 
-def test_reads_every_kind_of_record(run):
+def test_every_kind_of_record_is_read(run):
     read = Run(run, "C0")
     tokens, losses = read.curve("loss")
     steps = np.array([n for n in range(1, 41) if n not in (5, 33)])
@@ -65,11 +65,11 @@ def test_reads_every_kind_of_record(run):
 
 
 def drawn(axes):
-    """label -> line of an axes; lines without one by their y data."""
+    """Lines of an axes by label."""
     return {line.get_label(): line for line in axes.lines}
 
 
-def test_loss_panel(run, figures):
+def test_loss_panel_shows_means_validations_and_skips(run, figures):
     draw(Options(runs=(run,)))
     [axes] = figures[0].axes
     mean = drawn(axes)["run (last: code 3.500, prose 3.500)"]
@@ -84,7 +84,7 @@ def test_loss_panel(run, figures):
     assert any(list(line.get_xdata()) == [500, 3300] and line.get_marker() == "x" for line in axes.lines)
 
 
-def test_all_panels(run, figures):
+def test_all_panels_show_the_records(run, figures):
     assert draw(Options(runs=(run,), panels=tuple(PANELS))) == run / "loss-optimizer-speed-lanes.png"
     titles = [axes.get_title() for axes in figures[0].axes]
     assert titles == [
@@ -124,7 +124,7 @@ def test_several_runs_share_a_picture(run, tmp_path, figures):
     }
     assert [line.get_label() for line in figures[0].axes[-1].lines] == ["run", "other"]
     borders = [line.get_color() for line in figures[0].axes[0].lines if line.get_linestyle() == "--"]
-    assert borders == ["0.4"], "one line for both"
+    assert borders == ["0.4"], "both runs share one border line"
 
 
 def test_spike_does_not_flatten_the_rest(tmp_path, figures):
@@ -151,7 +151,7 @@ def test_short_and_odd_runs_draw_without_a_warning(tmp_path, name):
         assert draw(Options(runs=(write(tmp_path / "run", records),), panels=tuple(PANELS))).exists()
 
 
-def test_draws_png_and_svg(run, tmp_path, capsys):
+def test_png_and_svg_are_drawn(run, tmp_path, capsys):
     assert main([str(run)]) == 0
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert main([str(run), str(run / "metrics.jsonl"), "--panels", *PANELS, "--out", str(tmp_path / "two.svg")]) == 0

@@ -1,4 +1,4 @@
-"""scripts.plot_trace: times by op of known spans and of the CPU kernel's own, and clear errors for what is no trace."""
+"""scripts.plot_trace: times per op of known spans and of a trace of the CPU kernel, and errors for other files."""
 
 import gzip
 import json
@@ -26,7 +26,7 @@ def event(worker, op, begin, us, layer=None):
 
 
 def token(worker, at, us):
-    """10 us to embed, two layers of `us`, 5 us of nothing, 20 us of head."""
+    """Spans of a token from time `at`: 10 us embed, two layers of `us` each, a gap of 5 us, and 20 us head."""
     return [
         event(worker, "embed", at, 10),
         event(worker, "qkv", at + 10, us, 0),
@@ -43,8 +43,9 @@ def write(path, events):
 
 @pytest.fixture
 def known(tmp_path):
-    """A pass of the prompt without a head, the prompt's last one, and three tokens, the middle one longer on
-    worker 1.
+    """A trace of two passes of a prompt, only the second with a head, and three tokens.
+
+    The second token takes longer on worker 1.
     """
     events = []
     for worker in (0, 1):
@@ -55,7 +56,7 @@ def known(tmp_path):
     return write(tmp_path / "known.json.gz", events)
 
 
-def test_times_of_known_spans(known):
+def test_times_match_known_spans(known):
     trace = Trace.read(known)
     assert (trace.kind, trace.ops, len(trace.passes)) == ("CTA", ["embed", "qkv", "head"], 3)
     assert trace.lengths.tolist() == [115, 155, 115]
@@ -77,13 +78,13 @@ def test_picture_has_every_worker(known, capsys):
     )
 
 
-def test_without_a_picture_matplotlib_is_not_needed(known, monkeypatch, capsys):
+def test_table_needs_no_matplotlib(known, monkeypatch, capsys):
     monkeypatch.setattr(plot_trace, "pyplot", lambda: pytest.fail("not needed"))
     assert main([str(known), "--no-picture"]) == 0 and capsys.readouterr().out.startswith("| op |")
 
 
 @pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
-def test_trace_of_the_cpu_kernel(tmp_path):
+def test_cpu_kernel_trace_is_read(tmp_path):
     config = laneformer.ModelConfig(
         vocab_size=40,
         hidden_size=16,

@@ -1,4 +1,4 @@
-"""`python -m scripts.quantize`: dense models and Laneformers, read again by ourselves, on backend xla."""
+"""scripts.quantize: written folders of dense models, experts and Laneformers, read and run by this project."""
 
 import json
 import re
@@ -27,7 +27,7 @@ LLAMA = tiny.TESTS / "dense" / "llama2"
 
 @pytest.fixture(scope="module")
 def laneformer(tmp_path_factory) -> Path:
-    """In 2 lanes; matrices of 128 x 128 and more, so that float32 copies of them would be seen."""
+    """Folder of a Laneformer with 2 lanes, whose matrices are large enough to notice float32 copies of them."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "max_position_embeddings": 256}
     config = ModelConfig(vocab_size=128, num_attention_heads=4, num_key_value_heads=4, num_lanes=2, **sizes)
     return save_hf(Laneformer.init(config, 1), tmp_path_factory.mktemp("laneformer"))
@@ -38,15 +38,15 @@ def run(*arguments) -> int:
 
 
 @pytest.mark.parametrize("kind", ["int4", "int8", "fp8", "mxfp4"])
-def test_a_dense_folder_keeps_its_names(kind, tmp_path, capsys):
-    """Every matrix is the rounded one; everything else is as it was; several files stay several."""
+def test_dense_folder_keeps_tensor_names(kind, tmp_path, capsys):
+    """Every matrix is rounded, other tensors keep their bytes, and the number of files stays the same."""
     assert run(LLAMA, tmp_path, "--weights", kind) == 0
     report = capsys.readouterr().out
     assert "14 matrices, 69,632 weights in " in report and "q_proj.weight  " in report
     before = {name: array for file in LLAMA.glob("*.safetensors") for name, array in load_file(file).items()}
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     assert {*index["weight_map"].values()} == {file.name for file in LLAMA.glob("*.safetensors")}
-    assert index["metadata"]["total_size"] > 0, "transformers wants it"
+    assert index["metadata"]["total_size"] > 0, "transformers requires it"
     rounded = {name: round_to(w, kind) for name, w in before.items() if "_proj." in name}
     folder = open_checkpoint(tmp_path)
     for path, source in folder.sources.items():
@@ -59,8 +59,8 @@ def test_a_dense_folder_keeps_its_names(kind, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("name", "matrices"), [("qwen3_moe_1", 3 * (4 + 8 * 3)), ("qwen3_next_1", 4 * 27 + 3 * 2 + 4)])
-def test_experts_keep_their_names(name, matrices, tmp_path, capsys):
-    """Each is rounded by itself; routers and gates of a row stay as they are."""
+def test_experts_keep_tensor_names(name, matrices, tmp_path, capsys):
+    """Each expert is rounded separately; routers and gates with one row keep their bytes."""
     assert run(MOE / name, tmp_path, "--weights", "int8") == 0
     assert f"{matrices} matrices" in capsys.readouterr().out
     before, after = load_file(MOE / name / "model.safetensors"), open_checkpoint(tmp_path)
@@ -81,8 +81,8 @@ def test_experts_in_one_tensor_are_refused(tmp_path, capsys):
     assert error.count("\n") == 1 and "has all experts" in error, error
 
 
-def test_int4_is_what_other_engines_read(tmp_path):
-    """The config's fields, and the tensors by the definition of the format."""
+def test_int4_tensors_follow_the_format(tmp_path):
+    """The fields of config.json and the tensors follow the definition of compressed-tensors."""
     assert run(LLAMA, tmp_path, "--weights", "int4", "--group", "64") == 2, "down_proj has 96 columns"
     assert run(LLAMA, tmp_path, "--weights", "int4", "--group", "32", "--overwrite") == 0
     [group] = json.loads((tmp_path / "config.json").read_text())["quantization_config"]["config_groups"].values()
@@ -99,8 +99,8 @@ def test_int4_is_what_other_engines_read(tmp_path):
 
 
 @pytest.mark.slow
-def test_generation_on_backend_xla(laneformer, tmp_path):
-    """The tokens of the same model with float32 weights; packed in memory, one matrix at a time in float32."""
+def test_backend_xla_generates_from_packed_weights(laneformer, tmp_path):
+    """Tokens equal those with dequantized weights in float32. A pass unpacks one matrix at a time to float32."""
     assert run(laneformer, tmp_path, "--weights", "int4") == 0
     engine = infer.Engine.load(tmp_path, "xla")
     weights = {
@@ -124,8 +124,8 @@ KINDS = [("int4", 32), ("int8", "row"), ("int8", 32), ("fp8", "block"), ("fp8", 
 
 
 @pytest.mark.parametrize(("kind", "shared"), KINDS)
-def test_generation_on_backend_cpu(kind, shared, tmp_path):
-    """The tokens and log-probabilities of the same model with float32 weights."""
+def test_backend_cpu_generates_as_with_exact_weights(kind, shared, tmp_path):
+    """Tokens and log-probabilities equal those with the dequantized weights in float32."""
     assert run(LLAMA, tmp_path / "rounded", "--weights", kind, "--group", shared) == 0
     tensors = open_checkpoint(tmp_path / "rounded").tensors
     shutil.copytree(LLAMA, tmp_path / "exact", ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
@@ -150,8 +150,8 @@ def test_quantized_weights_are_dequantized_or_kept(laneformer, tmp_path):
         assert "quantized_formats" not in engine.conditions
 
 
-def test_the_comparison_on_text(tmp_path, capsys):
-    """Against the losses of both models by their logits; 8 bits change little."""
+def test_comparison_reports_losses_of_both_models(tmp_path, capsys):
+    """The loss before rounding equals that from the logits; rounding to 8 bits changes little."""
     data = write_store(tmp_path / "data")
     assert run(LLAMA, tmp_path / "out", "--weights", "int8", "--data", data, "--rows", "2") == 0
     last = capsys.readouterr().out.splitlines()[-1]
@@ -164,21 +164,21 @@ def test_the_comparison_on_text(tmp_path, capsys):
 
 
 WRONG = {
-    "nothing there": (
+    "missing folder": (
         ("missing",),
         r"missing has no config.json; write a Hugging Face folder with python -m scripts.con",
     ),
     "rows": (("--rows", "0"), "--rows must be at least 1, got 0"),
     "group": (("--group", "block"), r"tensor model.layers.0.*: --group block: int4 has scales per 32, 64, 128"),
-    "no number": (("--group", "x"), r"--group x: int4 has scales per 32, 64, 128"),
+    "group is not a number": (("--group", "x"), r"--group x: int4 has scales per 32, 64, 128"),
 }
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_mistakes_are_one_line(name, tmp_path, capsys):
+def test_bad_options_are_one_line(name, tmp_path, capsys):
     arguments, expected = WRONG[name]
-    model = tmp_path / arguments[0] if name == "nothing there" else LLAMA
-    rest = () if name == "nothing there" else arguments
+    model = tmp_path / arguments[0] if name == "missing folder" else LLAMA
+    rest = () if name == "missing folder" else arguments
     assert run(model, tmp_path / "out", "--weights", "int4", *rest) == 2
     error = capsys.readouterr().err
     assert re.search(expected, error) and error.count("\n") == 1
@@ -186,7 +186,7 @@ def test_mistakes_are_one_line(name, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def deepseek_v4(tmp_path_factory) -> Path:
-    """The case with ranks of 64, so that groups of 32 columns divide its matrices."""
+    """Folder of a DeepSeek V4 with ranks enlarged to multiples of 32, so that groups of 32 divide the columns."""
     folder = tmp_path_factory.mktemp("deepseek_v4")
     tensors = load_file(MOE / "deepseek_v4_1" / "model.safetensors")
     for name, w in tensors.items():
@@ -210,8 +210,9 @@ SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("int8", "fp8", "
 
 @pytest.mark.parametrize("kind", ["int4", *SLOW])
 def test_deepseek_v4_generates_from_rounded_weights(deepseek_v4, kind, tmp_path):
-    """On backend cpu, the tokens of the same weights in float32; what the published files have in 16 or 32 bits, and
-    the tables of experts, stay as they are.
+    """Backend cpu generates the tokens of the dequantized weights in float32.
+
+    Tensors that the published files store in 16 or 32 bits, and the tables of experts, keep their bytes.
     """
     assert run(deepseek_v4, tmp_path / "rounded", "--weights", kind) == 0
     before, after = load_file(deepseek_v4 / "model.safetensors"), open_checkpoint(tmp_path / "rounded")
@@ -243,7 +244,7 @@ def test_deepseek_v4_generates_from_rounded_weights(deepseek_v4, kind, tmp_path)
     np.testing.assert_allclose(found.result.logprobs, expected.result.logprobs, atol=1e-4)
 
 
-def test_a_quantized_model_is_not_rounded_again(tmp_path, capsys):
+def test_quantized_model_is_not_rounded_again(tmp_path, capsys):
     assert run(LLAMA, tmp_path / "a", "--weights", "int8") == 0
     assert run(tmp_path / "a", tmp_path / "b", "--weights", "int4") == 2
     assert "is quantized already" in capsys.readouterr().err

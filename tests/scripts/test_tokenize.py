@@ -1,6 +1,4 @@
-"""Tokenizing as a command: text round-trips, the same input gives the same bytes, finished work is not repeated,
-mistakes are named.
-"""
+"""scripts.tokenize: documents of text files, reproducible bytes, finished folders, FIM and errors."""
 
 import resource
 import subprocess
@@ -18,7 +16,7 @@ from train.tokenizing import encoder
 
 @pytest.fixture
 def corpus(tmp_path):
-    """Forty small Python files, and what should be left out or skipped."""
+    """Folder with 40 small Python files, and files to exclude or to skip."""
     root = tmp_path / "corpus"
     for i in range(40):
         file = root / f"pkg{i % 4}" / f"m{i:02d}.py"
@@ -55,7 +53,7 @@ def test_files_become_documents(tmp_path, corpus, capsys):
     assert 262 < store.manifest.vocab_size <= 300 and store.manifest.eos_id == 0 and store.manifest.bos_id is None
 
 
-def test_the_same_text_and_settings_give_the_same_bytes(tmp_path, corpus, capsys):
+def test_same_text_and_settings_give_the_same_bytes(tmp_path, corpus, capsys):
     for name in ("a", "b"):
         assert run(capsys, "--out", tmp_path / name, corpus, *FILES, "--shard-tokens", 500)[0] == 0
     files = sorted(file.name for file in (tmp_path / "a").iterdir())
@@ -167,10 +165,10 @@ def test_document_larger_than_the_sample_is_sampled_in_pieces(tmp_path, capsys):
     assert TokenStore.open(tmp_path / "out").manifest.vocab_size > 270
 
 
-def test_the_sample_is_independent_of_what_is_held_out(tmp_path, capsys):
+def test_sample_is_independent_of_held_out_documents(tmp_path, capsys):
     for i in range(400):
         (tmp_path / f"{i}.txt").write_text(f"document {i}, a line of words\n" * 5)
-    args = ("--validation-fraction", 0.5, "--train-bpe", 280, "--bpe-sample-bytes", 12_000)  # a fifth
+    args = ("--validation-fraction", 0.5, "--train-bpe", 280, "--bpe-sample-bytes", 12_000)  # a fifth of the text
     assert run(capsys, "--out", tmp_path / "out", tmp_path, *args)[0] == 0
     assert TokenStore.open(tmp_path / "out").manifest.vocab_size > 265
 
@@ -193,7 +191,7 @@ def test_bpe_is_trained_on_a_sample(tmp_path, corpus, capsys):
 
 @pytest.fixture
 def foreign(tmp_path):
-    """A tokenizer.json that cuts, pads and adds marks, as published ones do."""
+    """A tokenizer.json that truncates, pads and adds special tokens, as published ones do."""
     words = {word: i for i, word in enumerate(["<unk>", "<s>", "</s>", "a", "b", "<pad>"])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -274,8 +272,7 @@ def shell(*args, **more):
     )
 
 
-def test_command_in_a_process_and_help(tmp_path, corpus):
-    """In its own process; and --help shows every option."""
+def test_command_runs_in_a_process_and_help_lists_every_option(tmp_path, corpus):
     process = shell("--out", tmp_path / "out", corpus, *FILES)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0 and "40 documents" in out, err
@@ -290,13 +287,13 @@ def test_command_in_a_process_and_help(tmp_path, corpus):
     )
 
 
-def test_fill_in_the_middle(tmp_path, corpus, capsys):
+def test_fim_rearranges_training_documents(tmp_path, corpus, capsys):
     out, names = tmp_path / "out", ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
     assert run(capsys, "--out", out, corpus, *FILES, "--fim-rate", 0.8)[0] == 0
     expected = {file.read_bytes().decode() for file in corpus.glob("pkg*/*.py")}
     rearranged = [text for text in texts(out, "train") if text.startswith(names[0])]
     assert 20 <= len(rearranged) < len(texts(out, "train")), "about four fifths"
-    assert set(texts(out, "validation")) < expected, "validation stays as it is"
+    assert set(texts(out, "validation")) < expected, "validation documents are not rearranged"
     spm = 0
     tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
     prefix, suffix, middle = map(tokenizer.token_to_id, names)
@@ -313,7 +310,7 @@ def test_fill_in_the_middle(tmp_path, corpus, capsys):
     assert code == 2 and "fim (was {'rate': 0.8, " in err
 
 
-def test_fill_in_the_middle_with_a_given_tokenizer(tmp_path, foreign, capsys):
+def test_fim_uses_the_given_tokens(tmp_path, foreign, capsys):
     (tmp_path / "a.txt").write_text("a b a b a b")
     args = (
         "--out",
@@ -340,11 +337,10 @@ def test_full_disk_leaves_the_old_folder(tmp_path, corpus, capsys):
     run(capsys, "--out", out, corpus, *FILES)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     (corpus / "big.py").write_text("".join(f"{i} " for i in range(20000)))
-    # No file may grow over 64 KiB: what a full disk looks like to the program.
+    # A limit of 64 KiB per file stands in for a full disk. It is set before the process writes, and from here because a
+    # preexec_fn would fork under JAX.
     process = shell("--out", out, corpus, *FILES, "--overwrite")
-    resource.prlimit(
-        process.pid, resource.RLIMIT_FSIZE, (65536, 65536)
-    )  # long before it writes; a preexec_fn would fork under JAX
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (65536, 65536))
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2 and "error: cannot write" in err and "Traceback" not in err
     assert {file.name: file.read_bytes() for file in out.iterdir()} == before

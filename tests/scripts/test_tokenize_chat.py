@@ -1,4 +1,4 @@
-"""Tokenizing conversations: the loss mask, the template kept in the store, and errors."""
+"""scripts.tokenize --chat: the loss mask, the template in the store, and errors."""
 
 import json
 
@@ -30,7 +30,7 @@ MISTRAL = """{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}{{ '
 
 @pytest.fixture
 def tokenizer(tmp_path):
-    """That of a folder of pretraining tokens."""
+    """tokenizer.json of a folder with pretraining tokens."""
     folder = tmp_path / "web"
     folder.mkdir()
     encoder.train_bpe(["question answer more brief"], 300).save(str(folder / "tokenizer.json"))
@@ -61,7 +61,7 @@ def masks(path, split):
     return np.split(store.read_loss(split, 0, store.tokens(split)), store.document_ends(split)[:-1])
 
 
-def test_conversations(tmp_path, tokenizer, args, capsys):
+def test_conversations_become_documents_with_loss_masks(tmp_path, tokenizer, args, capsys):
     out = tmp_path / "out"
     code, line, err = run(capsys, *args)
     assert code == 0 and "30 documents" in line, err
@@ -83,7 +83,7 @@ def test_conversations(tmp_path, tokenizer, args, capsys):
                 bpe.decode(ids[loss].tolist(), skip_special_tokens=False)
                 == f"answer {number}\n<|im_end|>{last}<|im_end|>"
             )
-            assert (ids == bpe.token_to_id("<|im_end|>")).sum() == 5, "the one that the user spells is text"
+            assert (ids == bpe.token_to_id("<|im_end|>")).sum() == 5, "<|im_end|> in a message of the user is text"
     assert sorted(found) == list(range(30))
     source = TokenStore.open(out).manifest.source["settings"]["chat"]
     assert source == {
@@ -92,7 +92,7 @@ def test_conversations(tmp_path, tokenizer, args, capsys):
         "tokens": {},
         "date": "",
     }
-    assert ChatTemplate.load(out).source == CHATML  # for a server
+    assert ChatTemplate.load(out).source == CHATML  # a server reads it from there
     assert "nothing to do" in run(capsys, *args)[1]
     code, line, err = run(capsys, *args, "--chat-template", tokenizer)
     assert code == 2 and "chat (was {'template':" in err
@@ -116,7 +116,7 @@ def test_marks_written_by_the_template_are_not_doubled(tmp_path, tokenizer, args
     assert texts[0] == "<s>[INST]a[/INST]b</s>" and counted[0] == "b</s>"
     assert texts[1] == "<s>[INST]c[/INST]</s></s>" and counted[1] == "</s></s>", "the end after an empty answer counts"
     assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["other"] == 1
-    # Another tokenizer's template does not stay behind.
+    # --overwrite also removes the chat template of the earlier tokenizer.
     (tmp_path / "a.txt").write_text("a")
     assert (
         run(

@@ -1,5 +1,5 @@
-"""Resuming: a command that was killed, interrupted or out of disk, run again, writes the same bytes as an
-uninterrupted one.
+"""Resuming scripts.tokenize: after a kill, Ctrl-C or a full disk, the same command writes the bytes of an uninterrupted
+one.
 """
 
 import json
@@ -16,7 +16,7 @@ from train.tokenizing import encoder, writer
 
 pytestmark = pytest.mark.usefixtures("cache")
 GROUP, CHECKPOINT = 1500, 400
-# The command, stopped by a signal to itself when it writes the n-th document.
+# The command, which sends a signal to itself when it writes the n-th document.
 STOPPED = f"""
 import os, sys, time
 import train.tokenizing.encoder as encoder, train.tokenizing.writer as writer, scripts.tokenize as command
@@ -108,12 +108,12 @@ def test_interrupted_command_resumes_to_the_same_bytes(tmp_path, tokenizer, caps
         assert number == signal.SIGKILL or ("run the same command again to resume" in err and "Traceback" not in err)
     code, _, err = run(capsys, "--out", out, *args)
     done = int(err.split("resuming after ")[1].split()[0])
-    assert code == 0 and 70 * len(stops) < done < 130 * len(stops), "little is done twice"
+    assert code == 0 and 70 * len(stops) < done < 130 * len(stops), "few documents are processed twice"
     assert content(out) == content(tmp_path / "whole")
 
 
 def test_full_disk_resumes_to_the_same_bytes(tmp_path, tokenizer, capsys):
-    """No file may grow over 32 KiB: what a full disk looks like to the program."""
+    """A limit of 32 KiB per file stands in for a full disk."""
     (tmp_path / "many").write_text("\n".join(lines(2000)))
     args = (tmp_path / "many", "--document-separator", "\n", "--tokenizer", tokenizer, "--validation-fraction", 0)
     assert run(capsys, "--out", tmp_path / "whole", *args)[0] == 0
@@ -128,7 +128,7 @@ def test_full_disk_resumes_to_the_same_bytes(tmp_path, tokenizer, capsys):
         check=False,
     )
     assert process.returncode == 2 and "error: cannot write" in process.stderr and "Traceback" not in process.stderr
-    assert "File too large; choose another --out" in process.stderr, "room would not help"
+    assert "File too large; choose another --out" in process.stderr, "the error does not suggest to free space"
     code, _, err = run(capsys, "--out", tmp_path / "out", *args)
     assert code == 0 and "resuming after" in err
     assert content(tmp_path / "out") == content(tmp_path / "whole")
@@ -138,11 +138,8 @@ def test_bad_row_and_other_settings_lose_nothing(tmp_path, tokenizer, capsys):
     args = ("--out", tmp_path / "out", *sources(tmp_path, tokenizer)["chats"])
     rows, file = chats(300), tmp_path / "chats.jsonl"
     changed = file.stat().st_mtime_ns
-    broken = [
-        *rows[:250],
-        {"messages": "x" * (len(json.dumps(rows[250]["messages"])) - 2)},
-        *rows[251:],
-    ]  # of the same size
+    same_size = {"messages": "x" * (len(json.dumps(rows[250]["messages"])) - 2)}  # the file looks unchanged
+    broken = [*rows[:250], same_size, *rows[251:]]
     jsonl(file, broken)
     os.utime(file, ns=(changed, changed))
     code, _, err = run(capsys, *args)
