@@ -48,7 +48,7 @@ ALLOWED = {
 
 @cache
 def sources() -> dict[str, Path]:
-    """The file of every module, by dotted name; the name of a package stands for its `__init__.py`."""
+    """The file of every module, by dotted name. The file of a package is its `__init__.py`."""
     return {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
         for package in FLOORS

@@ -41,7 +41,7 @@ def test_delays_are_hidden_or_waited_for(head, tmp_path, monkeypatch):
     times = {(r["layout"], r["delay_us"]): r["us_per_token"]["median"] for r in records}
     exposed = {"tp": 8, "none": 0}
     for layout, count in exposed.items():
-        waits = count + 1 + (head == "replicate")  # the exchange of the token, and that of the head
+        waits = count + 1 + (head == "replicate")  # the exchange of the token and the exchange of the head
         assert times[layout, 3000] > 3000 * waits * 0.9, "every exposed exchange takes the delay"
     assert times["tp", 3000] - times["none", 3000] > 3000 * 8 * 0.6
     text = table(records)

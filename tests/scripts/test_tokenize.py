@@ -337,7 +337,7 @@ def test_full_disk_leaves_the_old_folder(tmp_path, corpus, capsys):
     run(capsys, "--out", out, corpus, *FILES)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     (corpus / "big.py").write_text("".join(f"{i} " for i in range(20000)))
-    # A limit of 64 KiB per file stands in for a full disk. It is set before the process writes, and from here because a
+    # A limit of 64 KiB per file simulates a full disk. It is set from here, before the process writes, because a
     # preexec_fn would fork under JAX.
     process = shell("--out", out, corpus, *FILES, "--overwrite")
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (65536, 65536))

@@ -113,7 +113,7 @@ def test_interrupted_command_resumes_to_the_same_bytes(tmp_path, tokenizer, caps
 
 
 def test_full_disk_resumes_to_the_same_bytes(tmp_path, tokenizer, capsys):
-    """A limit of 32 KiB per file stands in for a full disk."""
+    """A limit of 32 KiB per file simulates a full disk."""
     (tmp_path / "many").write_text("\n".join(lines(2000)))
     args = (tmp_path / "many", "--document-separator", "\n", "--tokenizer", tokenizer, "--validation-fraction", 0)
     assert run(capsys, "--out", tmp_path / "whole", *args)[0] == 0
