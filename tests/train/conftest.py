@@ -1,4 +1,4 @@
-"""The corpus and one uninterrupted run of the tiny recipe, shared by the tests of training."""
+"""Fixtures of the tests of training: a token store, an uninterrupted run of the tiny recipe, and its commands."""
 
 import shutil
 import signal
@@ -20,10 +20,10 @@ def store(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory, store) -> Path:
-    """An uninterrupted run of the tiny recipe, in a separate process. Read only; take `finished_copy` to change it."""
+    """Folder of an uninterrupted run of the tiny recipe in a separate process. To change it, use `finished_copy`."""
 
     def train(run: Path):
-        shutil.rmtree(run, ignore_errors=True)  # of a worker that failed here
+        shutil.rmtree(run, ignore_errors=True)  # a worker of pytest may have failed here
         status, out, err = finish(start(run, store))
         assert (status, err) == (0, ""), "no library may print a warning"
         assert "new run in" in out and "step 60/60" in out and "60 steps done" in out
@@ -55,7 +55,7 @@ def command(store, capsys):
 
 @pytest.fixture
 def stop_at(monkeypatch):
-    """stop_at(n): sends SIGTERM when step n is recorded, so that step n + 1, already running, is the last."""
+    """stop_at(n) sends SIGTERM when step n is recorded: step n + 1, which is already running, is then the last."""
     write = MetricsLog.write
 
     def arm(step: int):
@@ -70,7 +70,7 @@ def stop_at(monkeypatch):
 
 
 def check_same_end(run: Path, whole: Path, weights: dict[str, np.ndarray]) -> None:
-    """Asserts that `run` has the records of `whole` and ended with these weights, bitwise."""
+    """Asserts that `run` has the records of `whole` and ended with exactly the given weights."""
     assert records(run) == records(whole)
     found = weights_of(run)
     assert found.keys() == weights.keys()
@@ -80,14 +80,16 @@ def check_same_end(run: Path, whole: Path, weights: dict[str, np.ndarray]) -> No
 
 @pytest.fixture
 def same_end(finished, final_weights):
-    """same_end(run): asserts that a run ended bitwise like the uninterrupted one, in weights and records."""
+    """same_end(run) asserts that the run has exactly the final weights and records of the uninterrupted run."""
     return lambda run: check_same_end(run, finished, final_weights)
 
 
 @pytest.fixture
 def resumed(tmp_path, command, stop_at, monkeypatch):
-    """resumed(step, *options): a run that was stopped in the step after `step` and resumed, and the output of one
-    without interruption, with whose bits it ended -> (run's folder, stdout). Keywords are those of `command`.
+    """resumed(step, *options) stops a run in the step after `step`, resumes it, and checks the end of the run.
+
+    The end must be bitwise that of an uninterrupted run. Returns the folder of the resumed run and the standard output
+    of the uninterrupted one. Keywords are those of `command`.
     """
 
     def check(step: int, *options: str, **named) -> tuple[Path, str]:

@@ -1,4 +1,4 @@
-"""The benchmark: what it times, and that its figures follow from the times."""
+"""The training benchmark: its entries, and figures that follow from the measured times."""
 
 import json
 
@@ -10,7 +10,7 @@ from train.bench import Bench, Entry, _summary, entries, main
 from train.flops import train_flops_per_token
 
 
-def test_entries():
+def test_entries_combine_recipes_and_layouts():
     found = entries(Bench(recipes=(RECIPE, f"{RECIPE} --mesh.lane 2"), layouts=("tp", "dtp(2)")))
     assert [(entry.layout, entry.dense) for entry in found] == [("tp", False), ("dtp(2)", False)] * 2 + [(None, True)]
     assert [entry.config.model.layout for entry in found[:2]] == ["tp", "dtp(2)"]
@@ -34,7 +34,7 @@ def test_bad_options_raise_before_anything_runs(options, message):
 
 
 def test_figures_are_derived_from_the_times():
-    """Eight devices of a known peak; 128 tokens per step; the median over all steps of both rounds."""
+    """Eight devices with a known peak take 128 tokens per step. The median is over all steps of both rounds."""
     result = {
         "mesh": {"data": 1, "lane": 8},
         "precision": "bfloat16",
@@ -68,6 +68,6 @@ def test_bench_runs_on_this_machine(tmp_path, capsys):
 
 
 def test_failure_in_a_process_is_one_line(capsys):
-    """The mesh wants four times the devices that there are."""
+    """The mesh needs four times as many devices as the process has."""
     assert main([f"{RECIPE} --mesh.host-devices 2 --mesh.lane 8", "--rounds", "1", "--no-dense"]) == 2
     assert "needs 8 devices" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Saved runs: restored states are bitwise those saved; damage is found, reported and survived; failed saves raise."""
+"""Checkpoints: restored states equal the saved ones bitwise, damage is reported and skipped, and failed saves raise."""
 
 import json
 import os
@@ -26,13 +26,13 @@ from train.step import Trainer
 
 @pytest.fixture(scope="module")
 def trainer():
-    say_errors_once()  # or pytest would report what Orbax leaves behind when it fails
+    say_errors_once()  # otherwise pytest reports exceptions that a failing Orbax leaves unhandled
     return Trainer(tiny(), tiny().phases[0], make_mesh(8))
 
 
 @pytest.fixture(scope="module")
 def initial(trainer):
-    """The first state, compiled once. Take `fresh` to donate it."""
+    """The first state, which tests must not donate: for that, use `fresh`."""
     return trainer.init()
 
 
@@ -43,7 +43,7 @@ def fresh(trainer, initial):
 
 @pytest.fixture
 def opened():
-    """opened(run): its Checkpoints, closed at the end of the test."""
+    """opened(run) returns the Checkpoints of the run, and closes them at the end of the test."""
     closing = []
 
     def open_run(run, **changes):
@@ -64,7 +64,7 @@ def bits(state) -> list[bytes]:
 
 
 def test_save_keeps_its_state_while_training_continues(tmp_path, trainer, fresh, opened):
-    """The next step donates the state, as a training step does."""
+    """The next step donates the state while it is being saved, as a training step does."""
     state, saved, checkpoints = fresh, {}, opened(tmp_path / "run")
     next_state = jax.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate_argnums=0)
     for step in range(1, 7):
@@ -106,7 +106,7 @@ def test_phase_ends_and_multiples_of_keep_every_are_kept(tmp_path, initial, open
     assert saved_steps(tmp_path / "run") == [2, 4, 5, 7, 9]
 
 
-def test_metadata_of_a_step(finished):
+def test_step_has_metadata(finished):
     meta = json.loads((finished / "checkpoints" / "60" / "meta" / "metadata").read_text())
     assert meta["step"] == 60 and meta["param_dtype"] == "float32"
     assert (
@@ -126,7 +126,7 @@ def test_load_and_export_return_the_trained_model(finished, tmp_path, trainer, o
         np.testing.assert_array_equal(weight, state.params[path], err_msg=path)
     assert trained.config == tiny().model
     counting = np.asarray(trained(ids)).argmax(-1)[0]
-    assert (counting[4:] == ids[0, 4:] + 1).mean() > 0.5, "it has learned to count"
+    assert (counting[4:] == ids[0, 4:] + 1).mean() > 0.5, "the model has learned to count"
     step = laneformer.load(finished / "checkpoints" / "60", mesh=make_mesh(8))
     np.testing.assert_allclose(step(ids), trained(ids), rtol=1e-4, atol=1e-4)
     before = laneformer.load(finished / "checkpoints" / "50")
@@ -143,7 +143,7 @@ def files(folder):
 
 
 def stale(step):
-    """Sound files with other weights in them, as no format would notice."""
+    """Replaces the weights with those of an earlier step, whose files are valid."""
     shutil.rmtree(step / "params")
     shutil.copytree(step.parent / str(int(step.name) - 10) / "params", step / "params")
 
@@ -192,10 +192,10 @@ def test_damaged_checkpoint_is_moved_aside_and_the_previous_one_used(finished_co
     damage(finished_copy / "checkpoints" / "60")
     state = opened(finished_copy).restore(wanted(trainer))
     assert int(state.step) == 50
-    said = capsys.readouterr().err
+    err = capsys.readouterr().err
     assert re.fullmatch(
-        rf"warning: the checkpoint of step 60 is damaged \(.+\); moved to {finished_copy}/damaged-60\n", said
-    ), said
+        rf"warning: the checkpoint of step 60 is damaged \(.+\); moved to {finished_copy}/damaged-60\n", err
+    ), err
     assert saved_steps(finished_copy) == [40, 50] and (finished_copy / "damaged-60").is_dir()
 
 
@@ -254,7 +254,7 @@ def test_full_disk_fails_before_writing(finished_copy, trainer, opened, monkeypa
 
 @pytest.mark.slow
 def test_run_resumes_after_a_save_failed_in_the_background(tmp_path, store, command, same_end):
-    """`ulimit -f`: no file above 16 KiB, as if the disk filled up while a checkpoint is written."""
+    """`ulimit -f` limits files to 16 KiB, as if the disk filled up while a checkpoint is written."""
     run = tmp_path / "run"
     status, _, err = finish(start(run, store, limit="-f 16"))
     assert status == 2

@@ -1,4 +1,4 @@
-"""Training configs: bad values raise errors that name them; settings that a resumed run may and may not change."""
+"""Training configs: errors name bad values, and a resumed run may change only some settings."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from tests.support.tiny_recipe import changed, tiny
 from train.config import LaterPhase, OptimizerConfig, check_same_run, recorded
 
 INF, NAN = math.inf, math.nan
-BAD = {  # by dataclass: option of `changed` -> values that raise an error which names the option and the value
+BAD = {  # dataclass -> keyword of `changed` -> bad values; the error names the option and the value
     "TrainConfig": {
         "steps": (0, -3),
         "accumulate": (0, -3, 3),
@@ -65,7 +65,7 @@ def test_bad_values_raise(section):
             with pytest.raises(ConfigError) as error:
                 changed(tiny(), **{option: value})
             text = str(error.value)
-            # An empty tuple and the parts of a product are named without their value.
+            # For an empty tuple and for factors of a product, the error contains no value.
             named = value in ((), 16, (1.0, 2.0)) or option == "accumulate" or f"{value}" in text
             assert option.replace("__", ".") in text and named and "\n" not in text, (option, value, text)
 
@@ -76,13 +76,13 @@ def test_experts_by_token_are_refused():
         dataclasses.replace(tiny(), model=model)
 
 
-def test_batch_of_the_run_may_have_any_multiple():
+def test_batch_must_be_a_multiple_of_parts_and_devices():
     assert changed(tiny(), data__batch_size=9).data.batch_size == 9
     with pytest.raises(ConfigError, match=r"accumulate x mesh\.data = 2, got 9"):
         changed(tiny(), data__batch_size=9, accumulate=2, mesh__data=2)
 
 
-def test_the_run_folder():
+def test_run_folder_follows_name_and_option():
     assert tiny().run_folder == Path("runs/tiny")
     assert changed(tiny(), run=Path("elsewhere")).run_folder == Path("elsewhere")
 
@@ -90,7 +90,7 @@ def test_the_run_folder():
 LATER_FIELDS = [field.name for field in dataclasses.fields(ModelConfig) if field.metadata == LATER]
 
 
-def test_a_config_is_frozen_and_recorded_whole():
+def test_config_is_frozen_and_recorded_whole():
     config = tiny()
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.steps = 3
@@ -106,7 +106,7 @@ def test_a_config_is_frozen_and_recorded_whole():
 
 
 def test_later_options_are_recorded_unless_they_have_their_default():
-    """So that older runs resume, and ablations find their cells."""
+    """Older runs, recorded without these options, must resume, and ablations must find their cells."""
     config, before = tiny(), recorded(tiny())
     assert not before.keys() & {f"model.{name}" for name in LATER_FIELDS}
     check_same_run(before, config, Path("run"))

@@ -1,7 +1,9 @@
-"""A hundred steps of our trainer give the losses of an independent one in PyTorch, from the same checkpoint and data.
+"""A hundred steps of our trainer give the losses of an independent trainer in PyTorch with the same initial weights and
+data.
 
-tests/support/training/torch_trainer.py is the other trainer and records its losses, in float64. TOLERANCE is ten times
-what the same PyTorch program loses by running in float32, 2.5e-7; the smallest mistake in the file is 50 times as far.
+The independent trainer is tests/support/training/torch_trainer.py, which records its losses in float64. In float32 the
+same program deviates by 2.5e-7; TOLERANCE is ten times as large. The smallest mistake in the file deviates by 50 times
+TOLERANCE.
 """
 
 import dataclasses
@@ -63,7 +65,7 @@ def our_losses(checkpoint: Path, recipe: Recipe, lanes: int, data: int, lane: in
     ("name", "lanes", "data", "lane", "accumulate"),
     [
         ("adamw", 1, 1, 1, 1),
-        pytest.param("adamw", 2, 2, 2, 2, marks=pytest.mark.exhaustive),  # both axes of the mesh, a batch in two parts
+        pytest.param("adamw", 2, 2, 2, 2, marks=pytest.mark.exhaustive),  # both mesh axes, and a batch in two parts
         pytest.param("muon", 1, 2, 1, 1, marks=pytest.mark.exhaustive),
         ("muon, 2 lanes", 2, 2, 2, 1),
     ],
@@ -86,15 +88,15 @@ def test_recorded_losses_distinguish_mistakes(recorded):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_independent_trainer_gives_the_recorded_losses(recorded, name):
+def test_independent_trainer_gives_the_recorded_losses(recorded, name):
     pytest.importorskip("torch")
     from tests.support.training.torch_trainer import curves
 
     np.testing.assert_allclose([loss for loss, _ in curves()[name]], recorded[name], rtol=1e-7)
 
 
-def test_the_independent_muon_is_that_of_torch():
-    """Four steps beside torch.optim.Muon, which has the article's lookahead and Newton-Schulz in bfloat16."""
+def test_independent_muon_matches_torch():
+    """Four steps of both optimizers. torch.optim.Muon has plain lookahead, and Newton-Schulz in bfloat16."""
     torch = pytest.importorskip("torch", minversion="2.9")
     from tests.support.training.torch_trainer import Muon
 
@@ -110,4 +112,4 @@ def test_the_independent_muon_is_that_of_torch():
             p.grad = gradient.clone()
             optimizer.step()
     moved, apart = (ours - first).norm(), (ours - theirs).norm()
-    assert apart < 0.01 * moved, "rounding of bfloat16"
+    assert apart < 0.01 * moved, "the optimizers differ only by bfloat16 rounding"

@@ -1,6 +1,4 @@
-"""The dense Flax model computes what a Laneformer of one lane computes, so that comparing their speeds compares like
-with like.
-"""
+"""The dense Flax model computes the logits of a Laneformer with one lane, so the benchmark compares equal work."""
 
 import jax
 import numpy as np
@@ -25,8 +23,9 @@ IDS = np.random.default_rng(0).integers(0, 64, (2, 17), np.int32)
 
 
 def as_laneformer(dense: DenseModel) -> Laneformer:
-    """The same weights in our layout: matrices [l, out, in] where Flax has [in, out]; q and k of each head in pairs,
-    not in halves.
+    """The Laneformer with the same weights.
+
+    Matrices are [l, out, in] instead of Flax's [in, out]; rotated rows of q and k are in pairs instead of halves.
     """
 
     def paired(kernel: jax.Array) -> jax.Array:
@@ -68,7 +67,7 @@ def test_logits_equal_those_of_one_lane():
 
 
 @pytest.mark.slow
-def test_a_step_learns():
+def test_dense_step_learns():
     step = dense_step(CONFIG, "float32", learning_rate=1e-2, clip_norm=1.0)
     losses = [float(step(IDS)) for _ in range(30)]
     assert losses[0] == pytest.approx(np.log(64), abs=0.3) and losses[-1] < 0.5 * losses[0]

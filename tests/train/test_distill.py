@@ -1,4 +1,4 @@
-"""Distillation: the objective against float64 numpy, the growing delay, exact resuming with a constant teacher."""
+"""Distillation: the objective against float64 numpy, the growing delay, and bitwise resuming with the same teacher."""
 
 import hashlib
 from functools import cache
@@ -23,7 +23,7 @@ GROWING = ("--distill.anneal-steps", "4", "--distill.anneal-stages", "2")
 
 
 def sharp(config: ModelConfig, seed: int) -> Laneformer:
-    """Random weights with a larger head, for distributions far from uniform."""
+    """A model with random weights and an enlarged head, so that its distributions are far from uniform."""
     weights = Laneformer.init(config, seed).weights()
     return Laneformer(config, weights | {"lm_head": 20 * weights["lm_head"]})
 
@@ -42,7 +42,7 @@ def student(tmp_path_factory, dense) -> Path:
 
 @pytest.fixture(scope="module")
 def lanes(tmp_path_factory) -> Path:
-    """A student with other weights than the dense model's, made without measuring what belongs together."""
+    """Folder of a student with its own random weights, faster to write than a conversion of the dense model."""
     model = sharp(DENSE.replace(num_lanes=2, layout="dtp(1)"), 3)
     return laneformer.save_hf(model, tmp_path_factory.mktemp("lanes") / "model")
 
@@ -61,7 +61,7 @@ def log_softmax(x: np.ndarray) -> np.ndarray:
 
 
 def example(t: Trainer):
-    """Weights, a batch with token weights and a teacher's logits."""
+    """Model weights, and a batch with token weights and logits of a teacher."""
     random = np.random.default_rng(0)
     params = sharp(t.phase.model, 1).weights()
     batch = {
@@ -89,21 +89,20 @@ def test_objective_matches_float64_numpy():
     assert float(total) == pytest.approx((w * (nll + 0.7 * 4 * kl)).sum(), rel=1e-5)
     without = {key: batch[key] for key in ("ids", "weights")}
     assert float(sums["nll"]) == pytest.approx(float(jax.jit(t._sums)(params, without)[1]["nll"]), rel=1e-5), (
-        "the ordinary loss"
+        "nll does not depend on the teacher"
     )
 
 
 @pytest.mark.slow
-def test_the_gradient_follows_the_teacher():
-    """d/dlogits of T^2 KL is T (softmax(logits / T) - softmax(teacher / T)), checked by the head's gradient."""
+def test_gradient_follows_the_teacher():
+    """T^2 KL has the gradient T (softmax(logits / T) - softmax(teacher / T)) by logits; the head's is compared."""
     t = trainer(kl_weight=1.0, temperature=2.0)
     params, batch = example(t)
     gradient = jax.jit(jax.grad(lambda params, batch: t._sums(params, batch)[0]))
     with_teacher = np.asarray(gradient(params, batch)["lm_head"], np.float64)
     logits = logits_of(t, params, batch)
-    agreeing = np.asarray(
-        gradient(params, batch | {TEACHER: logits})["lm_head"], np.float64
-    )  # no KL: cross-entropy alone
+    # A teacher with the logits of the student leaves only the gradient of the cross-entropy.
+    agreeing = np.asarray(gradient(params, batch | {TEACHER: logits})["lm_head"], np.float64)
 
     slope = 2 * (jax.nn.softmax(logits / 2) - jax.nn.softmax(batch[TEACHER] / 2)) * batch["weights"][..., None]
 
@@ -132,24 +131,24 @@ def test_runs_recorded_without_distillation_resume():
     with pytest.raises(ConfigError, match=r"distill.kl_weight \(was 1.0, now 2.0\)"):
         check_same_run(before, changed(tiny(), distill=DistillConfig(kl_weight=2.0)), Path("run"))
     moved = changed(tiny(), distill=DistillConfig(teacher=Path("elsewhere"), student=Path("elsewhere")))
-    check_same_run(before, moved, Path("run"))  # its fingerprint identifies the teacher
+    check_same_run(before, moved, Path("run"))  # a fingerprint identifies the teacher, not its folder
 
 
 @pytest.mark.slow
 def test_distilled_run_learns_and_resumes_bitwise(dense, student, resumed):
     options = (*STEPS, *ON, *GROWING, "--distill.teacher", str(dense), "--distill.student", str(student))
     before = hashlib.sha256((dense / "model.safetensors").read_bytes()).digest()
-    run, out = resumed(2, *options)  # so that step 3, within the second stage, is the last before the interruption
+    run, out = resumed(2, *options)  # step 3, within the second stage, is the last before the interruption
     assert "6 steps done" in out
     steps = [record for record in records(run) if "loss" in record]
     assert [step["delay"] for step in steps] == [0, 0, 0.5, 0.5, 1, 1]
-    assert steps[0]["kl"] == pytest.approx(0, abs=1e-4), "with no delay the lanes are the teacher"
+    assert steps[0]["kl"] == pytest.approx(0, abs=1e-4), "without delay the lanes compute the teacher"
     assert steps[-1]["kl"] > 10 * abs(steps[0]["kl"])
-    assert hashlib.sha256((dense / "model.safetensors").read_bytes()).digest() == before, "the teacher stays as it is"
+    assert hashlib.sha256((dense / "model.safetensors").read_bytes()).digest() == before, "the teacher is unchanged"
 
 
 @pytest.mark.slow
-def test_another_teacher_is_an_error(tmp_path, dense, command, stop_at):
+def test_another_teacher_raises(tmp_path, dense, command, stop_at):
     run, other = tmp_path / "run", laneformer.save_hf(sharp(DENSE, 4), tmp_path / "other")
     stop_at(1)
     assert command(run, *STEPS, *ON, "--distill.teacher", str(dense))[0] == 143

@@ -1,4 +1,4 @@
-"""FLOPs by formula against brute force, XLA's count, and figures computed by hand."""
+"""FLOPs by formula against XLA's count and figures computed by hand."""
 
 import jax
 import pytest
@@ -25,9 +25,10 @@ def model(**changes) -> ModelConfig:
     )
 
 
-def test_flops_of_the_published_model():
-    """15 layers of 4 matrices of attention (16 of 32 heads are keys') and 3 of the MLP, and the head; 10 layers
-    slide.
+def test_published_model_has_flops_by_hand():
+    """The count has the head and 15 layers: q and o with 32 heads, k and v with 16, and 3 matrices of the MLP.
+
+    10 layers have a sliding window.
     """
     config = ModelConfig(
         vocab_size=32_000,
@@ -48,7 +49,7 @@ def test_flops_of_the_published_model():
 
 
 def test_only_products_count():
-    """Embeddings, norms and biases do not; a head counts also where it is the embedding table."""
+    """Embeddings, norms and biases do not count. The head counts even if it is the embedding table."""
     config, separate = model(qkv_bias=True, qk_norm=True, tie_word_embeddings=True), model(qkv_bias=True, qk_norm=True)
     assert matmul_parameters(config) == matmul_parameters(separate)
     small = 2 * (2 * 256 + 2 * 32 + 256 + 2 * 128) + 256  # norms, norms of q and k, biases, the final norm
@@ -65,13 +66,13 @@ def test_only_products_count():
     ],
 )
 def test_flops_match_the_count_of_xla(changes):
-    """XLA counts every operation of the unrolled program. Products dominate: per token and layer they take 6 x (4 D D +
-    3 D F) at least.
+    """XLA counts every operation of the unrolled program. Most are those of products: at least 6 x (4 D D + 3 D F) per
+    token and layer.
 
-    What XLA counts beyond the formula: all s keys, not the (s + 1)/2 in the mask: 12 D (s - 1)/2 per layer; the
-    embedding's gradient and the softmax of the loss, about 10 V; and elementwise work on the activations of a layer,
-    some 30 operations forward and backward on each of 8 D + 3 F numbers. Together under 6 % here; a missing or doubled
-    matrix would be 10 % at least.
+    Beyond the formula, XLA counts all s keys instead of the (s + 1)/2 in the mask: 12 D (s - 1)/2 per layer. The
+    gradient of the embedding and the softmax of the loss take about 10 V. Elementwise operations on the activations of
+    a layer, forward and backward, are about 30 on each of 8 D + 3 F numbers. Together these are below 6 % here. A
+    missing or doubled matrix would change the count by at least 10 %.
     """
     config, s = model(**changes), 16
 
@@ -88,7 +89,7 @@ def test_flops_match_the_count_of_xla(changes):
     assert extra < 0.06 * expected
 
 
-def test_mfu():
+def test_mfu_is_the_share_of_the_peak():
     config = model()
     flops = 3 * forward_flops_per_token(config, 64)
     assert model_flops_utilization(

@@ -1,6 +1,6 @@
-"""Twenty steps of every layout against recorded losses.
+"""Twenty steps of every layout give the recorded losses.
 
-After an intended change, python tests/train/test_golden.py records them again.
+After an intended change, python tests/train/test_golden.py records new losses.
 """
 
 import json
@@ -16,7 +16,7 @@ from tests.support.tiny_recipe import changed, tiny
 from train.step import Trainer
 
 FILE = Path(__file__).with_name("golden_losses.json")
-TOLERANCE = 1e-4  # float32 on other processors
+TOLERANCE = 1e-4  # float32 rounding differs between processors
 NAMES = ["tp", "parallel", "ladder", "desync(2)", "spd(1)", "caat(0.5)", "kraken", "track(2)", "dtp(3)", "dtp(1.5)"]
 NAMES += ["laneformer", "none"]
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -29,7 +29,10 @@ CASES = {
 
 
 def twenty_losses(case: str) -> list[float]:
-    """4 layers in 4 lanes on one device; random tokens of which every third repeats the one before."""
+    """Losses of a model with 4 layers and 4 lanes on one device.
+
+    Tokens are random, but every third token repeats the one before it.
+    """
     sizes = {"num_lanes": 4, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4}
     config = changed(tiny(), model=tiny().model.replace(**sizes, **CASES[case]))
     trainer = Trainer(config, config.phases[0], make_mesh(4, lane=1))
@@ -53,7 +56,7 @@ def _marks(case: str):
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=_marks(case)) for case in CASES])
-def test_losses_match_the_golden_ones(case):
+def test_golden_losses_are_reproduced(case):
     np.testing.assert_allclose(twenty_losses(case), json.loads(FILE.read_text())[case], rtol=TOLERANCE)
 
 

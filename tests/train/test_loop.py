@@ -1,4 +1,4 @@
-"""The loop: runs are bitwise equal however they are stopped, errors lose nothing, at most two steps are in flight."""
+"""The training loop: interrupted runs end bitwise equal, errors lose no steps, and at most two steps are in flight."""
 
 import contextlib
 import gzip
@@ -39,7 +39,7 @@ from train.run_folder import only_one, open_stores, record_run
 
 @pytest.mark.slow
 def test_run_killed_twice_ends_bitwise_the_same(tmp_path, store, finished, same_end):
-    for attempt in range(3):  # a busy machine may miss the moment of saving
+    for attempt in range(3):  # on a busy machine the kill may come too late
         run = tmp_path / f"run{attempt}"
         status, _, err = kill_when(start(run, store), lambda run=run: lines(run) >= 20 and saving(run))
         if status == -signal.SIGKILL:
@@ -47,8 +47,8 @@ def test_run_killed_twice_ends_bitwise_the_same(tmp_path, store, finished, same_
         assert (status, err) == (0, "")
     assert status == -signal.SIGKILL
     before = losses(run)
-    assert 17 <= len(before) < 60, "every ten steps add a line of times"
-    assert before == losses(finished)[: len(before)], "two fresh processes, each with its own compilation"
+    assert 17 <= len(before) < 60, "20 lines include a line of times per ten steps"
+    assert before == losses(finished)[: len(before)], "separate processes and compilations give the same losses"
     assert kill_when(start(run, store), lambda: lines(run) >= 33)[0] == -signal.SIGKILL
     status, out, err = finish(start(run, store))
     assert (status, err) == (0, "")
@@ -81,7 +81,7 @@ def test_run_stopped_by_signals_ends_bitwise_the_same(tmp_path, store, same_end)
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", range(5))
 def test_run_killed_at_random_ends_bitwise_the_same(tmp_path, store, same_end, seed):
-    """Also while it starts, compiles or restores."""
+    """Kills also occur while a process starts, compiles or restores."""
     run, random = tmp_path / "run", np.random.default_rng(seed)
     for _ in range(6):
         process, more = start(run, store), lines(run) + random.integers(1, 9)
@@ -129,7 +129,7 @@ def test_finished_run_does_nothing(finished_copy, command):
     }
 
 
-def test_the_loss_falls_and_metrics_are_complete(finished):
+def test_loss_falls_and_metrics_are_complete(finished):
     loss = losses(finished)
     assert len(loss) == 60
     assert np.mean(loss[25:30]) < loss[0] - 1
@@ -172,7 +172,7 @@ def test_lane_statistics_are_recorded_with_each_validation(finished):
     assert lanes[60]["landed_over_own"][-1] is None, "nothing is added before the final norm"
 
 
-def test_the_program_of_every_phase_is_kept(finished):
+def test_program_of_every_phase_is_kept(finished):
     summary = json.loads((finished / "program" / "pretrain.json").read_text())
     assert summary["mesh"] == {"data": 1, "lane": 8}
     assert {exchange["axis"] for exchange in summary["collectives"]} == {"lane"}
@@ -181,7 +181,7 @@ def test_the_program_of_every_phase_is_kept(finished):
 
 
 def test_first_losses_match_recorded_ones(finished):
-    """A change of these values means that earlier runs would resume with other results."""
+    """If these values change, runs from before the change resume with other results."""
     written = [4.15691614151001, 4.11168098449707, 4.092592239379883, 3.9618263244628906, 3.841066598892212]
     assert losses(finished)[:5] == pytest.approx(written, abs=2e-5)
 
@@ -218,7 +218,7 @@ def test_run_resumes_after_a_damaged_shard_is_repaired(tmp_path, store, command,
 
 @pytest.mark.slow
 def test_interrupted_step_loses_nothing(tmp_path, command, monkeypatch, same_end):
-    """An impatient user, then a full disk under the metrics."""
+    """Two Ctrl-C in one step end a run without saving; later the disk is full when metrics are written."""
     run, write = tmp_path / "run", MetricsLog.write
 
     def impatient(log, step, **values):
@@ -234,7 +234,7 @@ def test_interrupted_step_loses_nothing(tmp_path, command, monkeypatch, same_end
         write(log, step, **values)
 
     def no_room(file):
-        file.write('{"step": 2')  # as much as there was room for
+        file.write('{"step": 2')  # the part of the line that still fits
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(MetricsLog, "write", impatient)
@@ -277,7 +277,7 @@ def test_bad_stores_are_one_line(tmp_path, store, command):
     assert not run.exists(), "a failed command leaves no folder"
 
 
-def test_a_run_keeps_its_tokenizer_tokens_and_settings(tmp_path, finished_copy, command, finished):
+def test_run_keeps_its_tokenizer_tokens_and_settings(tmp_path, finished_copy, command, finished):
     other = write_store(tmp_path / "tokenizer", tokenizer=b"other")
     one_line_error(command(finished_copy, path=other), "another tokenizer")
     more = write_store(tmp_path / "tokens", seed=1)
@@ -312,7 +312,7 @@ def test_run_without_its_checkpoints_keeps_its_metrics(finished_copy, command, f
 
 @pytest.mark.parametrize(("last", "restarts"), [(7, True), (20, True), (21, False)])
 def test_run_restarts_if_its_first_save_was_incomplete(finished_copy, store, last, restarts):
-    """The second save, of step 20, waits for the first."""
+    """The second save, of step 20, waits for the first: from step 21 on, a run must have a complete checkpoint."""
     config = changed(tiny(), run=finished_copy, data__path=(store,), save_every=50)  # now; the run started with 10
     for step in (finished_copy / "checkpoints").iterdir():
         shutil.rmtree(step)
@@ -331,7 +331,7 @@ def test_bad_folders_are_one_line(tmp_path, store, command, monkeypatch):
     one_line_error(command(file / "run"), f"{file}/run (Not a directory)")
     one_line_error(command(tmp_path / "run", path=file), f"{file} has no manifest.json", "python -m scripts.tokenize")
     monkeypatch.setattr("train.run_folder.fcntl.flock", lambda *_: pytest.fail("locked"))
-    (tmp_path / "run" / ".lock").mkdir(parents=True)  # what cannot be opened, also by root
+    (tmp_path / "run" / ".lock").mkdir(parents=True)  # not even root can open a folder as a file
     one_line_error(command(tmp_path / "run"), "/.lock: Is a directory", "--run")
 
 
@@ -345,7 +345,7 @@ def test_different_tokenizers_are_named_with_both_folders(tmp_path, finished_cop
 
 
 def test_unused_devices_are_reported(store, monkeypatch):
-    """In a job of several processes it is an error, since a process might have no device."""
+    """In a job of several processes, unused devices are an error: a process might have no device of the mesh."""
     config = changed(tiny(), mesh__lane=2)
     lines = _greeting(config, {Path("no/store"): TokenStore.open(store)}, _mesh(config), 0).split("\n")
     assert lines[2].startswith("6 of 8 devices ") and "--mesh.data" in lines[2]
@@ -386,8 +386,8 @@ def test_second_process_in_a_folder_is_one_line(finished_copy, command):
     assert command(finished_copy)[0] == 0
 
 
-def test_a_run_without_validation_text(finished_copy, command, finished):
-    """Only the checkpoints of the loop are left to do."""
+def test_run_without_validation_text_finishes(finished_copy, command, finished):
+    """Without validation, the loop only saves checkpoints after its steps."""
     shutil.rmtree(finished_copy / "checkpoints" / "60")
     assert command(finished_copy, "--data.validation-batches", "0")[0] == 0
     now, before = (
@@ -397,7 +397,7 @@ def test_a_run_without_validation_text(finished_copy, command, finished):
 
 
 class World:
-    """A run's surroundings: counts the steps in flight, and what is recorded, measured and saved."""
+    """Substitutes for the modules around the loop, which record steps in flight, fetched, measured and saved."""
 
     def __init__(self, monkeypatch, **changes):
         self.running, self.most, self.fetched, self.measured, self.saved = 0, 0, [], [], []
@@ -452,7 +452,7 @@ def test_at_most_two_steps_are_in_flight(monkeypatch):
 
 
 def test_diverged_run_stops_before_saving(tmp_path, command):
-    """A learning rate at which nothing stays finite."""
+    """With this learning rate, weights overflow."""
     one_error(
         command(tmp_path / "run", "--optimizer.learning-rate", "1e30", "--watch.max-skipped", "3"),
         "diverged at step",
@@ -471,7 +471,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.slow
 def test_terminal_shows_a_progress_bar(finished_copy, command, monkeypatch, same_end):
-    """Elsewhere plain lines are printed: see the fixture `finished`."""
+    """Without a terminal the loop prints lines: see the fixture `finished`."""
     shutil.rmtree(finished_copy / "checkpoints" / "60")
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
@@ -479,5 +479,5 @@ def test_terminal_shows_a_progress_bar(finished_copy, command, monkeypatch, same
     assert status == 0 and "step 60/60" not in out and "step 60: validation loss" in out
     last = terminal.getvalue().rstrip().split("\r")[-1]
     assert re.search(r"100%.* 60/60 .*<.*step.*, loss \d\.\d{3}, [\d,]+ tok/s\]$", last), last
-    assert " 50/60 " in terminal.getvalue(), "it starts at the resumed step"
+    assert " 50/60 " in terminal.getvalue(), "the bar starts at the resumed step"
     same_end(finished_copy)

@@ -1,4 +1,4 @@
-"""Optimizers and learning rates against numpy."""
+"""Optimizers and learning rates equal computations in numpy or by hand."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def test_only_matrices_and_embeddings_decay():
     assert kept == {"attention_norm", "ffn_norm", "norm", "wq_bias", "wk_bias", "wv_bias", "q_norm", "k_norm"}
 
 
-def test_schedule_at_its_corners():
+def test_schedule_has_known_corner_values():
     rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=10, decay_fraction=0.2), 100)
     assert [round(float(rate(step)), 6) for step in (0, 1, 8, 9, 10, 79, 80, 81, 99, 100)] == [
         0.1,
@@ -63,12 +63,12 @@ def test_schedule_at_its_corners():
         (0, 0.5, 5, [1, 1, 1, 2 / 3, 1 / 3]),  # half of five steps is three
     ],
 )
-def test_schedules_of_odd_lengths(warmup, fraction, steps, expected):
+def test_schedules_of_odd_lengths_match_by_hand(warmup, fraction, steps, expected):
     rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=warmup, decay_fraction=fraction), steps)
     np.testing.assert_allclose([float(rate(step)) for step in range(steps)], expected, rtol=1e-6)
 
 
-def test_cosine_and_constant_schedules():
+def test_cosine_and_constant_schedules_match_numpy():
     cosine = learning_rate(
         OptimizerConfig(learning_rate=2.0, schedule="cosine", warmup_steps=10, final_fraction=0.1), 110
     )
@@ -80,7 +80,7 @@ def test_cosine_and_constant_schedules():
     assert [float(constant(step)) for step in (0, 1, 3, 4, 19)] == [0.5, 1.0, 2.0, 2.0, 2.0]
 
 
-def test_decay_to_a_final_fraction():
+def test_rate_decays_to_the_final_fraction():
     rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=0, decay_fraction=0.5, final_fraction=0.2), 10)
     np.testing.assert_allclose([float(rate(step)) for step in (4, 5, 6, 9)], [1, 1, 0.84, 0.36], rtol=1e-6)
 
@@ -96,7 +96,9 @@ def orthogonal(g):
 
 
 def test_muon_orthogonalises_each_lane_separately():
-    """Two steps with momentum, each matrix of each lane against numpy; what is no matrix of a layer follows Adam."""
+    """Two steps with momentum: each lane's matrices equal numpy's, and weights that are not matrices of a layer follow
+    Adam.
+    """
     config = changed(tiny(), model__hidden_size=48, model__qkv_bias=True)
     o = OptimizerConfig(kind="muon", weight_decay=0.1, clip_norm=1e9, momentum=0.9)
     optimizer, adam = (make_optimizer(dataclasses.replace(o, kind=kind), config.model) for kind in ("muon", "adamw"))

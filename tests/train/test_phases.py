@@ -1,6 +1,4 @@
-"""A run of three phases: each follows its config, and kills in any of them change
-nothing.
-"""
+"""A run with three phases: each phase follows its config, and a run killed in any phase ends bitwise the same."""
 
 import json
 import shutil
@@ -37,7 +35,7 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def begin(place):
-    """begin(run): starts the recipe in a separate process."""
+    """begin(run) starts the recipe in a separate process."""
     paths = [
         "--then.long.data.path",
         str(place / "plain"),
@@ -70,9 +68,9 @@ def test_every_phase_follows_its_config(whole):
     rates = [line["learning_rate"] for line in steps]
     assert rates[20] == pytest.approx(3e-3 / 2) and rates[34] < 1e-4 and rates[35] == pytest.approx(1e-3 / 2)
     validated = {line["step"]: line["validation"] for line in records(whole) if "validation" in line}
-    assert list(validated) == [15, 20, 30, 35, 45, 50], "also at the end of a phase"
+    assert list(validated) == [15, 20, 30, 35, 45, 50], "the end of each phase is validated too"
     assert "bits_per_byte" in validated[50]["plain"] and "bits_per_byte" not in validated[50]["masked"], (
-        "a mask leaves no text to count"
+        "bytes of masked text are not counted"
     )
     assert losses(whole)[-1] < losses(whole)[0] - 1
 
@@ -105,7 +103,7 @@ def same(run, whole):
 @pytest.mark.slow
 def test_run_killed_in_each_phase_ends_bitwise_the_same(tmp_path, begin, whole):
     run = tmp_path / "run"
-    for moment in (8, 24, 27, 46):  # lines of metrics: in the first phase, in the second, there again, in the third
+    for moment in (8, 24, 27, 46):  # lines of metrics in the first phase, twice in the second, and in the third
         status, _, err = kill_when(
             begin(run), lambda moment=moment: lines(run) >= moment and (moment != 27 or saving(run))
         )
@@ -117,7 +115,7 @@ def test_run_killed_in_each_phase_ends_bitwise_the_same(tmp_path, begin, whole):
 
 @pytest.mark.slow
 def test_run_stopped_at_phase_borders_ends_bitwise_the_same(tmp_path, begin, whole):
-    """As if killed right after the last save of a phase, before the first of the next."""
+    """The run was killed between the last save of a phase and the first save of the next phase."""
     for last in (20, 35):
         run = shutil.copytree(whole, tmp_path / f"run{last}")
         for step in (run / "checkpoints").iterdir():

@@ -1,6 +1,4 @@
-"""Several processes as one job: the losses of one process, one stop for all, and a run that resumes in another number
-of them.
-"""
+"""A job of two processes has the losses of one process, stops and fails together, and resumes in one process."""
 
 import shutil
 import signal
@@ -55,7 +53,10 @@ class Job:
             time.sleep(0.01)
 
     def end(self, seconds=200) -> list[tuple[int, str, str]]:
-        """Exit status, stdout (mixed with output of the transport's threads) and stderr of both."""
+        """Exit status, standard output and standard error of both processes.
+
+        Threads of the transport also write to standard output.
+        """
         reported = [process.communicate(timeout=seconds) for process in self.processes]
         return [(process.returncode, *text) for process, text in zip(self.processes, reported, strict=True)]
 
@@ -70,8 +71,9 @@ class Job:
 
 @pytest.mark.slow
 def test_two_processes_stop_together_and_resume_as_one(tmp_path, store, command, finished):
-    """SIGTERM reaches one process only; both save and stop. One process of 8 devices resumes: the losses of an unbroken
-    run.
+    """Only one process gets SIGTERM, but both save and stop.
+
+    One process with 8 devices resumes the run, with the losses of an uninterrupted one.
     """
     run = tmp_path / "run"
     with Job(run, store) as job:
@@ -84,7 +86,7 @@ def test_two_processes_stop_together_and_resume_as_one(tmp_path, store, command,
         f"stopped by SIGTERM after step {stopped}, which is saved" in first[2]
         and "Traceback" not in first[2] + second[2]
     )
-    assert "new run in" in first[1] and "new run in" not in second[1], "one process speaks"
+    assert "new run in" in first[1] and "new run in" not in second[1], "only process 0 prints"
     assert (run / "checkpoints" / str(stopped) / "meta").is_dir() and 12 <= stopped < 60
     status, out, _ = command(run)
     assert status == 0 and f" after step {stopped}" in out
@@ -97,14 +99,14 @@ def test_two_processes_stop_together_and_resume_as_one(tmp_path, store, command,
 
 @pytest.mark.slow
 def test_two_processes_resume_a_run_of_one(tmp_path, store, finished_copy, finished):
-    """On a mesh of 2 x 4: each process reads half of every batch."""
+    """On a mesh of 2 x 4, each process reads half of every batch."""
     for step in (50, 60):
         shutil.rmtree(finished_copy / "checkpoints" / str(step))
     with Job(finished_copy, store, "--mesh.data", "2", "--mesh.lane", "4") as job:
         first, second = job.end()
     assert first[0] == second[0] == 0, (first, second)
     assert " after step 40" in first[1] and "60 steps done" in first[1]
-    assert not any(reported in second[1] for reported in ("resuming", "step ", "steps done")), "one process speaks"
+    assert not any(reported in second[1] for reported in ("resuming", "step ", "steps done")), "only process 0 prints"
     np.testing.assert_allclose(losses(finished_copy), losses(finished), rtol=1e-5)
 
 
@@ -131,7 +133,7 @@ def test_mesh_without_devices_of_one_process_ends_both(tmp_path, store):
 
 @pytest.mark.exhaustive
 def test_death_of_one_process_ends_the_others(tmp_path, store):
-    """The coordination service notices within its heartbeat timeout of a minute; nothing hangs."""
+    """The coordination service detects the death within its heartbeat timeout of a minute, so no process hangs."""
     run = tmp_path / "run"
     with Job(run, store, "--steps", "100000") as job:
         job.wait_for(lambda: lines(run) >= 12)

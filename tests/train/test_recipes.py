@@ -1,4 +1,4 @@
-"""Recipes and the command line: every option is documented and can be set; every error is one line."""
+"""Recipes and the command line: every option is documented and can be set, and every error is one line."""
 
 import subprocess
 import sys
@@ -20,12 +20,12 @@ def test_our_recipes_are_complete_and_documented(name):
     config = find_recipe(name)
     assert isinstance(config, TrainConfig) and config.name == name
     assert config == parse([name]) == find_recipe(RECIPES[name])
-    assert config.phases[-1].model == MODELS[name], "configs/models.py has the model that the last phase leaves"
+    assert config.phases[-1].model == MODELS[name], "configs/models.py has the model of the last phase"
     assert config.data.sequence_length <= config.model.max_position_embeddings
     assert parameter_count(config.model) > 0
 
 
-def test_recipes_by_module_and_file():
+def test_recipes_are_found_by_module_and_file():
     assert find_recipe(RECIPE) == tiny()
     assert find_recipe("configs.stdlib:stdlib") == find_recipe("stdlib")
 
@@ -52,7 +52,7 @@ def test_every_field_can_be_set(options, expected):
     assert recorded(parse([RECIPE, *options])) == recorded(tiny()) | expected
 
 
-def test_the_options_of_later_phases_carry_their_names():
+def test_options_of_later_phases_have_their_names():
     options = [
         "--then.mid.steps",
         "7",
@@ -88,7 +88,7 @@ def test_laneformer_2b_has_the_published_sizes():
     ]
 
 
-def test_the_long_phase_of_the_350m_reaches_131072_positions():
+def test_long_phase_of_the_350m_reaches_131072_positions():
     first, long = find_recipe("laneformer_350m").phases
     assert (first.model.max_position_embeddings, long.model.max_position_embeddings) == (4096, 131_072)
     assert first.model.rope_scaling is None and long.model.rope_scaling.factor == 32
@@ -154,14 +154,14 @@ def test_bad_recipes_are_one_line(capsys, tmp_path):
     assert "returns a str" in fails(capsys, RECIPE.replace(":tiny", ":RECIPE"))
     assert "--steps precedes the recipe" in fails(capsys, "--steps", "3")
     (tmp_path / "broken.py").write_text("def f():\n    return undefined.name\n")
-    with pytest.raises(NameError):  # a fault in the user's own program: its traceback is what helps
+    with pytest.raises(NameError):  # an error in the user's file: the traceback shows where
         main([f"{tmp_path}/broken.py:f"])
     with pytest.raises(ConfigError, match="nope"):
         find_recipe("nope")
 
 
 @pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]])
-def test_without_a_recipe_all_are_listed(capsys, arguments):
+def test_missing_recipe_lists_all_recipes(capsys, arguments):
     with pytest.raises(SystemExit) as stopped:
         parse(arguments)
     assert stopped.value.code == (0 if arguments else 2)
@@ -172,7 +172,7 @@ def test_without_a_recipe_all_are_listed(capsys, arguments):
 
 
 def test_ctrl_c_while_libraries_are_loaded_is_one_line():
-    """Sent by an import, the first that takes long."""
+    """SIGINT is sent at the import of train.loop, the first that takes long."""
     code = (
         "import builtins, runpy, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"

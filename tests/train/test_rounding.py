@@ -1,4 +1,4 @@
-"""Training with rounded matrices: the values that files will have, gradients of the weights, and a phase of a run."""
+"""Training with rounded matrices: values equal those of exported files, gradients pass through, and a phase learns."""
 
 import dataclasses
 
@@ -20,10 +20,10 @@ CASES = [(kind, shared) for kind, allowed in ALLOWED.items() for shared in allow
 
 
 @pytest.mark.parametrize(("kind", "shared"), CASES)
-def test_values_are_those_of_files(kind, shared):
-    """Bit for bit, where the errors of two scales of int4 are not as good as equal; the gradient passes through."""
+def test_rounded_values_equal_those_of_files(kind, shared):
+    """Values are bitwise equal, except with int4 if two scales have almost the same error. Gradients pass through."""
     weights = WEIGHTS[..., :24] if shared == 24 else WEIGHTS
-    shared = 32 if shared == 24 else shared  # more than the columns: one scale per row
+    shared = 32 if shared == 24 else shared  # more than the 24 columns, so each row has one scale
     factors = np.random.default_rng(1).standard_normal(weights.shape, np.float32)
     found = jax.jit(lambda w: rounded(w, kind, shared))(weights)
     equal = np.asarray(found) == round_to(weights, kind, shared).dequantize(np.float32)
@@ -33,8 +33,8 @@ def test_values_are_those_of_files(kind, shared):
 
 
 @pytest.mark.slow
-def test_a_phase_learns_and_evaluates_with_rounded_matrices():
-    """Its losses are those of a model with the rounded weights, and the master weights move."""
+def test_phase_learns_and_evaluates_with_rounded_matrices():
+    """Losses of the phase equal those of a model with rounded weights, and steps change the unrounded weights."""
     then = {"int4": LaterPhase(steps=5, data=tiny().data, optimizer=tiny().optimizer, weights="int4")}
     config, mesh = changed(tiny(), then=then), make_mesh(8, data=2, lane=4)
     plain, last = (Trainer(config, phase, mesh) for phase in config.phases)
@@ -59,7 +59,7 @@ def test_a_phase_learns_and_evaluates_with_rounded_matrices():
     assert not np.isin(jax.device_get(state.params)[paths[0]], held[paths[0]]).all()
 
 
-def test_a_phase_is_recorded_only_where_it_rounds():
+def test_rounding_options_are_recorded_only_if_used():
     assert not any(name.endswith("group") or name == "weights" for name in recorded(tiny()))
     config = dataclasses.replace(tiny(), weights="int8", group=32)
     assert (recorded(config)["weights"], recorded(config)["group"]) == ("int8", 32)

@@ -1,4 +1,4 @@
-"""Samples: what a fresh engine would write with the weights of the moment, compiled once."""
+"""Samples equal those of a new engine with the current weights, but their programs are compiled only once."""
 
 import jax
 import numpy as np
@@ -34,7 +34,7 @@ PROMPTS = ["", "one two", "a somewhat longer prompt"]
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory):
-    """One token per byte."""
+    """tokenizer.json with one token per byte."""
     file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
     byte_tokenizer("<s>").save(str(file))
     return file
@@ -46,7 +46,7 @@ def mesh():
 
 
 def weights(seed):
-    """Large enough for logits that differ."""
+    """Random weights, large enough for different samples from different seeds."""
     random = np.random.default_rng(seed)
     table = parameter_table(CONFIG)
     return {
@@ -56,13 +56,13 @@ def weights(seed):
 
 
 def spread(weights, mesh):
-    """As a training state has them."""
+    """The weights on the mesh, sharded as in a training state."""
     table = parameter_table(CONFIG)
     return {path: jax.device_put(w, sharding(table[path].spec, w.shape, mesh)) for path, w in weights.items()}
 
 
 def by_fresh_engine(weights, prompts, sampling, precision=None):
-    """Ids that an engine made for these weights alone draws, on one device and in dispatches of its choice."""
+    """Ids drawn for each prompt by a new engine with these weights, on one device."""
     engine = Engine(laneformer.Laneformer(CONFIG, jax.device_put(weights), precision), "xla")
     return [list(engine.generate(prompt, max_new_tokens=12, sampling=sampling)) for prompt in prompts]
 
@@ -74,18 +74,18 @@ def test_samples_follow_the_weights_and_compile_once(mesh, tokenizer):
     for seed in (1, 2, 1):
         params = spread(weights(seed), mesh)
         drawn.append([record["tokens"] for record in samples.draw(params)])
-        for w in params.values():  # as after the next step, which is given them
+        for w in params.values():  # the next training step would donate them
             w.delete()
         backend = samples.live._engine._backend
         programs.add((backend, backend._begin._cache_size(), backend._decode._cache_size()))
-    assert programs == {(backend, 2, 1)}, "one for prompts of up to 16 tokens, one for up to 32, one decode loop"
+    assert programs == {(backend, 2, 1)}, "programs for prompts of up to 16 and 32 tokens, and one decode loop"
     assert drawn[0] == drawn[2] != drawn[1]
     assert drawn[1] == by_fresh_engine(weights(2), samples.prompts.values(), SAMPLING)
 
 
 @pytest.mark.slow
 def test_records_have_prompt_text_and_ids(mesh, tokenizer):
-    prompts = PROMPTS[:2]  # which one program reads
+    prompts = PROMPTS[:2]  # both run with the program for up to 16 tokens
     samples = Samples(LiveEngine(CONFIG, mesh, Precision(), tokenizer), prompts, max_new_tokens=12)
     assert [ids.tolist()[0] for ids in samples.prompts.values()] == [256] * 2
     records = samples.draw(spread(weights(1), mesh))
@@ -96,7 +96,7 @@ def test_records_have_prompt_text_and_ids(mesh, tokenizer):
     assert texts(records) == {f"samples/{i}": prompt + records[i]["text"] for i, prompt in enumerate(prompts)}
 
 
-def test_without_tokenizer_prompts_are_ids(mesh, tmp_path):
+def test_prompts_without_tokenizer_are_ids(mesh, tmp_path):
     file = tmp_path / "tokenizer.json"
     file.write_bytes(b'{"any": "bytes"}')
     greedy = Sampling()

@@ -1,4 +1,4 @@
-"""One optimizer step against numpy, equal on every mesh and for every accumulation."""
+"""Training steps: equal to numpy, and equal on every mesh and for every number of accumulated parts."""
 
 import dataclasses
 from functools import cache
@@ -18,19 +18,19 @@ from train.step import LIBRARY, Trainer, known_options
 
 @cache
 def trainer(data=1, lane=8, **changes):
-    """The same one for the same arguments: it keeps its compiled programs."""
+    """The trainer, cached with its compiled programs for the same arguments."""
     config = changed(tiny(), **changes)
     return Trainer(config, config.phases[0], make_mesh(8, data=data, lane=lane))
 
 
 @cache
 def initial_state(muon):
-    """The state of `trainer()` before the first step, in host memory. muon: of that optimizer."""
+    """The state of `trainer()` before the first step, in host memory, with the optimizer Muon or AdamW."""
     return jax.device_get(trainer(1, 1, optimizer__kind="muon" if muon else "adamw").init())
 
 
 def initial(t):
-    """The initial state on the trainer's mesh, without compiling `init` again: it depends on model and seed alone."""
+    """The initial state on the trainer's mesh. It depends only on model and seed, so `init` is not compiled again."""
     state = initial_state(t.phase.optimizer.kind == "muon")
     return jax.tree.map(jax.device_put, state, t.state_shardings)
 
@@ -52,7 +52,7 @@ def step(trainer, state, batch):
 
 
 def run(trainer, steps=5, **more):
-    """The losses and gradient norms of the first steps, and the state after them."""
+    """Losses and gradient norms [steps, 2], and the state after the steps."""
     state, losses = initial(trainer), []
     for n in range(steps):
         state, values = step(trainer, state, put(trainer, batch_of(n), **more))
@@ -66,8 +66,8 @@ def reference():
 
 
 def close(a, b):
-    """Equal losses and norms to rounding, and weights to rounding as Adam passes it on (it divides small gradients by
-    small roots).
+    """Losses, norms and weights are equal up to rounding. Adam enlarges the rounding of weights: it divides small
+    gradients by small roots.
     """
     np.testing.assert_allclose(a[0], b[0], rtol=1e-5)
     for path, weight in a[1].params.items():
@@ -85,11 +85,11 @@ def test_loss_equals_cross_entropy_of_the_logits():
     assert float(sums["lse_squared"]) / 128 == pytest.approx((log_sum**2).mean(), rel=1e-6)
     _, values = step(t, state, put(t, batch))
     assert float(values["loss"]) == pytest.approx(expected, rel=1e-6)
-    assert expected == pytest.approx(np.log(64), abs=0.2), "fresh weights know nothing"
+    assert expected == pytest.approx(np.log(64), abs=0.2), "initial weights predict a uniform distribution"
 
 
 @pytest.mark.slow
-def test_an_mlp_without_a_gate_learns():
+def test_mlp_without_a_gate_learns():
     t = trainer(1, 1, model__hidden_act="relu2", model__gated_mlp=False)
     state, losses = t.init(), []
     for _ in range(12):
@@ -136,9 +136,7 @@ def test_unit_weights_and_one_segment_leave_losses_unchanged(reference):
 
 @pytest.mark.slow
 def test_tokens_of_weight_zero_are_ignored():
-    """The step on rows whose last half is masked is that on the first half alone, also where parts have unequally many
-    tokens.
-    """
+    """A step on rows with masked last halves equals a step on the first halves, even if parts differ in tokens."""
     t, cut, batch = trainer(accumulate=2), trainer(data__sequence_length=8), batch_of(3)
     weights = np.where(np.arange(16) < 8, 1, 0).astype(np.float32) * np.ones((8, 1), np.float32)
     state, values = step(t, initial(t), put(t, batch, weights=weights))
@@ -153,12 +151,11 @@ def test_tokens_of_weight_zero_are_ignored():
 
 
 def test_segments_separate_documents_of_a_row():
-    """A row of two documents costs what they cost in separate rows."""
+    """The loss of a row with two documents is the sum of their losses in separate rows."""
     batch = batch_of(5)
     segments = (np.arange(17) >= 8).astype(np.int32) * np.ones((8, 1), np.int32)
-    weights = np.where(np.arange(16) == 7, 0, 1).astype(np.float32) * np.ones(
-        (8, 1), np.float32
-    )  # the target that begins the second
+    counted = np.arange(16) != 7  # target 7 is the first token of the second document
+    weights = counted.astype(np.float32) * np.ones((8, 1), np.float32)
     both, first, second = (trainer(lane=1, data__sequence_length=length) for length in (16, 7, 8))
     params = initial(both).params
     sums = both.evaluate(params, put(both, batch, weights=weights, segments=segments))
@@ -174,7 +171,9 @@ Z_LOSS, CLIP_NORM = 0.5, 1.2
 
 @pytest.fixture(scope="module")
 def single():
-    """A trainer on one device with z-loss and clipping, and the mean objective's value and gradient by the model."""
+    """A trainer on one device with z-loss and clipping, and a function from weights and ids to the mean objective and
+    its gradient, computed by the model.
+    """
     optimizer = {"optimizer__clip_norm": CLIP_NORM, "optimizer__eps": 1e-3, "optimizer__warmup_steps": 2}
     t = trainer(lane=1, z_loss=Z_LOSS, **optimizer)
 
@@ -196,7 +195,7 @@ def test_z_loss_enters_the_gradient_and_has_its_own_metric(single):
     _, values = step(t, state, put(t, batch))
     assert float(values["grad_norm"]) == pytest.approx(norm, rel=1e-5)
     assert float(values["loss"] + values["z_loss"]) == pytest.approx(float(total), rel=1e-6)
-    assert float(values["z_loss"]) > 1, "weight x (ln 64)^2 at least"
+    assert float(values["z_loss"]) > 1, "the z-loss is at least its weight x (ln 64)^2"
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
@@ -265,13 +264,13 @@ def test_muon_agrees_on_every_mesh(data, lane):
     close(run(trainer(data, lane, optimizer__kind="muon")), run(trainer(1, 1, optimizer__kind="muon")))
 
 
-def test_lane_statistics_of_a_phase():
+def test_lane_statistics_have_a_value_per_time():
     t = trainer()
     lanes = t.lanes(initial(t).params, put(t, batch_of(0)))
     assert {name: x.shape for name, x in lanes.items()} == dict.fromkeys(("similarity", "own", "landed"), (5,))
 
 
-def test_stop_asked_by_any_process_reaches_all():
+def test_stop_requested_by_any_process_reaches_all():
     t = trainer(2, 4)
     asked = np.zeros(8, np.int32)
     asked[5] = 1
@@ -298,7 +297,7 @@ def test_bfloat16_products_leave_float32_masters(reference):
         ((1, 1), {"activation_dtype": "bfloat16", "stream_dtype": "bfloat16"}),
     ],
 )
-def test_half_the_bytes_train_alike(reference, mesh, dtypes):
+def test_bfloat16_arrays_leave_losses_alike(reference, mesh, dtypes):
     losses, state = run(trainer(*mesh, **dtypes))
     assert {str(x.dtype) for x in jax.tree.leaves(state)} == {"float32", "int32"}
     assert not (losses == reference[0]).any()
@@ -331,7 +330,7 @@ def test_host_reads_each_of_its_rows_once():
 
 
 def test_adamw_and_clipping_match_numpy(single):
-    """Loshchilov & Hutter, algorithm 2, written out in float64, over three steps with different gradients."""
+    """Three steps with different gradients equal algorithm 2 of Loshchilov & Hutter, computed in float64."""
     t, objective = single
     o, table = t.phase.optimizer, parameter_table(t.config.model)
     state = initial(t)
@@ -357,7 +356,7 @@ def test_adamw_and_clipping_match_numpy(single):
     assert min(norms) < CLIP_NORM < max(norms), "one step was clipped and one was not"
 
 
-def test_initial_weights_depend_on_the_seed_alone():
+def test_initial_weights_depend_only_on_the_seed():
     first, other = initial(trainer()).params, trainer(2, 4).init().params
     for path, weight in first.items():
         np.testing.assert_array_equal(weight, other[path], err_msg=path)
@@ -366,7 +365,7 @@ def test_initial_weights_depend_on_the_seed_alone():
 
 @pytest.mark.slow
 def test_fsdp_gathers_weights_and_not_activations():
-    """What is sent along the data axis grows with the batch by the embedding's rows alone, there and back."""
+    """If the batch grows, only rows of the embedding and their gradients add to the bytes sent along the data axis."""
 
     def sent(rows: int) -> int:
         t = trainer(2, 4, data__batch_size=rows)
@@ -377,7 +376,7 @@ def test_fsdp_gathers_weights_and_not_activations():
     assert 0 < sent(64) - sent(8) < 3 * tokens_more * width * 4
 
 
-def test_options_that_this_jaxlib_lacks_are_left_out():
+def test_unknown_compiler_options_are_left_out():
     assert known_options({"xla_cpu_no_such_option": "x"}) == known_options({LIBRARY: "no such value"}) == {}
     options = {"xla_cpu_enable_fast_math": False}
     assert known_options(options) == options
