@@ -1,4 +1,6 @@
-"""Ablations: grids expand to cells, which are reused, resumed, reported and never repeated; failures stay local."""
+"""Ablations: grids expand to cells, finished cells are not repeated, interrupted cells resume, and a failed cell stops
+no other.
+"""
 
 import dataclasses
 import json
@@ -41,7 +43,7 @@ def new_layout(monkeypatch):
 # Grids.
 
 
-def test_a_grid_is_variants_times_seeds_on_the_same_tokens():
+def test_grid_is_variants_times_seeds_on_the_same_tokens():
     made = grid(variants=cross(("tp", "dtp(1)"), num_lanes=(2, 4)), seeds=(3, 5), probe={}, reference="tp, 4 lanes")
     assert [cell.name for cell in made.cells] == [
         f"{layout}, {lanes} lanes #{seed}" for seed in (3, 5) for layout in ("tp", "dtp(1)") for lanes in (2, 4)
@@ -92,7 +94,7 @@ def test_bad_grids_raise(changes, expected):
     assert expected in str(error.value)
 
 
-def test_cell_folder_depends_on_its_settings_alone(tmp_path):
+def test_cell_folder_depends_only_on_settings(tmp_path):
     before = {cell.name: cell.folder for cell in at(tmp_path).cells}
     variants = (variant("none"), variant("twice"), variant("tp"))
     more = {cell.name: cell.folder for cell in at(tmp_path, variants=variants, seeds=(1, 0)).cells}
@@ -120,7 +122,7 @@ def test_our_grids_are_complete_and_documented(name):
         assert schedule.num_modules == 2 * made.projected.num_hidden_layers
 
 
-def test_the_options_reach_the_base_and_choose_variants(tmp_path):
+def test_options_reach_the_base_and_choose_variants(tmp_path):
     options, made = read(
         [GRID, "--run", str(tmp_path), "--base.steps", "7", "--base.data.path", "a", "--seeds", "4", "5", "--jobs", "2"]
     )
@@ -161,7 +163,7 @@ def test_bad_options_are_one_line(capsys, arguments, expected):
 # Reports.
 
 
-def test_report_of_known_numbers(tmp_path):
+def test_report_has_known_numbers(tmp_path):
     variants = (variant("tp"), variant("dtp(1)"), variant("dtp(1)", num_lanes=2), variant("twice"))
     made = at(tmp_path, variants=variants, seeds=(0, 1, 2), probe={})
     known = {"tp": (3.0, 3.1, 3.2), "dtp(1)": (3.5, 3.6, 3.7), "dtp(1), 2 lanes": (3.2, 3.0, 3.4)}
@@ -179,18 +181,18 @@ def test_report_of_known_numbers(tmp_path):
     for line in expected.splitlines():
         name, *parts = (part.strip() for part in line.strip("|").split("|"))
         rows[name] = [name, *parts]
-    # 2 layers = 4 modules: tp waits for all of 4 exchanges; dtp(1) sends 3 and waits for none.
+    # 2 layers are 4 modules: tp waits for each of 4 exchanges; dtp(1) sends 3 and waits for none.
     assert rows["tp"][1:8] == ["4", "0", "3.1000 ± 0.1000", "", "3", "4", "4"]
     assert rows["dtp(1)"][1:8] == ["4", "1", "3.6000 ± 0.1000", "**+0.5000 ± 0.0000**", "3", "3", "0"]
     assert rows["dtp(1), 2 lanes"][1:8] == ["2", "1", "3.2000 ± 0.2000", "+0.1000 ± 0.1732", "3", "3", "0"]
-    assert "twice" not in rows, "none of its cells is finished"
+    assert "twice" not in rows, "a variant without finished cells has no row"
     speeds = [float(rows[name][8].split()[0].replace(",", "")) for name in ("tp", "dtp(1)")]
     assert speeds[0] < speeds[1] and "(4 devices)" in rows["tp"][8] and "(2 devices)" in rows["dtp(1), 2 lanes"][8]
     written = (tmp_path / "report.md").read_text()
     assert "9 of 12 cells are finished; **3 are missing**" in written and "projected" in written
     assert "| tp | 0.500 | 0.250 | 0.062 | 2.00 |" in written
     assert "| tp | 2 | +500.0 | +1.0 |" in written
-    assert "| tp | 2.00 | 0.50 | 0.75 | 0.75 |\n\n## Sensitivity" in written, "a row for models with experts alone"
+    assert "| tp | 2.00 | 0.50 | 0.75 | 0.75 |\n\n## Sensitivity" in written, "only models with experts have a row"
     raw = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [(r["variant"], r["seed"], r["loss"], r["bits_per_byte"], r["seconds"]) for r in raw[:2]] == [
         ("tp", 0, 3.0, 6.0, 60.0),
@@ -227,8 +229,8 @@ def test_report_compares_layouts_within_models(tmp_path):
     assert "| dtp(2), 4 of 8 DeltaNet | 4 | 2 | 3.8750 ± 0.1250 | **+0.7500 ± 0.0000** |" in table
     written = (tmp_path / "report.md").read_text()
     assert "| dtp(2), 4 of 8 DeltaNet | tp, 4 of 8 DeltaNet | **+0.2500 ± 0.0000** | 3 |" in written
-    assert written.count("| tp, 4 of 8 DeltaNet | ") == 2, "no row that compares it with itself"
-    assert "| dtp(2) | tp |" not in written, "the first table has this"
+    assert written.count("| tp, 4 of 8 DeltaNet | ") == 2, "a layout is not compared with itself"
+    assert "| dtp(2) | tp |" not in written, "the first table has this comparison"
     assert (tmp_path / "loss.png").exists()
 
 
@@ -240,10 +242,8 @@ def test_report_has_measured_and_projected_speeds(tmp_path, monkeypatch):
     file = tmp_path / "measured.json"
     file.write_text('{"twice": 1234.4}')
     assert "| 1,234 |" in write_report(made, file)
-    record = {
-        "conditions": {"model": {"layout": "tp"}},
-        "metrics": {"decode_tps": {"sustained_median": 777.3}},
-    }  # of infer bench --layouts
+    # The format of infer bench --layouts.
+    record = {"conditions": {"model": {"layout": "tp"}}, "metrics": {"decode_tps": {"sustained_median": 777.3}}}
     file.write_text(json.dumps([record]))
     assert "| 777 |" in write_report(made, file)
     for wrong, expected in (
@@ -259,17 +259,15 @@ def test_report_has_measured_and_projected_speeds(tmp_path, monkeypatch):
 
 def test_difference_is_clear_only_if_seeds_agree(tmp_path):
     made = at(tmp_path, seeds=(0, 1, 2), probe={})
-    noise = {
-        "tp": (3.0, 3.0, 3.0),
-        "twice": (3.05, 3.1, 3.2),
-    }  # same sign; mean 0.117, standard error 0.044: t = 2.6 of 4.3
+    # The differences have the same sign, but t = 0.117 / 0.044 = 2.6, below the required 4.3.
+    noise = {"tp": (3.0, 3.0, 3.0), "twice": (3.05, 3.1, 3.2)}
     for cell in made.cells:
         pretend(cell, [noise[cell.variant.name][cell.seed]])
     other = summarize(made, collect(made))[1]
     assert np.isclose(other.difference, 0.35 / 3) and not other.clear
     again = dataclasses.replace(other, losses={0: 3.09, 1: 3.1, 2: 3.11})
     assert np.isclose(again.difference, 0.1) and again.clear, "t = 17"
-    assert not dataclasses.replace(other, losses={0: 3.1, 1: 3.1}).clear, "two seeds"
+    assert not dataclasses.replace(other, losses={0: 3.1, 1: 3.1}).clear, "two seeds are too few"
 
 
 def test_report_without_finished_cells_raises(tmp_path, capsys):
@@ -294,7 +292,7 @@ def test_report_without_finished_cells_raises(tmp_path, capsys):
         ("spd(1)", 1),
     ],
 )
-def test_delay_of_a_layout(layout, delay):
+def test_delay_of_each_layout_is_known(layout, delay):
     model = find_recipe("tiny", "configs.ablations", Grid).base.model
     assert delay_of(make_schedule(model.replace(layout=layout))) == delay
 
@@ -313,7 +311,7 @@ def test_exchanges_of_one_layer_move():
         (3, 3),
     ]
     assert [x.at for x in exchanged_late(schedule, 1, 9).landings] == [0, 1, 4, 4], (
-        "at the latest before the final norm"
+        "exchanges land before the final norm at the latest"
     )
     delayed = model.replace(layout="dtp(2)").schedule
     assert [x.at for x in exchanged_late(delayed, 0, 0).landings] == [0, 1]
@@ -321,7 +319,7 @@ def test_exchanges_of_one_layer_move():
         exchanged_late(model.replace(layout="desync(2)").schedule, 0, 1)
 
 
-# Running cells, as fake programs of a few lines except in the last test.
+# Running cells. Except in the last tests, cells are fake programs of a few lines.
 
 DONE = """
 import json, pathlib, sys
@@ -421,7 +419,7 @@ def test_progress_reads_the_end_of_a_long_file(tmp_path):
 @pytest.mark.parametrize(
     ("seconds", "expected"), [(5, "5 s"), (119, "119 s"), (600, "10 min"), (7200, "2.0 h"), (200_000, "2.3 days")]
 )
-def test_durations(seconds, expected):
+def test_durations_are_written_with_units(seconds, expected):
     assert duration(seconds) == expected
 
 
@@ -459,9 +457,9 @@ def test_cell_is_an_ordinary_run_and_is_probed(tmp_path, store, monkeypatch, cap
     assert main([*options, "--cell", cell.folder.name]) == 0
     assert "tp #0: " in capsys.readouterr().out and finished(cell)
     probe = json.loads((cell.folder / "probe.json").read_text())
-    assert probe["by_layer"]["0"] == [probe["loss"]] * 2, "tp with one layer at once is tp"
+    assert probe["by_layer"]["0"] == [probe["loss"]] * 2, "a delay of 0 in one layer changes nothing"
     assert 1e-6 < abs(probe["by_layer"]["2"][0] - probe["loss"]) < 1
-    assert np.isclose(probe["loss"], final_loss(cell), rtol=1e-6), "the same held-out rows as the run's"
+    assert np.isclose(probe["loss"], final_loss(cell), rtol=1e-6), "the probe reads the validation rows of the run"
     assert main([*options, "--cell", cell.folder.name]) == 0
     assert "nothing to do" in capsys.readouterr().out
 
@@ -484,9 +482,10 @@ def start(run: Path, store: Path, *options: str) -> subprocess.Popen:
 
 
 @pytest.mark.exhaustive
-def test_a_real_grid_killed_and_resumed(tmp_path, store):
-    """Two cells, one with a layout that only the recipe's file registers; kill -9 in the middle, then to the end, then
-    nothing to do.
+def test_killed_grid_resumes_to_its_end(tmp_path, store):
+    """A grid of two cells is killed in the middle, resumes to its end, and then has nothing to do.
+
+    Only the file of the recipe registers the layout of the second cell.
     """
     run = tmp_path / "grid"
     first = start(run, store)
