@@ -1,5 +1,5 @@
 """Training with compressed attention and several residual streams: gradients against finite differences in float64,
-steps on meshes, and a run that resumes bit for bit.
+steps on meshes, and a run that resumes bitwise.
 """
 
 import dataclasses
@@ -48,15 +48,15 @@ HF = json.loads((MOE / "deepseek_v4_1/config.json").read_text()) | {
     **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "hc_mult": 3},
     **{"hc_sinkhorn_iters": 5, "eos_token_id": 1},
 }
-RATIOS = (4, 8, 0)  # 128 would need as many positions
+RATIOS = (4, 8, 0)  # a ratio of 128 would need 128 positions
 TOKENS = 20
 STEP = 1e-5
-# The indexer chooses, which has no gradient.
+# The indexer only chooses entries. A choice has no gradient.
 UNTRAINED = ("index_compressor", "indexer")
 
 
 class Case:
-    """A model with random weights, in two lanes and as files have them, and the gradients of its loss."""
+    """A model of two lanes with random weights, the tensors of its files in float64, and the gradients of its loss."""
 
     def __init__(self):
         config = config_from_hf(HF, 2)
@@ -78,20 +78,20 @@ class Case:
         self.gradients = {path: np.asarray(gradient, np.float64) for path, gradient in found.items()}
 
     def of(self, path: str, tensors: dict) -> np.ndarray:
-        """A weight as the model has it."""
+        """The weight of the model at `path`, converted from the tensors of the files."""
         source = self.sources[path]
         found = [tensors[name] for name in source.names]
         return source.convert(np.stack(found) if source.experts else found[0])
 
     def loss(self, tensors: dict) -> float:
-        """In float64."""
+        """The loss of the reference implementation in float64, summed over tokens."""
         logits, _ = deepseek_v4.Model(HF | {"compress_ratios": RATIOS}, tensors)(self.ids[:-1])
         most = logits.max(-1)
         logs = np.log(np.exp(logits - most[:, None]).sum(-1)) + most
         return (logs - logits[np.arange(TOKENS), self.ids[1:]]).sum()
 
     def check(self, paths: list[str]) -> None:
-        """Along a random direction in these weights."""
+        """Compares the gradient along a random direction of the weights at `paths` with a finite difference."""
         names = [name for path in paths for name in self.sources[path].names]
         direction = {name: self.random.normal(size=self.files[name].shape) for name in names}
         moved = [{name: self.files[name] + e * d for name, d in direction.items()} for e in (STEP, -STEP)]
@@ -115,15 +115,15 @@ def untrained(path: str) -> bool:
 
 
 @pytest.mark.slow
-def test_gradient_is_that_of_finite_differences(case):
-    """Of all weights together. Those of what chooses are 0, and no others."""
+def test_gradient_matches_finite_differences(case):
+    """The direction is in all trained weights at once. Only untrained weights have gradients of 0."""
     for path, gradient in case.gradients.items():
         assert gradient.any() != untrained(path), path
     case.check([path for path in case.sources if not untrained(path)])
 
 
 @pytest.mark.slow
-def test_gradients_of_each_weight_are_those_of_finite_differences(case):
+def test_gradient_of_each_weight_matches_finite_differences(case):
     for path in case.sources:
         if not untrained(path):
             case.check([path])
@@ -134,7 +134,7 @@ def test_gradients_of_each_weight_are_those_of_finite_differences(case):
 
 @cache
 def steps(data: int, lane: int, **changes):
-    """Losses and gradient norms of three steps, and the weights after them."""
+    """Losses, gradient norms and router losses of three steps, [3, 3], and the weights after them."""
     config = changed(recipe(), **changes)
     trainer = Trainer(config, config.phases[0], make_mesh(8, data=data, lane=lane))
     state, found = trainer.init(), []
@@ -149,15 +149,15 @@ def steps(data: int, lane: int, **changes):
 
 @pytest.mark.slow
 def test_meshes_and_recomputation_change_no_loss():
-    """Lanes on four devices and batches on two, against lanes on eight, and with less kept for the backward pass."""
+    """A mesh of 2 x 4 gives the losses of 1 x 8, and of 2 x 4 with recomputation of blocks."""
     usual = steps(2, 4)[0]
     assert usual[-1, 0] < usual[0, 0] and (usual[:, 1] > 0).all()
     np.testing.assert_allclose(steps(1, 8)[0], usual, rtol=2e-4)
     np.testing.assert_allclose(steps(2, 4, remat="block")[0], usual, rtol=2e-4)
 
 
-@pytest.mark.exhaustive  # as with latent attention
-def test_a_run_resumes_bitwise_and_loads(resumed):
+@pytest.mark.exhaustive  # test_latent_attention.py tests resuming more often
+def test_run_resumes_bitwise_and_loads(resumed):
     run, _ = resumed(6, "--steps", "12", "--save-every", "4", "--validate-every", "6", recipe=f"{__file__}:recipe")
     assert losses(run)[-1] < losses(run)[0]
     assert load(run).config.residual_streams == MODEL["residual_streams"]
@@ -174,7 +174,7 @@ def test_a_run_resumes_bitwise_and_loads(resumed):
         ({"distill__teacher": "other"}, "model.compressed_attention with distill is not supported"),
     ],
 )
-def test_what_cannot_be_trained_is_refused(changes, words):
+def test_unsupported_options_raise(changes, words):
     with pytest.raises(ConfigError) as caught:
         changed(recipe(), **changes)
     assert words in str(caught.value) and "\n" not in str(caught.value)

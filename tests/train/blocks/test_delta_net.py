@@ -1,4 +1,4 @@
-"""Training models with gated DeltaNet: meshes, recomputation, documents, and a run that is stopped and resumed."""
+"""Training models with gated DeltaNet: meshes, recomputation, FLOPs, and a run that resumes bitwise."""
 
 import json
 from functools import cache
@@ -30,7 +30,7 @@ def initial_state():
 
 
 def run(trainer: Trainer, steps: int = 3):
-    """Losses and gradient norms of the first steps."""
+    """Losses and gradient norms of the first steps, [steps, 2]."""
     state, found = jax.tree.map(jax.device_put, initial_state(), trainer.state_shardings), []
     for n in range(steps):
         random = np.random.default_rng(n)
@@ -54,8 +54,10 @@ def test_meshes_and_recomputation_change_no_loss(data, lane, changes):
     np.testing.assert_allclose(run(trainer(data, lane, **changes)), usual(), rtol=2e-5)
 
 
-def test_the_recurrence_counts_as_work():
-    """7 k v per value head and 2 per weight of the convolution, beside what a query reads of 16 positions."""
+def test_recurrence_counts_in_flops():
+    """A token takes 7 k v FLOPs per value head and 2 per weight of the convolution, in addition to the attention of the
+    other layer over 16 positions.
+    """
     model = trainer(2, 4).config.model
     own = 16 * 7 * 4 * 6 + 2 * 4 * (2 * 8 * 4 + 16 * 6)
     expected = 6 * matmul_parameters(model) + 3 * (own + 4 * 32 * 17 / 2)
@@ -63,8 +65,8 @@ def test_the_recurrence_counts_as_work():
 
 
 @pytest.mark.slow
-def test_a_run_resumes_bitwise(resumed):
-    """Rows are whole documents."""
+def test_run_resumes_bitwise(resumed):
+    """Rows contain whole documents, which do not read each other."""
     options = [*FLAGS, "--steps", "20", "--save-every", "8", "--validate-every", "10", "--data.packing", "best_fit"]
     run, _ = resumed(11, *options, "--data.attend-across-documents", "False")
     assert losses(run)[-1] < losses(run)[0] - 0.3

@@ -1,4 +1,4 @@
-"""Training models with experts: steps on meshes and in parts, Muon by expert, records, resumed runs."""
+"""Training models with experts: steps on meshes and in parts, router losses, Muon per expert, records, and resuming."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def initial_state():
 
 
 def put(trainer: Trainer, seed: int):
-    """A batch whose rows have unequally many tokens that count, some none, and the same in NumPy."""
+    """A batch on the mesh, and the same arrays in NumPy. Rows differ in counted tokens; the first three have none."""
     random = np.random.default_rng(seed)
     weights = random.integers(0, 2, (8, 16)).astype(np.float32)
     weights[:3] = 0
@@ -42,7 +42,7 @@ def put(trainer: Trainer, seed: int):
 
 
 def run(trainer: Trainer, steps: int = 3):
-    """Of the first steps: losses, gradient norms, losses of the routers, loads."""
+    """Losses, gradient norms, router losses, and the loads of the fullest experts in the first steps."""
     state, found = jax.tree.map(jax.device_put, initial_state(), trainer.state_shardings), []
     for n in range(steps):
         state, values = trainer.step(state, put(trainer, n)[0], trainer.put_asked(False))
@@ -72,7 +72,7 @@ def test_meshes_parts_and_recomputation_change_no_loss(data, lane, changes):
 
 
 @pytest.mark.slow
-def test_validation_is_the_cross_entropy_alone():
+def test_validation_is_only_the_cross_entropy():
     t = trainer(2, 4)
     state = jax.tree.map(jax.device_put, initial_state(), t.state_shardings)
     batch, rows = put(t, 0)
@@ -81,12 +81,13 @@ def test_validation_is_the_cross_entropy_alone():
     logits = np.float64(Laneformer(t.config.model, state.params, t.precision)(ids[:, :-1]))
     nll = np.log(np.exp(logits).sum(-1)) - np.take_along_axis(logits, ids[:, 1:, None], -1)[..., 0]
     assert float(sums["nll"]) == pytest.approx((weights * nll).sum(), rel=1e-5)
-    assert usual()[0, 0] == pytest.approx((weights * nll).sum() / weights.sum(), rel=1e-5), "so is the reported loss"
+    wanted = (weights * nll).sum() / weights.sum()
+    assert usual()[0, 0] == pytest.approx(wanted, rel=1e-5), "the reported training loss is the cross-entropy too"
 
 
 @pytest.mark.slow
-def test_without_weight_the_router_losses_have_no_effect():
-    """And are not reported; gradients are those of the cross-entropy."""
+def test_router_losses_of_weight_zero_have_no_effect():
+    """The gradient is that of the cross-entropy, and metrics lack the router losses."""
     t = trainer(1, 1, load_balance_loss=0.0, router_z_loss=0.0)
     state = jax.tree.map(jax.device_put, initial_state(), t.state_shardings)
     batch, rows = put(t, 0)
@@ -107,7 +108,7 @@ def test_without_weight_the_router_losses_have_no_effect():
 
 @pytest.mark.slow
 def test_muon_orthogonalises_each_expert_and_leaves_routers_to_adam():
-    """One expert's update depends on its own gradient alone, and has singular values of one size."""
+    """The update of an expert depends only on its own gradient, and its singular values are about equal."""
     config = trainer(2, 4).config
     o = OptimizerConfig(kind="muon", weight_decay=0.0, clip_norm=1e9)
     muon, adam = (
@@ -139,8 +140,8 @@ def test_routers_and_experts_decay():
         assert (updates[f"layers.1.feed_forward.{name}"] == -0.5).all(), name
 
 
-def test_a_token_counts_the_experts_that_it_uses():
-    """By hand: attention, 2 of 4 experts of 32 columns, the router, the head."""
+def test_flops_count_only_used_experts():
+    """Counted by hand: attention, 2 of 4 experts with 32 columns, the router, and the head."""
     model = trainer(2, 4).config.model
     layer = 4 * 32 * 32 + 4 * 32
     used = 2 * (layer + 2 * 3 * 32 * 32) + 64 * 32
@@ -151,7 +152,7 @@ def test_a_token_counts_the_experts_that_it_uses():
 
 
 @pytest.mark.slow
-def test_a_run_reports_its_experts_and_resumes_bitwise(resumed):
+def test_run_reports_its_experts_and_resumes_bitwise(resumed):
     run, out = resumed(11, *FLAGS, "--steps", "20", "--save-every", "8", "--validate-every", "10")
     assert " per token), 8 lanes" in out and "step 10/20  loss " in out and "  fullest expert " in out
     found = records(run)

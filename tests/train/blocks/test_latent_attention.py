@@ -1,4 +1,4 @@
-"""Training with latent attention and a router of sigmoids: steps on meshes, and a run that resumes bit for bit."""
+"""Training with latent attention and a router with sigmoids: steps on meshes, and a run that resumes bitwise."""
 
 from functools import cache
 
@@ -28,7 +28,7 @@ def recipe() -> TrainConfig:
 
 @cache
 def steps(data: int, lane: int):
-    """Losses and gradient norms of three steps, and the weights after them."""
+    """Losses, gradient norms and router losses of three steps, [3, 3], and the weights after them."""
     config = recipe()
     trainer = Trainer(config, config.phases[0], make_mesh(8, data=data, lane=lane))
     state, found = trainer.init(), []
@@ -42,21 +42,21 @@ def steps(data: int, lane: int):
 
 
 @pytest.mark.slow
-def test_steps():
-    """The correction stays as it is."""
+def test_steps_learn_and_keep_the_correction():
+    """Steps do not change the router's correction."""
     found, weights = steps(2, 4)
     assert found[-1, 0] < found[0, 0] and (found[:, 2] > 0).all()
     assert not weights["layers.1.feed_forward.correction"].any()
 
 
 @pytest.mark.slow
-def test_meshes():
-    """Lanes on four devices and batches on two, against lanes on eight."""
+def test_meshes_change_no_loss():
+    """A mesh of 2 x 4 gives the losses of 1 x 8."""
     np.testing.assert_allclose(steps(2, 4)[0], steps(1, 8)[0], rtol=2e-4)
 
 
 @pytest.mark.slow
-def test_a_run_resumes_bitwise_and_loads(resumed):
+def test_run_resumes_bitwise_and_loads(resumed):
     run, _ = resumed(6, "--steps", "12", "--save-every", "4", "--validate-every", "6", recipe=f"{__file__}:recipe")
     assert losses(run)[-1] < losses(run)[0]
     assert load(run).config.latent_attention == MODEL["latent_attention"]
