@@ -1,4 +1,4 @@
-"""The data order: a pure function of the step, the same whatever reads it, with exact shares of the sources."""
+"""The data order: a pure function of the step, independent of the hosts that read it, with exact shares of sources."""
 
 import itertools
 import threading
@@ -22,7 +22,7 @@ PACKINGS = st.tuples(st.sampled_from(["concat", "best_fit"]), st.booleans())
 
 
 def write(path, lengths, *, first=0, validation=(), masked=False, tokenizer=b"t"):
-    """A store of documents that count on from `first`; of a masked one every third token does not count."""
+    """A store whose tokens count up from `first`. With a mask, every third token is excluded from the loss."""
     with StoreWriter(path, tokenizer=tokenizer, vocab_size=2000, eos_id=EOS, shard_tokens=150) as writer:
         for split, documents in (("train", lengths), ("validation", validation)):
             at = first
@@ -36,7 +36,7 @@ def write(path, lengths, *, first=0, validation=(), masked=False, tokenizer=b"t"
 
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory):
-    """1001 tokens over several shards: each its own position, but every 77th the end of a document."""
+    """1001 tokens in several shards. Every token equals its position, but every 77th ends a document."""
     return write(tmp_path_factory.mktemp("stores") / "counting", [76] * 13, validation=[9] * 10)
 
 
@@ -69,8 +69,8 @@ def joined(parts):
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
-def test_order_of_one_source_known_values(counting):
-    """Written down: a change here changes every run that is resumed."""
+def test_order_of_one_source_has_known_values(counting):
+    """If these values change, resumed runs read other rows."""
     data = batches(counting)
     orders = [[row for _, row in data.rows_at(step)] for step in (0, 12, 10**6)]
     assert orders == [
@@ -137,7 +137,7 @@ def test_host_reads_only_its_rows(counting, monkeypatch):
     assert reads == [(770, 11), (360, 11)]
 
 
-def test_no_overflow_at_any_step(stores):
+def test_large_steps_do_not_overflow(stores):
     assert batches(stores[0]).epochs_at(10**30) == {"counting": 8 * 10**30 / 100}
     assert batches(*stores).batch_at(10**30)["ids"].shape == (8, 11)
     with pytest.raises(IndexError, match="negative"):
@@ -145,7 +145,7 @@ def test_no_overflow_at_any_step(stores):
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit"])
-def test_a_mixture_has_exact_shares_and_exact_epochs(stores, packing):
+def test_mixture_has_exact_shares_and_exact_epochs(stores, packing):
     data = batches(*stores, weights=(0.5, 0.3, 0.2), batch_size=BLOCK // 8, packing=packing)
     counts = [8192, 4915, 3277]
     sizes = [source.rows for source in data.sources]
@@ -161,9 +161,7 @@ def test_a_mixture_has_exact_shares_and_exact_epochs(stores, packing):
         for epoch in range(len(rows) // n):
             assert rows[epoch * n : (epoch + 1) * n] == permute(np.arange(n), n, 3, epoch).tolist()
     near = Counter(source for source, _ in data.rows_at(2))
-    assert all(abs(near[i] - counts[i] / 8) < 120 for i in range(3)), (
-        "mixed within a block, not one source after another"
-    )
+    assert all(abs(near[i] - counts[i] / 8) < 120 for i in range(3)), "sources are mixed within a block"
 
 
 def test_shares_default_to_the_number_of_tokens(stores):
@@ -217,7 +215,7 @@ def test_incompatible_stores_raise(tmp_path, stores):
         batches(stores[0], write(tmp_path / "tiny", [2]))
 
 
-def test_a_tag_is_the_folders_last_name(tmp_path, monkeypatch):
+def test_tag_is_the_last_name_of_the_folder(tmp_path, monkeypatch):
     write(tmp_path / "code", [50])
     monkeypatch.chdir(tmp_path / "code")
     assert [*tagged([TokenStore.open(".")])] == [*tagged([TokenStore.open("../code/")])] == ["code"]
@@ -232,13 +230,12 @@ def test_validation_sets_are_fixed_distinct_and_spread(stores):
     assert (ids == stream[np.array([0, 1, 3, 4, 6, 7])[:, None] * 10 + np.arange(11)]).all()
     assert held_out.tokens_per_byte == 100 / (2 * 90)
     every = validation_sets(config(stores, batch_size=4, validation_batches=100), stores[:1], [])["counting"]
-    assert (
-        len(every.batches) == 2 and len(np.unique(joined(every.batches)["ids"][:, 0])) == 8
-    )  # 9 rows: two full batches
+    assert len(every.batches) == 2, "9 rows are two full batches"
+    assert len(np.unique(joined(every.batches)["ids"][:, 0])) == 8
     assert validation_sets(config(stores, validation_batches=0), stores[:1], stores[2:]) == {}
 
 
-def test_validation_of_several_stores(stores):
+def test_validation_sets_follow_their_stores(stores):
     data = config(stores[:1], batch_size=4, packing="best_fit", attend_across_documents=False)
     sets = validation_sets(data, stores[:1], stores[1:2])
     assert [*sets] == ["counting", "masked"]
@@ -271,7 +268,7 @@ def test_prefetch_starts_anywhere_and_ends_with_its_steps(counting):
     assert all((batch["ids"] == data.batch_at(step)["ids"]).all() for step, batch in got)
 
 
-def test_prefetch_is_bounded_ahead_and_in_one_other_thread():
+def test_prefetch_runs_at_most_depth_ahead_in_one_thread():
     made, threads, gate = [], set(), threading.Semaphore(0)
 
     def make(step):
@@ -283,7 +280,7 @@ def test_prefetch_is_bounded_ahead_and_in_one_other_thread():
     with Prefetch(make, itertools.count(7), depth=3) as stream:
         for _ in range(3):
             assert gate.acquire(timeout=10)
-        assert made == [7, 8, 9]  # nothing more before the first is taken
+        assert made == [7, 8, 9]  # the thread waits until the first is taken
         assert next(stream) == (7, 7)
         assert gate.acquire(timeout=10)
         assert made == [7, 8, 9, 10]
@@ -307,7 +304,7 @@ def test_prefetch_raises_errors_at_their_step():
         next(stream)
 
 
-def test_prefetch_close_twice_and_bad_depth():
+def test_prefetch_closes_twice_and_rejects_bad_depth():
     stream = Prefetch(lambda step: step, itertools.count())
     stream.close()
     stream.close()

@@ -1,4 +1,4 @@
-"""Mixtures: the shares of every block are exact, and the order a pure function of seed and row."""
+"""Mixtures: every block has exact shares, and the order is a pure function of seed and row."""
 
 from fractions import Fraction
 
@@ -13,7 +13,7 @@ WEIGHTS = st.lists(st.one_of(st.integers(1, 10**13), st.floats(1e-3, 1e3)), min_
 
 
 @given(WEIGHTS, st.integers(1, 1000))
-def test_apportion_is_the_method_of_largest_remainders(weights, seats):
+def test_apportion_gives_largest_remainders(weights, seats):
     counts = apportion(weights, seats)
     exact = [Fraction(weight) * seats / sum(map(Fraction, weights)) for weight in weights]
     assert counts.sum() == seats and all(
@@ -24,7 +24,7 @@ def test_apportion_is_the_method_of_largest_remainders(weights, seats):
     assert not up or min(up) >= max(down, default=0)
 
 
-def test_apportion_known_values():
+def test_apportion_gives_known_values():
     assert apportion([1, 1, 1], 16).tolist() == [6, 5, 5]
     assert apportion([0.5, 0.3, 0.2], 10).tolist() == [5, 3, 2]
     assert apportion([47000, 16000, 15800, 12000, 6100, 3100], 10).tolist() == [
@@ -60,8 +60,8 @@ def test_orders_of_blocks_and_seeds_differ_and_look_random():
             assert abs(np.corrcoef(one, other)[0, 1]) < 0.04
 
 
-def test_order_known_values():
-    """Written down: a change here changes every run that is resumed."""
+def test_order_has_known_values():
+    """If these values change, resumed runs read other rows."""
     mixture = Mixture([0.5, 0.3, 0.2], 42)
     assert [mixture.place(row) for row in (0, 1, 2, 3, BLOCK, BLOCK + 1, 10**20)] == [
         (0, 0),
@@ -75,5 +75,5 @@ def test_order_known_values():
 
 
 @pytest.mark.parametrize("seed", [0, 2**70, -1])
-def test_any_seed(seed):
+def test_any_seed_is_accepted(seed):
     assert sum(Mixture([1, 2], seed).rows_before(BLOCK + 7)) == BLOCK + 7

@@ -1,4 +1,4 @@
-"""Packing: every token a target exactly once, documents kept apart, and best fit as the brute force would place it."""
+"""Packing: every token is a target once, documents are separate, and best fit places pieces as a brute force does."""
 
 from collections import Counter
 from pathlib import Path
@@ -19,7 +19,7 @@ DOCUMENTS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
 
 
 def write(path, lengths, masks=None):
-    """Documents in which every token of the store has a distinct id (its position), except the end marks."""
+    """A store of documents. The id of every token is its position, except for end marks."""
     with StoreWriter(path, tokenizer=b"t", vocab_size=EOS + 1, eos_id=EOS, shard_tokens=37) as writer:
         at = 0
         for i, length in enumerate(lengths):
@@ -42,7 +42,7 @@ def packed(kind, store, length, across=True):
 
 
 def naive_best_fit(lengths, capacity):
-    """Room left in every row, one piece after the other."""
+    """Sorted room left in the rows after placing one piece at a time."""
     room = []
     for length in sorted(lengths, reverse=True):
         fitting = [left for left in room if left >= length]
@@ -66,8 +66,8 @@ def test_best_fit_decreasing_matches_brute_force(case):
     assert sorted(capacity - filled) == naive_best_fit(lengths, capacity)
 
 
-def test_best_fit_decreasing_known_values():
-    """Written down: a change here changes every run that is resumed."""
+def test_best_fit_decreasing_gives_known_rows():
+    """If these values change, resumed runs read other rows."""
     assert best_fit_decreasing(np.array([3, 7, 2, 2, 5, 10, 1, 4, 4, 3]), 10).tolist() == [1, 1, 3, 4, 2, 0, 3, 2, 3, 3]
 
 
@@ -81,7 +81,7 @@ def test_concat_counts_every_token_once(tmp_path_factory, lengths, length, maske
         with pytest.raises(InputError, match=rf"has {total} tokens, .*sequence_length {length};"):
             packed(Concat, store, length)
         return
-    first = np.cumsum([0, *(n + 1 for n in lengths)])  # of each document, and one more
+    first = np.cumsum([0, *(n + 1 for n in lengths)])  # first token of each document, and the end
     document_of = np.searchsorted(first, np.arange(total), side="right")
     counts = (
         np.concatenate([[*mask, mask[-1] if mask else False] for mask in masks]) if masked else np.ones(total, bool)
@@ -135,14 +135,14 @@ def test_best_fit_counts_every_token_but_the_first_of_a_document_once(
         assert set(np.diff(segments).tolist()) <= {0, 1} and not weights[np.diff(segments) > 0].any()
         for segment in range(segments[-1] + 1):
             (at,) = np.nonzero(segments == segment)
-            if (ids[at] == EOS).all():  # padding, always the last: a document of one token is not packed
+            if (ids[at] == EOS).all():  # padding, always last: documents with one token are not packed
                 assert segment == segments[-1] and not weights[at[1:] - 1].any()
                 padding += len(at)
                 continue
             piece, begin = ids[at], int(ids[at[0]])
             text = piece[:-1] if piece[-1] == EOS else piece
             assert (text == np.arange(begin, begin + len(text))).all() and len(piece) > 1, (
-                "a piece is consecutive tokens of one document"
+                "a piece has consecutive tokens of one document"
             )
             for position, target in zip(at[1:], piece[1:].tolist(), strict=True):
                 source_id = int(ids[position - 1])
@@ -161,7 +161,7 @@ def test_best_fit_counts_every_token_but_the_first_of_a_document_once(
         begin = int(begins[lengths.index(n)])
         (row,) = [row for row in rows if begin in row["ids"][:-1]]
         at = int(np.flatnonzero(row["ids"] == begin)[0])
-        assert row["ids"][at : at + n + 1].tolist() == [*range(begin, begin + n), EOS], "a document that fits is whole"
+        assert row["ids"][at : at + n + 1].tolist() == [*range(begin, begin + n), EOS], "fitting documents are not cut"
 
 
 def test_real_lengths_fill_their_rows():

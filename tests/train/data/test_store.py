@@ -1,5 +1,5 @@
-"""Token shards: what is written is read back across shard borders, every kind of damage is named, a stopped writer goes
-on.
+"""Token stores: reads across shards return the written tokens, errors name every kind of damage, and an interrupted
+writer resumes.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from train.data.store import BLOCK_BYTES, Manifest, StoreWriter, TokenStore
 
 @pytest.fixture(scope="module", autouse=True)
 def fast_disk():
-    """Only a loss of power needs fsync, and a busy disk takes its time for it."""
+    """Skips fsync, which is slow on a busy disk: written data also survives the end of a process without it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda _: None)
         yield
@@ -110,7 +110,7 @@ def test_dtype_follows_the_vocabulary(tmp_path, vocab_size, dtype):
     assert np.fromfile(tmp_path / "train-00000.bin", dtype).tolist() == [vocab_size - 1, 1, 0]
 
 
-def test_begin_token_and_splits(tmp_path):
+def test_begin_token_and_splits_are_written(tmp_path):
     with StoreWriter(tmp_path, tokenizer=TOKENIZER, vocab_size=9, eos_id=0, bos_id=1) as writer:
         writer.add("validation", [5], 1)
         writer.add("train", [6], 1)
@@ -132,7 +132,7 @@ def test_missing_validation_split_error_names_the_option(tmp_path):
         write(tmp_path, [[1]]).tokens("validation")
 
 
-def test_the_same_input_gives_the_same_bytes(tmp_path):
+def test_same_input_gives_the_same_bytes(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / name, [[1, 2], [3]] * 50, shard_tokens=20)
     files = sorted(file.name for file in (tmp_path / "a").iterdir())
@@ -159,8 +159,8 @@ def test_overwriting_removes_old_shards_and_nothing_else(tmp_path):
     old = write(tmp_path, [[1]] * 10, shard_tokens=2)
     (tmp_path / "notes.bin").write_text("mine")
     (tmp_path / ".partial").mkdir()
-    (tmp_path / ".partial" / "train-00007.bin").write_text("of a killed run")
-    kept = old.read("train", 0, 20)  # mapped: a run that reads the old store keeps it
+    (tmp_path / ".partial" / "train-00007.bin").write_text("left by a killed writer")
+    kept = old.read("train", 0, 20)  # the files stay mapped, so a run can continue to read the old store
     new = write(tmp_path, [[2]])
     names = ["manifest.json", "notes.bin", "tokenizer.json", "train-00000.bin", "train-00000.ends"]
     assert sorted(file.name for file in tmp_path.iterdir()) == names
@@ -234,7 +234,7 @@ def test_flipped_bit_is_found_in_its_block_only(tmp_path):
     store = TokenStore.open(tmp_path)
     assert (store.read("train", 0, per_block) == ids[:per_block]).all()
     assert (store.read("train", 2 * per_block, 9) == ids[2 * per_block : 2 * per_block + 9]).all()
-    for _ in range(2):  # and again: a damaged block never counts as checked
+    for _ in range(2):  # a damaged block is checked at every read
         with pytest.raises(InputError, match=rf"train-00000\.bin is corrupted near byte {BLOCK_BYTES}; .*--overwrite"):
             store.read("train", 2 * per_block - 1, 2)
     with pytest.raises(InputError, match="corrupted"):
@@ -299,7 +299,7 @@ def test_missing_and_truncated_manifests_raise(tmp_path):
         TokenStore.open(tmp_path)
 
 
-def test_manifest_round_trip(tmp_path):
+def test_manifest_round_trips(tmp_path):
     store = write(tmp_path, [[1, 2]])
     assert Manifest.read(tmp_path) == store.manifest
     assert store.manifest.to_json() == (tmp_path / "manifest.json").read_text()
@@ -310,7 +310,7 @@ def test_manifest_round_trip(tmp_path):
 def test_interrupted_writer_resumes_to_the_same_bytes(tmp_path_factory, total, deaths, shard_tokens):
     broken, whole = tmp_path_factory.mktemp("broken"), tmp_path_factory.mktemp("whole")
     options = {"settings": {"text": "x"}, "shard_tokens": shard_tokens}
-    done = 0  # what the last checkpoint has
+    done = 0  # documents in the last checkpoint
     for stop, every in deaths:
         if done <= stop < total:
             with pytest.raises(RuntimeError, match="died"):
@@ -338,7 +338,7 @@ def test_checkpoint_is_durable_before_it_is_recorded(tmp_path, monkeypatch):
     } <= before
 
 
-def test_work_of_other_settings_is_discarded(tmp_path):
+def test_work_with_other_settings_is_discarded(tmp_path):
     for name, change in [
         ("settings", {"settings": {"text": "y"}}),
         ("none", {"settings": None}),
@@ -404,7 +404,7 @@ def in_child(work):
     os._exit(0)
 
 def killed(path, point):
-    # Dies before the point-th of these, whose order is what the promises rest on.
+    # Kills the process before the point-th call of these functions, whose order makes the store safe.
     left = point
     def counted(function):
         def call(*args, **kwargs):
@@ -419,7 +419,7 @@ def killed(path, point):
     take(path, 14, settings={{"text": "x"}}, every=4)
 
 root = Path({root!r})
-os.fsync = lambda _: None  # what a process wrote outlives it, and a busy disk takes its time
+os.fsync = lambda _: None  # slow on a busy disk; only a loss of power needs it
 take(root / "whole", 14, settings={{"text": "x"}})
 take(root / "old", 20, settings=None, shard_tokens=40)
 old, whole, began = content(root / "old"), content(root / "whole"), []
@@ -440,8 +440,9 @@ print(*began)
 
 @pytest.mark.slow
 def test_killed_writer_keeps_the_old_store_or_resumes(tmp_path):
-    """SIGKILL before every call that orders what reaches the disk, in a separate process: it forks, which JAX does
-    not like.
+    """The writer is killed before each call that determines the order of data on disk.
+
+    The test runs in a separate process because it forks, which is unsafe in a process with JAX.
     """
     script = KILLED.format(root=str(tmp_path))
     done = subprocess.run(
@@ -449,8 +450,8 @@ def test_killed_writer_keeps_the_old_store_or_resumes(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     began = [int(number) for number in done.stdout.split()]
-    before, after = began[:-3], began[-3:]  # the new store was in place
+    before, after = began[:-3], began[-3:]  # killed before and after the new store was complete
     assert len(before) > 60 and set(before) == {0, 4, 8, 12} and before == sorted(before), (
-        "nothing is lost but since the last checkpoint"
+        "only work since the last checkpoint is lost"
     )
-    assert after == [0, 0, 0], "written again"
+    assert after == [0, 0, 0], "a complete store is written again"
