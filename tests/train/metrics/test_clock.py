@@ -1,4 +1,4 @@
-"""The clock: every nanosecond in exactly one bucket."""
+"""The clock charges every nanosecond to exactly one bucket."""
 
 import json
 import math
@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from train.metrics.clock import BUCKETS, Clock
 
-# What a run does: time passes (n), a bucket is entered (name), the innermost is left (None), an interval ends
-# ("interval").
+# Events of a run: nanoseconds pass (an integer), a bucket is entered (its name), the innermost bucket is left (None),
+# or an interval ends ("interval").
 EVENTS = st.lists(
     st.one_of(st.integers(0, 10**12), st.sampled_from(BUCKETS), st.none(), st.just("interval")), max_size=60
 )
@@ -78,7 +78,7 @@ def test_error_leaves_the_bucket():
     assert nanoseconds(clock.total()) == dict.fromkeys(BUCKETS, 0) | {"data": 3, "other": 2}
 
 
-def test_the_buckets_add_up_to_the_wall_time():
+def test_buckets_add_up_to_the_wall_time():
     before = time.perf_counter()
     clock = Clock()
     inside = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The verdicts on a run: against brute force over all records, the same however often it is resumed."""
+"""Divergence is detected as by brute force over all records, at the same step however often the run resumes."""
 
 import json
 import math
@@ -16,7 +16,7 @@ MAX_SKIPPED, MAX_RISE = 3, 2.0
 
 
 def records(losses, phases=("one",)):
-    """One record per loss; None is a skipped step. The phases share the steps evenly."""
+    """One record per loss, where None is a skipped step. All phases have equally many steps."""
     return [
         {
             "step": n,
@@ -32,7 +32,7 @@ def records(losses, phases=("one",)):
 
 
 def verdict(lines, watch):
-    """Step and text of the verdict, None if there is none."""
+    """Step and message of the DivergedError that the records raise; None if they raise none."""
     for line in lines:
         try:
             watch.update(line)
@@ -42,7 +42,7 @@ def verdict(lines, watch):
 
 
 def by_definition(lines):
-    """The step at which the run diverges, computed from all records up to each step."""
+    """The step at which the run diverges, computed from all records; None if it does not."""
     for n in range(1, len(lines) + 1):
         seen = lines[:n]
         if n >= MAX_SKIPPED and all(line["loss"] is None for line in seen[-MAX_SKIPPED:]):
@@ -94,7 +94,7 @@ def test_divergence_is_detected_alike_across_resumes(tmp_path_factory, losses, p
 def test_median_may_rise_up_to_max_rise(tmp_path):
     assert verdict(records([1.0] * 20 + [1.0 + MAX_RISE] * 100), new(tmp_path)) is None
     higher = math.nextafter(1.0 + MAX_RISE, 10)
-    assert verdict(records([1.0] * 20 + [higher] * 100), new(tmp_path))[0] == 31  # the eleventh makes the median of 20
+    assert verdict(records([1.0] * 20 + [higher] * 100), new(tmp_path))[0] == 31  # 11 of the last 20 losses are higher
 
 
 def test_later_phase_starts_with_a_new_minimum(tmp_path):

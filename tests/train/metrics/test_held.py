@@ -1,4 +1,4 @@
-"""The share of exceptions of bf12 in weights that are being trained."""
+"""Statistics of bf12 during training: the share of weights that are exceptions."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +10,7 @@ from train.metrics.held import Bf12Statistic
 
 
 @pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"lm_head_type": "lane"}], ids=str)
-def test_shares_are_those_of_the_format(changes):
+def test_shares_match_the_exceptions_of_the_format(changes):
     config = small.make_config(num_hidden_layers=2, **changes)
     weights = small.make_weights(config)
     path = "layers.1.feed_forward.w2"

@@ -1,4 +1,4 @@
-"""The profile: the window it was asked for, with the names of the model in it, whatever the run does around it."""
+"""The profile covers exactly the requested steps, also if the run starts or ends among them, and names the modules."""
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ CONFIG = laneformer.ModelConfig(
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What is asked of jax.profiler, instead of doing it."""
+    """Calls of jax.profiler, which are recorded instead of executed."""
     seen = []
     monkeypatch.setattr(jax.profiler, "start_trace", lambda folder, **_: seen.append(("start", folder)))
     monkeypatch.setattr(jax.profiler, "stop_trace", lambda: seen.append("stop"))
@@ -51,7 +51,7 @@ def test_trace_covers_the_window(tmp_path, calls, first, last, traced):
     assert steps_in(calls, tmp_path, first, last, 5, 3) == traced
 
 
-def test_an_error_inside_the_window_ends_the_trace(tmp_path, calls):
+def test_error_inside_the_window_ends_the_trace(tmp_path, calls):
     with pytest.raises(OSError, match="gone"), Profile(tmp_path, 1, 9) as profile:
         profile.on_step(1, ())
         raise OSError("gone")
@@ -67,7 +67,7 @@ def test_both_ends_wait_for_the_device(tmp_path, calls, monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_trace_names_the_modules(tmp_path):
+def test_trace_names_the_modules(tmp_path):
     model = laneformer.Laneformer.init(CONFIG)
     program = jax.jit(lambda model, ids: model(ids).sum())
     total = program(model, np.zeros((1, 4), np.int32))

@@ -1,4 +1,4 @@
-"""metrics.jsonl: whole lines, every step once, digits that are never lost."""
+"""metrics.jsonl has whole lines, every step once, and all digits of floats."""
 
 import json
 import os
@@ -88,13 +88,13 @@ def test_full_disk_error_names_the_file(tmp_path):
     with pytest.raises(LaneformerError, match=raised):
         log.write(1, loss=1.0)
     with pytest.raises(LaneformerError, match=raised), log:
-        pass  # what could not be written is tried again
+        pass  # closing tries to write the line again
     log._file = SimpleNamespace(fileno=lambda: 10**6)
     with pytest.raises(LaneformerError, match=f"^cannot write {path}: Bad file descriptor; "):
         log.sync()
 
 
-def test_no_file_has_no_lines(tmp_path):
+def test_missing_file_has_no_lines(tmp_path):
     assert read_lines(tmp_path / "metrics.jsonl") == []
     write(tmp_path / "metrics.jsonl", [1])
     assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 1 / 3}
@@ -125,7 +125,7 @@ def test_kept_records_are_bitwise_equal(tmp_path_factory, steps, saved, seed):
     assert path.read_bytes() == b"".join(line for line in lines if json.loads(line)["step"] <= saved)
 
 
-def test_last_step(tmp_path):
+def test_last_step_is_that_of_the_last_record(tmp_path):
     path = tmp_path / "metrics.jsonl"
     assert last_step(path) == 0
     write(path, range(1, 8))

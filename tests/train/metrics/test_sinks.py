@@ -1,4 +1,4 @@
-"""The copies of the metrics, read back from the files that the libraries themselves write."""
+"""Metrics in TensorBoard and Weights & Biases, read back from the files that these libraries write."""
 
 import json
 import struct
@@ -13,13 +13,13 @@ from train.metrics.sinks import TensorBoard, WeightsAndBiases
 
 
 def hide(monkeypatch, package):
-    """As if it were not installed."""
+    """Makes imports of the package fail, as if it were not installed."""
     for name in [package, *(name for name in sys.modules if name.startswith(package + "."))]:
         monkeypatch.setitem(sys.modules, name, None)
 
 
 def session(run, sink, resumed_at, steps):
-    """A process that takes the run from `resumed_at` through `steps`, each with a validation and a sample."""
+    """Records `steps` like a process that resumes at `resumed_at`, each with a loss, a validation and a sample."""
     with MetricsLog(run / "metrics.jsonl", resumed_at, [sink]) as log:
         for step in steps:
             log.write(step, phase="one", loss=step / 3, grad_norm=float("nan"))
@@ -35,7 +35,7 @@ class TestTensorBoard:
 
     @staticmethod
     def read(folder):
-        """tag -> [(step, value)], by the reader of the TensorBoard server."""
+        """Returns {tag: [(step, value)]}, read with the reader of the TensorBoard server."""
         from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
         from tensorboard.util.tensor_util import make_ndarray
 
@@ -53,7 +53,7 @@ class TestTensorBoard:
         assert set(events) == {"train/loss", "train/grad_norm", "validation/code/loss", "samples/0"}
         assert events["train/loss"] == [(step, pytest.approx(step / 3)) for step in range(1, 6)]
         assert events["samples/0"][-1] == (5, "    def f():\n        return 5\n"), (
-            "Markdown for a block that is shown as it is"
+            "the text is a code block in Markdown"
         )
 
     def test_resumed_run_has_every_step_once(self, tmp_path):
@@ -96,14 +96,14 @@ class TestWeightsAndBiases:
 
     @staticmethod
     def read(run):
-        """id and history rows of every part that `wandb sync` would upload, in order.
+        """Returns [(id, history rows)] of every part that `wandb sync` would upload, in order.
 
-        Their files are LevelDB logs: after 7 bytes, blocks of 32 KiB with chunks of crc32, length, type, data.
+        A part is a LevelDB log: 7 bytes, then blocks of 32 KiB with chunks of crc32, length, type and data.
         """
         import wandb
         from wandb.proto.wandb_internal_pb2 import Record
 
-        wandb.teardown()  # its process writes the last of them when it ends
+        wandb.teardown()  # ends wandb's process, which then writes the last records
         parts = []
         for file in sorted(run.glob("wandb/offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns):
             data, at, whole, rows, name = file.read_bytes(), 7, b"", [], None
@@ -115,7 +115,7 @@ class TestWeightsAndBiases:
                 _, length, kind = struct.unpack_from("<IHB", data, at)
                 whole += data[at + 7 : at + 7 + length]
                 at += 7 + length
-                if kind in (1, 4):  # whole, or the last of several
+                if kind in (1, 4):  # a whole record, or the last of its chunks
                     record, whole = Record.FromString(whole), b""
                     name = record.run.run_id or name
                     if record.HasField("history"):
@@ -142,7 +142,7 @@ class TestWeightsAndBiases:
 
     def test_resumed_run_has_every_step_once(self, tmp_path):
         session(tmp_path, self.open(tmp_path), 0, range(1, 8))
-        session(tmp_path, self.open(tmp_path), 4, range(5, 7))  # goes back, and ends before it is as far as it was
+        session(tmp_path, self.open(tmp_path), 4, range(5, 7))  # repeats steps 5 and 6, and ends before step 7
         session(tmp_path, self.open(tmp_path), 6, range(7, 10))
         parts = self.read(tmp_path)
         assert len(parts) == 3 and len({name for name, _ in parts}) == 1
@@ -156,7 +156,7 @@ class TestWeightsAndBiases:
     def test_missing_login_error_has_the_remedy(self, tmp_path, monkeypatch):
         import wandb
 
-        wandb.teardown()  # it has read the environment
+        wandb.teardown()  # a new wandb process reads the environment again
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.setenv("NETRC", str(tmp_path / "none"))
         monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
