@@ -1,6 +1,4 @@
-"""`python measure_memory.py DATA LANE LAYERS REMAT`: prints the bytes that a real training step needs, and
-those that the dry run projects.
-"""
+"""python measure_memory.py DATA LANE LAYERS REMAT prints the bytes that a training step uses and those of the plan."""
 
 import ctypes
 import sys
@@ -16,7 +14,7 @@ from train.step import Trainer
 
 
 def recipe(data: int, lane: int, layers: int, remat: str) -> TrainConfig:
-    """More than half a gigabyte of state and activations, in steps of a second."""
+    """A recipe with more than half a gigabyte of state and activations, whose steps take about a second."""
     return TrainConfig(
         name="measured",
         steps=10,
@@ -45,8 +43,9 @@ def status(name: str) -> int:
 
 
 def measure(config: TrainConfig) -> tuple[int, int]:
-    """(resident memory at its peak during two steps above what it was before the state was made, what the plan
-    says).
+    """Returns used and planned bytes.
+
+    Used bytes are the peak of resident memory during two steps, minus resident memory before the state was created.
     """
     planned = plan(config, ClusterConfig(device="cpu")).phases[0].program.memory.total * config.mesh.host_devices
     mesh = lf.make_mesh(config.model.num_lanes, data=config.mesh.data, lane=config.mesh.lane)
@@ -56,11 +55,11 @@ def measure(config: TrainConfig) -> tuple[int, int]:
         0, config.model.vocab_size, (config.data.batch_size, config.data.sequence_length + 1), np.int32
     )
     batch, asked = trainer.put_batch(lambda rows: {"ids": ids[rows]}), trainer.put_asked(False)
-    ctypes.CDLL(None).malloc_trim(0)  # what compiling has freed must not serve the step
+    ctypes.CDLL(None).malloc_trim(0)  # returns memory that compiling freed, so that the step cannot reuse it
     before = status("VmRSS")
     state = jax.block_until_ready(trainer.init())
     ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # sets the peak to what is resident now
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM to the current resident memory
     for _ in range(2):
         state, values = step(state, batch, asked)
         jax.block_until_ready((state, values))

@@ -1,4 +1,4 @@
-"""The table of devices."""
+"""Devices of dry runs: their peaks, bandwidths, links and networks."""
 
 import dataclasses
 
@@ -11,13 +11,11 @@ from train.planning.cluster import DEVICES, find_device, find_kind, peak_flops, 
 def test_peak_is_found_by_device_kind():
     assert peak_flops("NVIDIA H200") == pytest.approx(989.5e12)
     assert peak_flops("cpu") is None
-    assert peak_flops("NVIDIA H100 PCIe") is None, "another card than the SXM module"
+    assert peak_flops("NVIDIA H100 PCIe") is None, "the table has only the SXM module"
 
 
 def test_speeds_are_dense_and_in_one_direction():
-    """Ratios that hold for all of them: a mistaken unit, a sparse peak or a sum of both directions would leave these
-    bounds.
-    """
+    """A wrong unit, a sparse peak or the sum of both directions would violate these bounds on ratios."""
     for device in DEVICES.values():
         assert 150 < device.peak_flops / device.memory_bandwidth < 350
         assert 5 < device.memory_bandwidth / device.link < 20
@@ -25,14 +23,14 @@ def test_speeds_are_dense_and_in_one_direction():
         assert device.network is None or 5 < device.link / device.network < 20
 
 
-def test_an_unknown_device_is_an_error_and_the_cpu_is_shared():
+def test_unknown_device_raises_and_cpu_is_divided():
     with pytest.raises(ConfigError, match="h100, h200"):
         find_device("abacus", 1)
     assert find_device("cpu", 4).memory == pytest.approx(find_device("cpu", 1).memory / 4, rel=1e-6)
 
 
 def test_speeds_follow_the_mesh():
-    """Lanes of a node use its links and the data axis of 32 nodes the network; on one node nothing uses the network."""
+    """Lanes use the links of their node. The data axis uses the network, but the links if there is only one node."""
     h200 = find_kind("NVIDIA H200")
     assert h200 == DEVICES["h200"] and find_kind("cpu") is None
     many, one = (speeds_of(h200, {"data": data, "lane": 8}, 0.5) for data in (32, 1))
@@ -43,7 +41,7 @@ def test_speeds_follow_the_mesh():
     assert many.exchange_seconds("all-reduce", "data x lane", h200.network)[0] == "network"
     assert {one.exchange_seconds("all-reduce", axis, 450e9)[0] for axis in ("data x lane", "?")} == {"links"}
     assert speeds_of(find_device("cpu", 8), {"data": 1, "lane": 8}) is None
-    assert speeds_of(DEVICES["mi300x"], {"data": 2, "lane": 8}) is None, "its network is unknown"
+    assert speeds_of(DEVICES["mi300x"], {"data": 2, "lane": 8}) is None, "the table has no network of the MI300X"
 
 
 @pytest.mark.parametrize(("lane", "members"), [(8, 1), (4, 2), (1, 8)])

@@ -1,4 +1,4 @@
-"""Counted figures of a step beside those of compiled ones."""
+"""Estimated figures of a training step are close to those of compiled steps."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ def counted(case: Case):
 
 @pytest.mark.parametrize(("data", "lane"), [(1, 8), (8, 1), (2, 4), (1, 1)])
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_state_is_that_of_the_step(data, lane, kind):
+def test_estimated_state_equals_that_of_the_step(data, lane, kind):
     config = changed(tiny(), optimizer__kind=kind, model__qkv_bias=True)
     mesh = lf.make_mesh(8, data=data, lane=lane)
     state = Trainer(config, config.phases[0], mesh).abstract_state()
@@ -34,13 +34,13 @@ def test_state_is_that_of_the_step(data, lane, kind):
     assert estimate(config, config.phases[0], dict(mesh.shape)).state == pytest.approx(held, abs=64)  # counters
 
 
-def test_the_recorded_steps_are_the_cases():
+def test_recorded_steps_match_the_cases():
     assert [Case(**found["case"]) for found in COMPILED] == list(CASES)
 
 
 @pytest.mark.parametrize("found", COMPILED, ids=lambda found: "-".join(map(str, found["case"].values())))
 def test_figures_are_near_those_of_a_compiled_step(found):
-    """State, FLOPs and exchanges are counted, memory and times are fitted: docs/training.md states how far they are."""
+    """State, FLOPs and exchanges are counted; memory and times are fitted, with the errors in docs/training.md."""
     case = Case(**found["case"])
     figures = counted(case)
     assert figures.state == pytest.approx(found["state"], rel=1e-4)
@@ -62,7 +62,7 @@ def test_figures_are_near_those_of_a_compiled_step(found):
         ({"weights": "int8"}, "weights = int8"),
     ],
 )
-def test_what_is_not_counted_is_an_error(changes, named):
+def test_uncounted_options_raise(changes, named):
     config = changed(tiny(), **{name: value for name, value in changes.items() if not name.startswith("model__")})
     model = {name.removeprefix("model__"): value for name, value in changes.items() if name.startswith("model__")}
     config = dataclasses.replace(config, model=config.model.replace(**model))

@@ -1,4 +1,4 @@
-"""Dry runs: programs compiled for hardware that is absent, figures derived from them, and the memory of a real step."""
+"""Dry runs: programs compiled for absent hardware, figures derived from them, and the memory of a real step."""
 
 import dataclasses
 import importlib.util
@@ -37,7 +37,7 @@ def test_plan_fills_the_cluster(planned):
 
 
 def test_state_is_split_over_the_mesh(planned):
-    """Weights and two moments in float32; norms and what the axes do not divide are whole on every device."""
+    """A device has its share of float32 weights and two moments, but whole norms and weights that no axis divides."""
     whole = 4 * planned.parameters
     phase = planned.phases[0]
     assert whole / 8 <= phase.parameters < 1.3 * whole / 8
@@ -60,9 +60,9 @@ def test_times_follow_from_the_cluster(planned):
     assert s["mfu"][0] == pytest.approx(flops * s["tokens_per_second"][0] / (8 * 16) / (8 * device.peak_flops))
 
 
-def test_figures_as_scheduled(planned):
-    """XLA:CPU's programs have none, and say so; with exchanges beside kernels the step takes the device's time and the
-    waits.
+def test_scheduled_figures_include_waits(planned):
+    """Programs of XLA:CPU have no scheduled figures, which the text says. With overlaps, a step takes the time of the
+    device and the waits.
     """
     assert planned.phases[0].times.scheduled is None and len(speeds(planned, planned.phases[0])["mfu"]) == 2
     assert UNSCHEDULED in describe(planned) and "% as scheduled" not in describe(planned)
@@ -79,7 +79,7 @@ def test_figures_as_scheduled(planned):
 
 
 def test_exchanges_across_nodes_use_the_network(monkeypatch):
-    """With nodes of 4 devices the lane axis stays in a node and the data axis does not; a ring over all devices leaves
+    """With nodes of 4 devices, the lane axis is within a node and the data axis is not. A ring over all devices leaves
     a node over four networks.
     """
     find = planning.find_device
@@ -101,7 +101,7 @@ def test_too_little_memory_lists_options_that_reduce_it(monkeypatch):
     monkeypatch.setattr(
         planning, "find_device", lambda name, count: dataclasses.replace(find(name, count), memory=100_000)
     )
-    config = changed(tiny(), mesh__lane=4, data__batch_size=64)  # activations that outweigh the gradients
+    config = changed(tiny(), mesh__lane=4, data__batch_size=64)  # activations are larger than gradients
     found = plan(config, ONE_NODE)
     [phase] = found.phases
     assert not phase.fits
@@ -176,8 +176,8 @@ def test_bad_clusters_raise(cluster, message):
 @pytest.mark.skipif(
     not importlib.util.find_spec("jax_plugins"), reason="needs jax's CUDA plugin: pip install 'jax[cuda12]'"
 )
-def test_the_cuda_compiler_needs_no_gpu():
-    """In a separate process: 32 devices, the recipe's 8 lanes on each of 4 nodes."""
+def test_cuda_compiler_needs_no_gpu():
+    """A separate process plans 32 devices: 4 nodes, each with the 8 lanes of the recipe."""
     code = (
         f"from train.planning.plan import dry_run; print(dry_run([{RECIPE!r}, '--cluster.nodes', '4',"
         " '--cluster.compiler', 'cuda']))"
@@ -189,12 +189,12 @@ def test_the_cuda_compiler_needs_no_gpu():
     assert "exchanges: lanes, forward" in text and "% as scheduled" in text
 
 
-@pytest.mark.exhaustive  # half a minute each, gigabytes
+@pytest.mark.exhaustive  # each case takes half a minute and gigabytes of memory
 @pytest.mark.parametrize("arguments", ["1 1 6 none", "1 8 6 none", "2 4 6 none", "1 1 6 block"])
 def test_real_step_needs_the_planned_memory(arguments):
-    """Resident memory of a process during steps, above what it was before the state was made; within 10 %.
+    """Steps increase the resident memory of a process by the planned bytes, within 10 %.
 
-    One arena for the C library's allocator, because what several of them hold in fragments is not the program's.
+    The C library's allocator gets one arena, because fragments in several arenas would count as memory of the steps.
     """
     script = Path(__file__).with_name("measure_memory.py")
     command = [sys.executable, str(script), *arguments.split()]
@@ -207,6 +207,6 @@ def test_real_step_needs_the_planned_memory(arguments):
 
 
 def _clean() -> dict[str, str]:
-    """The environment without what asks JAX for something, and with the project on the path."""
+    """The environment without variables that configure JAX and XLA, and with the project in PYTHONPATH."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("XLA_", "PJRT_", "JAX_"))}
     return {**kept, "PYTHONPATH": str(ROOT)}

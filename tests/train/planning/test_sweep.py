@@ -1,4 +1,4 @@
-"""The table of meshes."""
+"""python -m train --dry-run --sweep mesh: figures of every mesh, the fastest choice, and the printed table."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ def test_meshes_use_all_devices(lanes, devices, expected):
     assert list(meshes(lanes, devices)) == expected
 
 
-def test_the_fastest_choice_fits_and_no_other_is_faster():
+def test_fastest_choice_fits_and_no_other_is_faster():
     device = find_device("h200", 8)
     memory = sorted(p.figures.memory for p in points(tiny(), device, 0.6, 2, 4))
     device = dataclasses.replace(device, memory=memory[len(memory) // 2] / USABLE)
@@ -30,14 +30,14 @@ def test_the_fastest_choice_fits_and_no_other_is_faster():
         (n, remat) for n in (1, 2, 4) for remat in ("none", "dots", "block")
     }
     fitting = [p for p in found if p.figures.memory <= USABLE * device.memory]
-    assert 0 < len(fitting) < len(found), "the case has both"
+    assert 0 < len(fitting) < len(found), "some points fit and some do not"
     best = fastest(found)
     assert best in fitting and best.times.in_turn == pytest.approx(min(p.times.in_turn for p in fitting), rel=0.01)
     assert fastest([p for p in found if p not in fitting]) is None
 
 
-def test_figures_of_a_row():
-    """Days and cost of a trillion tokens, and MFU, by hand."""
+def test_row_figures_match_hand_computation():
+    """Days and cost of a trillion tokens, and MFU."""
     config = changed(tiny(), data__batch_size=64)
     records, _ = sweep(config, SweepConfig(gpus=(8,), price=3.0))
     assert [(r["data"], r["lane"], r["lanes_per_device"]) for r in records] == [
@@ -57,7 +57,7 @@ def test_figures_of_a_row():
             assert r["mfu"][n] == pytest.approx(flops / seconds / 8 / 989.5e12)
 
 
-def test_what_does_not_fit_says_why():
+def test_meshes_that_do_not_fit_give_the_reason():
     config = changed(tiny(), data__batch_size=8)
     records, text = sweep(config, SweepConfig(gpus=(8, 16)))
     assert [r["fits"] for r in records] == [True] * 4 + [False] + [True] * 3
@@ -69,7 +69,7 @@ def test_what_does_not_fit_says_why():
     assert "exceed 92% of 151 GB" in text
 
 
-def test_the_command_prints_a_table_and_writes_all_figures(capsys, tmp_path):
+def test_command_prints_a_table_and_writes_all_figures(capsys, tmp_path):
     file = tmp_path / "meshes.json"
     options = ["--gpus", "8", "16", "--price", "2", "--json", str(file), "--data.batch-size", "64"]
     assert main([RECIPE, "--dry-run", "--sweep", "mesh", *options]) == 0
@@ -100,7 +100,7 @@ def test_bad_options_are_one_line(capsys, options, named):
     assert out == "" and err.startswith("error: ") and err.count("\n") == 1 and named in err
 
 
-def test_an_unwritable_file_is_one_line(capsys, tmp_path):
+def test_unwritable_file_is_one_line(capsys, tmp_path):
     options = ["--sweep", "mesh", "--gpus", "8", "--json", str(tmp_path / "no" / "file.json")]
     assert main([RECIPE, "--dry-run", *options]) == 2
     assert "--json" in capsys.readouterr().err
