@@ -1,4 +1,4 @@
-"""What is read from a compiled program's text, against programs whose products, traffic and exchanges are known."""
+"""Reading the text of compiled programs whose products, memory traffic and exchanges are known."""
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +29,8 @@ def traffic(module: Module) -> float:
     return sum(k.bytes * k.times for k in module.kernels)
 
 
-# Of float32 [1024] on every device: kind, count of bytes of the whole, of bytes sent, in units of an array
+# JAX function -> kind of exchange, and for a group of g devices the size of the whole array and the bytes sent per
+# device, both in units of the array on a device.
 EXCHANGES = {
     "psum": ("all-reduce", lambda g: 1, lambda g: 2 * (g - 1) / g),
     "all_gather": ("all-gather", lambda g: g, lambda g: g - 1),
@@ -48,10 +49,10 @@ AXES = [("data", 2), ("lane", 4), (("data", "lane"), 8)]
         (name, *axes)
         for name in EXCHANGES
         for axes in AXES
-        if (name, axes[1]) != ("ppermute", 8)  # jax permutes along one axis
+        if (name, axes[1]) != ("ppermute", 8)  # JAX permutes along one axis only
     ],
 )
-def test_exchanges_along_each_axis(mesh, name, axes, size):
+def test_exchanges_are_read_along_each_axis(mesh, name, axes, size):
     arguments = {
         "all_gather": {"tiled": True},
         "psum_scatter": {"tiled": True},
@@ -67,15 +68,15 @@ def test_exchanges_along_each_axis(mesh, name, axes, size):
     kind, full, sent = EXCHANGES[name]
     axis, array = " x ".join(axes) if isinstance(axes, tuple) else axes, 4 * 1024
     if name == "ppermute":
-        size = 2  # pairs
+        size = 2  # a permutation exchanges between pairs
     if found[0].kind == "all-reduce" and kind == "reduce-scatter":
-        kind, sent = "all-reduce", EXCHANGES["psum"][2]  # as XLA:CPU may write it
+        kind, sent = "all-reduce", EXCHANGES["psum"][2]  # XLA:CPU may replace a reduce-scatter
     group = {"data": 2, "lane": 4}.get(axis, 8)
     assert found == [Collective(kind, axis, size, 1, int(array * full(group)), int(array * sent(group)))]
 
 
 def test_loops_count_once_per_iteration(mesh):
-    """A scan of 5 turns, each a product [8, 16] [16, 16] and an all-reduce of its [8, 16], in a scan of 3."""
+    """A scan of 3 contains a scan of 5 iterations with a product [8, 16] [16, 16] and an all-reduce of [8, 16]."""
 
     def local(x, w):
         def turn(x, _):
@@ -113,8 +114,8 @@ def test_loops_of_unknown_length_count_once_and_are_named():
         ("abc,cab->b", (4, 6, 8), (8, 4, 6)),
     ],
 )
-def test_products(equation, a, b):
-    """2 x the number of combinations of all letters, unless XLA makes a sum of products elementwise, which is no
+def test_products_count_two_flops_per_term(equation, a, b):
+    """The terms are all combinations of indices. XLA may compute a sum of products elementwise, which counts as no
     product.
     """
     sizes = dict(zip("".join(equation.split("->")[0].split(",")), a + b, strict=True))
@@ -125,15 +126,16 @@ def test_products(equation, a, b):
     )
 
 
-def test_traffic_of_one_fused_kernel():
-    """x and y are read once and the result written once, however many operations there are."""
+def test_fused_kernel_reads_and_writes_each_array_once():
+    """x and y are read once and the result is written once, although the kernel has several operations."""
     module = compiled(lambda x, y: jnp.tanh(x * y + 1) / y, (1024, 64), (1024, 64))
     assert traffic(module) == 3 * 1024 * 64 * 4
 
 
 def test_traffic_counts_slices_of_what_a_loop_reads_and_writes():
-    """Each of 100 turns reads a row and writes a row; whole arrays, moved once each way by a copy at most, would be 100
-    times that.
+    """Each of 100 iterations reads a row and writes a row. Counting whole arrays instead would give 100 times as much.
+
+    A copy may read and write each whole array once.
     """
 
     def f(x):
@@ -143,8 +145,8 @@ def test_traffic_counts_slices_of_what_a_loop_reads_and_writes():
     assert 2 * rows * row < traffic(compiled(f, (rows, 4096))) < 12 * rows * row
 
 
-def test_groups_in_every_form():
-    """The same four groups of two: listed, counted up and transposed, by mesh axes, and by axes over renumbered
+def test_groups_are_read_in_every_form():
+    """The same four groups of two are listed, counted and transposed, given by mesh axes, and by axes of renumbered
     devices.
     """
     expected = [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -157,7 +159,7 @@ def test_groups_in_every_form():
         assert sorted(_groups(text, 8).tolist()) == expected, text
     assert _groups("replica_groups=[2,4]<=[8], x", 8).tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert _groups("replica_groups={}, x", 4).tolist() == [[0, 1, 2, 3]]
-    assert _groups("replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}, x", 8) is None, "part of an axis is not read"
+    assert _groups("replica_groups=mesh['a'=2,'b'=4] {'b':(1)2}, x", 8) is None, "parts of axes are not supported"
 
 
 GPU = """HloModule m
@@ -186,8 +188,8 @@ ENTRY %main (a: f32[8,16], b: f32[16,4], c: f32[64]) -> f32[8,4] {
 """  # noqa: E501
 
 
-def test_text_of_xla_gpu(mesh):
-    """Started and finished exchanges, ones wrapped in a computation, products in fusions and calls of cuBLAS."""
+def test_xla_gpu_text_is_read(mesh):
+    """The text has started and wrapped exchanges, and products in a fusion and in a call of cuBLAS."""
     module = Module(GPU)
     gathered = 32 * 16 * 4 + 8 * 2
     assert module.collectives(mesh) == [

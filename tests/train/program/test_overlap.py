@@ -1,6 +1,7 @@
-"""Exchanges beside kernels: programs written by hand, whose times are known, and steps of the 2B in XLA:GPU's order.
+"""Overlaps of exchanges with kernels, in programs written by hand with known times and in recorded steps of the 2B as
+XLA:GPU orders them.
 
-tests/support/training/recorded_programs.py made the recorded ones.
+tests/support/training/recorded_programs.py recorded the steps.
 """
 
 from functools import cache
@@ -18,7 +19,7 @@ from train.program.hlo import Module
 from train.program.overlap import BACKWARD, FORWARD, GRADIENTS, HEAD, MERGED, OTHER, WEIGHTS, Overlap, overlaps
 from train.step import PARALLEL, START_EARLY, compiler_options
 
-# 8 MB of products' bytes take 8 s, and so does an all-reduce of 4 MB along 2 lanes: it sends 4 MB.
+# Kernels take 1 s per MB. An all-reduce of 4 MB along 2 lanes sends 4 MB and takes 8 s.
 SPEEDS = Speeds(products=1e30, memory=1e6, link=0.5e6, network=1e6, inside=frozenset({"lane"}), members={})
 REDUCE = 'replica_groups={{0,1},{2,3}}, to_apply=%add, metadata={op_name="jit(f)/jvp()/reduce_0/psum"}'
 
@@ -29,7 +30,7 @@ def mesh():
 
 
 def program(*body: str, before: str = "") -> Module:
-    """A program of these instructions; %k reads and writes 1 MB each: 2 s. %r is 1 MB."""
+    """A program with these instructions. %f is a kernel that reads 1 MB and writes 1 MB in 2 s."""
     kernel = "%f (p: f32[250000]) -> f32[250000] {\n  %p = f32[250000] parameter(0)\n"
     kernel += "  ROOT %n = f32[250000] negate(%p)\n}\n"
     lines = "\n".join(f"  {line}" for line in body)
@@ -54,22 +55,22 @@ X = "%x = f32[250000] parameter(0)"
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
-        # kernels of 2 s each, exchanges of 8 s each
+        # each kernel takes 2 s, each exchange 8 s
         ([start("s"), done("s_end", "s"), kernel("a")], Overlap(FORWARD, 1, 0, 0, 8.0, 8.0)),
         ([start("s"), kernel("a"), done("s_end", "s")], Overlap(FORWARD, 1, 0, 1, 8.0, 6.0)),
         ([start("s"), *map(kernel, "abcd"), done("s_end", "s")], Overlap(FORWARD, 1, 1, 0, 8.0, 0.0)),
         ([start("s"), *map(kernel, "abcdef"), done("s_end", "s")], Overlap(FORWARD, 1, 1, 0, 8.0, 0.0)),
-        # two on the same link: the second begins when the first has ended
+        # two exchanges share a link: the second begins when the first has ended
         (
             [start("s"), start("t"), *map(kernel, "abcd"), done("s_end", "s"), *map(kernel, "ef"), done("t_end", "t")],
             Overlap(FORWARD, 2, 1, 1, 16.0, 4.0),
         ),
-        # a wait for the second is one for the first, too
+        # waiting for the second exchange includes waiting for the first
         (
             [start("s"), start("t"), *map(kernel, "ab"), done("t_end", "t"), done("s_end", "s")],
             Overlap(FORWARD, 2, 0, 1, 16.0, 12.0),
         ),
-        # no end in the text
+        # the text has no end of the exchange
         ([start("s"), kernel("a")], Overlap(FORWARD, 1, 0, 1, 8.0, 6.0)),
     ],
 )
@@ -78,7 +79,7 @@ def test_kernels_between_start_and_end_hide_an_exchange(mesh, body, expected):
 
 
 def test_loops_count_each_iteration(mesh):
-    """Three iterations of an exchange with two kernels beside it; then one with a loop of four kernels beside it."""
+    """Three iterations with an exchange and two kernels are followed by an exchange and a loop of four kernels."""
     inner = "\n".join(f"  {line}" for line in (X, start("s"), kernel("a"), kernel("b"), done("s_end", "s")))
     plain = f"  {X}\n  {kernel('k')}"
     bodies = (
@@ -92,7 +93,7 @@ def test_loops_count_each_iteration(mesh):
 
 
 def test_links_and_network_run_side_by_side(mesh):
-    """Along the data axis the network takes an all-reduce of 4 MB in 4 s, while the link has its own."""
+    """The network takes 4 s for an all-reduce of 4 MB along the data axis, while the link takes 8 s for another."""
     data = 'replica_groups={{0,2},{1,3}}, to_apply=%add, metadata={op_name="jit(f)/transpose(jvp())/psum"}'
     body = [
         start("s"),
@@ -126,7 +127,7 @@ def test_wrapped_exchanges_are_read(mesh):
         ("", "all-reduce", "{0,1},{2,3}", MERGED),
     ],
 )
-def test_purposes(mesh, name, op, groups, purpose):
+def test_purpose_follows_from_axis_and_scope(mesh, name, op, groups, purpose):
     attributes = f"replica_groups={{{groups}}}" + (f', metadata={{op_name="{name}"}}' if name else "")
     lines = [f"%s = f32[1000000] {op}-start(%x), {attributes}", f"%d = f32[1000000] {op}-done(%s)"]
     [found] = overlaps(program(X, *lines).steps(mesh), SPEEDS)
@@ -134,7 +135,7 @@ def test_purposes(mesh, name, op, groups, purpose):
 
 
 def test_programs_without_pairs_have_no_figure(mesh):
-    """XLA:CPU runs an exchange as one instruction; without any exchange nothing is exposed."""
+    """XLA:CPU runs an exchange as one instruction. A program without exchanges has no overlaps either."""
     assert overlaps(program(X, f"%r = f32[1000000] all-reduce(%x), {REDUCE}").steps(mesh), SPEEDS) is None
     assert overlaps(program(X, kernel("a")).steps(mesh), SPEEDS) == ()
 
@@ -148,8 +149,8 @@ def recorded(*case: str) -> dict[str, Overlap]:
 
 @pytest.mark.parametrize("remat", [case[1] for case in CASES if case[0] == "dtp(4)" and case[2] == "float32"])
 def test_products_hide_all_delayed_sums(remat):
-    """Forward and backward, at the sizes of the 2B: 4 of 8 sums are sent, each 403 MB and 1.57 ms on NVLink. The
-    backward pass has one more, of the embedding.
+    """At the sizes of the 2B, each pass sends 4 of 8 sums, each of 403 MB and 1.57 ms on NVLink. The backward pass also
+    sends the sum of the embedding's gradient.
     """
     found = recorded("dtp(4)", remat)
     assert (found[FORWARD].count, found[BACKWARD].count) == (4, 4 + 1)
@@ -160,15 +161,15 @@ def test_products_hide_all_delayed_sums(remat):
 
 
 def test_sums_that_are_used_at_once_are_exposed():
-    """In Megatron's layout, and for ladder where attention is shorter than its sum."""
+    """All sums of tp are exposed. With ladder, they are exposed in part: attention takes less time than its sum."""
     tp, ladder = recorded("tp")[FORWARD], recorded("ladder")[FORWARD]
     assert tp.alone == tp.count == 8 and tp.exposed == pytest.approx(tp.seconds, rel=0.01)
     assert ladder.alone <= 1 and ladder.exposed < 0.3 * ladder.seconds
 
 
 def test_recorded_products_are_those_of_the_model():
-    """6 FLOPs for each weight and token but the embedding's, and 3 times attention's of the forward pass; with remat
-    more. cuDNN's backward pass has five products for two.
+    """A token takes 6 FLOPs per weight, without the embedding, and 3.5 times the FLOPs of attention's forward pass: the
+    backward pass of cuDNN has five products instead of two. With remat there would be more.
     """
     model = model_of("tp")
     tokens = 8 * 4096
@@ -179,7 +180,8 @@ def test_recorded_products_are_those_of_the_model():
 
 
 def test_bfloat16_halves_exchanges_and_saves_traffic():
-    """Every delayed sum and its gradient are sent in half the bytes; the sum of the embedding's gradient stays float32.
+    """Delayed sums and their gradients have half the bytes. The sum of the embedding's gradient remains float32.
+
     Results of products in bfloat16 save a fifth of the traffic.
     """
     wide, narrow = recorded("dtp(4)", "dots"), recorded("dtp(4)", "dots", "bfloat16")
@@ -193,15 +195,15 @@ def test_bfloat16_halves_exchanges_and_saves_traffic():
     assert traffic["bfloat16"] < 0.85 * traffic["float32"]
 
 
-def test_options_for_gpus_are_those_that_this_jaxlib_knows():
-    """An unknown option fails to compile, so jaxlib's own list is asked, on the CPU."""
+def test_gpu_options_are_known_to_this_jaxlib():
+    """jaxlib raises an error for an unknown option, also if it compiles for the CPU."""
     for option, value in ((START_EARLY, True), (PARALLEL, 4)):
         jax.jit(lambda x: x + 1).lower(1.0).compile({option: value})
 
 
 @pytest.mark.parametrize(("layout", "expected"), [("tp", None), ("ladder", 6), ("dtp(4)", 12), ("none", None)])
 def test_options_follow_the_schedule(layout, expected):
-    """Twice one more than the sums under way at once; none on a CPU, or without delay."""
+    """2 x (sums in flight + 1) exchanges run in parallel. Without delays, and on CPUs, the option is not set."""
     schedule = model_of(layout).replace(num_hidden_layers=6).schedule
     gpu = SimpleNamespace(shape={"lane": 8}, devices=np.array([SimpleNamespace(platform="gpu")]))
     assert compiler_options(schedule, gpu).get(PARALLEL) == expected

@@ -1,4 +1,4 @@
-"""The summary of a compiled step, and its files."""
+"""The summary of a compiled training step, and the files that describe it."""
 
 import dataclasses
 import gzip
@@ -21,7 +21,7 @@ from train.step import Trainer
 
 @cache
 def compiled(data=1, lane=8, **changes):
-    """Trainer, and the lowered and the compiled step."""
+    """The trainer, the lowered step and the compiled step."""
     mesh = lf.make_mesh(8, data=data, lane=lane)
     config = changed(tiny(), mesh__data=data, mesh__lane=lane, **changes)
     trainer = Trainer(config, config.phases[0], mesh)
@@ -40,14 +40,14 @@ def one_layer(layout):
 
 
 def test_exchanges_match_the_schedule():
-    """Forward and backward each issue the schedule's reductions; the stream is [1, 8, 16, 32] float32."""
+    """Forward and backward pass each issue the reductions of the schedule. The stream is [1, 8, 16, 32] float32."""
     found = {layout: program(model=one_layer(layout)) for layout in ("tp", "none")}
     reductions = 2 * found["tp"].issued["all_reduce"] - 2 * found["none"].issued["all_reduce"]
     assert reductions == 2 * (2 * 2), "two modules, forward and backward"
     stream = 8 * 16 * 32 * 4
     surplus = found["tp"].sent("lane") - found["none"].sent("lane")
     assert 3 * stream * 7 / 4 <= surplus <= 4 * stream * 7 / 4, (
-        "the first module's backward sum serves the embedding in both"
+        "in both layouts, the backward sum of the first module is also that of the embedding"
     )
     assert found["tp"].sent("data") == 0
 
@@ -61,8 +61,8 @@ def test_accumulated_parts_are_all_counted():
 
 
 def test_products_are_at_least_those_of_the_weights():
-    """Attention here computes whole tiles, so only the weights' products have a known number: 6 per weight and token,
-    on 8 devices.
+    """Only products with weights have a known number of FLOPs, 6 per weight and token, shared by 8 devices. Attention
+    computes whole tiles.
     """
     tokens = 8 * 16
     config = one_layer("tp")
@@ -79,7 +79,7 @@ def test_memory_includes_the_state():
     memory = program(2, 4).memory
     batch = 4 * 17 * 4
     assert held + batch <= memory.arguments <= held + batch + 64
-    assert memory.outputs - memory.aliased < 1000, "the new state takes the old one's place"
+    assert memory.outputs - memory.aliased < 1000, "the new state replaces the old one in memory"
     assert memory.total == memory.arguments + memory.outputs - memory.aliased + memory.temporary
 
 
@@ -97,11 +97,11 @@ def test_saved_program_is_read_back(tmp_path):
     )
     text = (tmp_path / "program/tiny.md").read_text()
     assert "| all-reduce | lane | 4 |" in text and gigabytes(saved.memory.total) in text
-    assert summary["overlaps"] is None and UNSCHEDULED[1:] in text, "XLA:CPU"
+    assert summary["overlaps"] is None and UNSCHEDULED[1:] in text, "programs of XLA:CPU have no overlaps"
 
 
 def test_overlaps_are_described():
-    """Of a program that XLA:GPU ordered, for the device that it is for."""
+    """The text describes a recorded program that XLA:GPU ordered, with the speeds of its device."""
     steps = Module(read("dtp(4)", "dots")).steps(lf.make_mesh(8, lane=8))
     text = describe(
         dataclasses.replace(program(2, 4), steps=steps), speeds_of(find_kind("NVIDIA H200"), {"data": 1, "lane": 8})
@@ -112,5 +112,5 @@ def test_overlaps_are_described():
 @pytest.mark.parametrize(
     ("count", "text"), [(0, "0 B"), (999, "999 B"), (1234, "1.23 kB"), (5e6, "5 MB"), (2e12, "2,000 GB")]
 )
-def test_gigabytes(count, text):
+def test_bytes_are_written_with_decimal_units(count, text):
     assert gigabytes(count) == text
