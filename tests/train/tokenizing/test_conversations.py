@@ -1,4 +1,4 @@
-"""Conversations from rows: the column schemas of published instruction sets, and rows that are none."""
+"""Conversations from rows: the column schemas of published instruction sets, and rows without a conversation."""
 
 import pytest
 
@@ -17,8 +17,8 @@ def talk(*contents, system=None):
     return [*([{"role": "system", "content": system}] if system else []), *turns]
 
 
-def test_messages_of_nemotron_post_training():
-    """nvidia/Nemotron-Post-Training-Dataset-v1: struct fields that a row does not have are null or empty there."""
+def test_messages_of_nemotron_post_training_are_read():
+    """The row is of nvidia/Nemotron-Post-Training-Dataset-v1, where missing fields of structs are null or empty."""
     row = {
         "uuid": "1b07",
         "license": "CC BY 4.0",
@@ -44,8 +44,8 @@ def test_messages_of_nemotron_post_training():
     )
 
 
-def test_input_and_output_of_llama_nemotron():
-    """nvidia/Llama-Nemotron-Post-Training-Dataset: the input is a list of messages, or text in the first version."""
+def test_input_and_output_of_llama_nemotron_are_read():
+    """The row is of nvidia/Llama-Nemotron-Post-Training-Dataset. In its first version, the input is text."""
     row = {
         "input": talk("Why?"),
         "output": "<think>so</think>Because.",
@@ -61,7 +61,7 @@ def test_input_and_output_of_llama_nemotron():
     assert read(row) == read({**row, "input": "Why?"}) == expected
 
 
-def test_other_shapes():
+def test_other_shapes_are_read():
     reported = [{"from": "system", "value": "s"}, {"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     assert read({"id": 1, "conversations": reported}) == Conversation(talk("a", "b", system="s"))
     assert read({"conversation": talk("a", "b"), "language": "en"}) == Conversation(talk("a", "b"))
@@ -73,16 +73,16 @@ def test_other_shapes():
     )
     assert read({"instruction": "Add.", "input": "1 2", "output": "3"}) == Conversation(talk("Add.\n\n1 2", "3"))
     assert read({"instruction": "Sing.", "input": "", "output": "la"}) == Conversation(talk("Sing.", "la"))
-    assert read({"question": "a", "answer": ""}) == Conversation(talk("a", "")), "an empty answer is one"
+    assert read({"question": "a", "answer": ""}) == Conversation(talk("a", "")), "an empty answer is an answer"
     assert read({"q": "a", "a": "b", "messages": []}, ["q", "a"]) == Conversation(talk("a", "b"))
     assert read({"chat": talk("a", "b")}, ["chat"]) == Conversation(talk("a", "b"))
-    columns = {"role": ["user", "assistant"], "content": ["a", "b"]}  # as datasets gives a Sequence of structs
+    columns = {"role": ["user", "assistant"], "content": ["a", "b"]}  # a Sequence of structs in the library datasets
     assert read({"messages": columns}) == Conversation(talk("a", "b"))
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
     assert read({"messages": parts}) == Conversation(talk("ab"))
 
 
-def test_tools():
+def test_tools_are_read():
     tool = {"type": "function", "function": {"name": "vin", "parameters": {"n": {"default": None, "type": "int"}}}}
     pruned = [{"type": "function", "function": {"name": "vin", "parameters": {"n": {"type": "int"}}}}]
     assert read({"messages": talk("a", "b"), "tools": [tool]}).tools == pruned
@@ -97,18 +97,17 @@ def test_tools():
         {"messages": []},
         {"prompt": None, "response": "b"},
         {"prompt": "a", "response": None},
-        {
-            "messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "b"}]
-        },  # text that is withheld
+        # the data set withholds the text
+        {"messages": [{"role": "user", "content": None}, {"role": "assistant", "content": "b"}]},
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]},
         {"messages": [{"role": "system", "content": None}]},
     ],
 )
-def test_rows_without_text(row):
+def test_rows_without_text_are_none(row):
     assert read(row) is None
 
 
-def test_a_system_prompt_without_text_is_left_out():
+def test_system_prompt_without_text_is_left_out():
     assert read({"messages": [{"role": "system", "content": None}, *talk("a", "b")]}) == Conversation(talk("a", "b"))
     assert read({"messages": talk("a", "b"), "system_prompt": None}) == Conversation(talk("a", "b"))
 

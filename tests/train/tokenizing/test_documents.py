@@ -1,6 +1,4 @@
-"""Sources: the same units in the same order from any position on, the schemas of published sets, and what they
-refuse.
-"""
+"""Sources of documents: the same order from any start position, schemas of published data sets, and errors."""
 
 import os
 
@@ -24,7 +22,7 @@ def dataset(kind, *files, columns=("text",), streaming=True, chat=False):
 
 
 @pytest.mark.parametrize("separator", ["", "--"])
-def test_files_from_any_position(tmp_path, separator):
+def test_files_are_read_from_any_position(tmp_path, separator):
     for name, data in {"a": b"one--two", "b": b"", "c": b"\xff", "d": b"--three----", "e": b"\0"}.items():
         (tmp_path / name).write_bytes(data)
     source = Files([tmp_path], separator=separator)
@@ -48,7 +46,7 @@ def test_resuming_skips_earlier_files(tmp_path):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["parquet", "json"])
-def test_rows_from_any_position(tmp_path, kind, streaming):
+def test_rows_are_read_from_any_position(tmp_path, kind, streaming):
     rows = [{"id": i, "text": f"row {i}" if i % 5 else [None, ""][i % 2]} for i in range(23)]
     write = parquet if kind == "parquet" else jsonl
     files = [write(tmp_path / "0", rows[:11]), write(tmp_path / "1", rows[11:])]
@@ -63,8 +61,8 @@ def test_rows_from_any_position(tmp_path, kind, streaming):
 @pytest.mark.parametrize(
     "row",
     [
-        # Nemotron-CC-v2, Nemotron-CC-Math-v1, Nemotron-Pretraining-SFT-v1: text beside metadata of strings, numbers and
-        # structs
+        # Rows of Nemotron-CC-v2, Nemotron-CC-Math-v1 and Nemotron-Pretraining-SFT-v1 have metadata of strings, numbers
+        # and structs.
         {
             "id": "a",
             "text": "t",
@@ -75,14 +73,14 @@ def test_rows_from_any_position(tmp_path, kind, streaming):
         {"uuid": "u", "text": "t", "metadata": None},
     ],
 )
-def test_the_text_of_pretraining_sets(tmp_path, row, streaming):
+def test_text_of_pretraining_sets_is_read(tmp_path, row, streaming):
     rows = [row, {**row, "text": None}, {**row, "metadata": None, "text": "u"}]
     assert contents(dataset("parquet", parquet(tmp_path / "rows", rows), streaming=streaming)) == ["t", None, "u"]
 
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_dataset_of_metadata_raises(tmp_path, streaming):
-    """Nemotron-Pretraining-Code-v1, its subset Nemotron-Code-Metadata."""
+    """The row is of Nemotron-Code-Metadata, a subset of Nemotron-Pretraining-Code-v1."""
     file = parquet(
         tmp_path / "rows", [{"repo": "a/b", "commit_id": "5d81d77", "rel_path": "app/x.java", "language": "Java"}]
     )
@@ -96,7 +94,7 @@ def test_dataset_of_metadata_raises(tmp_path, streaming):
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize("kind", ["parquet", "json"])
-def test_conversations(tmp_path, kind, streaming):
+def test_conversations_are_read(tmp_path, kind, streaming):
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     asks, calls = (
         {"role": "user", "content": "a", "tool_calls": []},

@@ -1,6 +1,4 @@
-"""Encoding: any text round-trips through a BPE trained here, pieces make up the text, and work done ahead stays in
-order.
-"""
+"""Encoding: text round-trips through a trained BPE, pieces make up the text, and work done ahead keeps its order."""
 
 import itertools
 import threading
@@ -50,7 +48,7 @@ def test_pieces_make_up_the_text(text):
 
 
 @given(st.lists(st.integers(0, 50)))
-def test_groups(sizes):
+def test_groups_keep_order_and_size(sizes):
     bound = 60
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encoder, "GROUP_BYTES", bound)
@@ -87,8 +85,8 @@ def test_ahead_keeps_order_and_runs_in_parallel():
 
     for i, item in enumerate(encoder.ahead(items())):
         assert item == i
-        assert started[i + 1].wait(timeout=10), "the next one is made while this one is in use"
-        assert i + 2 >= len(started) or not started[i + 2].is_set(), "and no more than one"
+        assert started[i + 1].wait(timeout=10), "the next item is produced while this one is in use"
+        assert i + 2 >= len(started) or not started[i + 2].is_set(), "only one item is produced ahead"
     assert i == 4 and threading.current_thread() not in threads
 
 

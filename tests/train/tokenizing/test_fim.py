@@ -1,4 +1,4 @@
-"""Filling in the middle: undoing it gives the document back, and the shares are as asked."""
+"""Filling in the middle: rearranged documents can be restored, and shares are as requested."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,7 +10,7 @@ PREFIX, MIDDLE, SUFFIX = 1, 2, 3
 
 
 def undo(parts):
-    """The document, from the order that the paper writes down for each of the two modes."""
+    """The document, restored from the order of its parts in the paper, for both modes."""
     if len(parts) == 1:
         return parts[0]
     match parts:
@@ -26,10 +26,10 @@ def test_rearranged_documents_are_invertible(text, rate, spm_rate):
     made = FillInTheMiddle(rate, spm_rate, PREFIX, MIDDLE, SUFFIX)
     parts = made.parts(text, digest(text.encode()))
     assert undo(parts) == text
-    assert parts == made.parts(text, digest(text.encode())), "depends on the document alone"
+    assert parts == made.parts(text, digest(text.encode())), "parts depend only on the document"
 
 
-def test_shares_and_cuts():
+def test_shares_and_cuts_are_as_requested():
     text, made = "x" * 999, FillInTheMiddle(0.7, 0.25, PREFIX, MIDDLE, SUFFIX)
     found = [made.parts(text, digest(str(i).encode())) for i in range(4000)]
     changed = [parts for parts in found if len(parts) > 1]
@@ -42,13 +42,13 @@ def test_shares_and_cuts():
     assert all(min(each) <= 3 for each in lengths) and all(max(each) > 950 for each in lengths)
 
 
-def test_rates_zero_and_one():
+def test_rates_zero_and_one_are_exact():
     keys = [digest(str(i).encode()) for i in range(200)]
     assert all(len(FillInTheMiddle(0, 0.5, PREFIX, MIDDLE, SUFFIX).parts("ab", key)) == 1 for key in keys)
     assert all(FillInTheMiddle(1, 1, PREFIX, MIDDLE, SUFFIX).parts("ab", key)[:2] == [PREFIX, SUFFIX] for key in keys)
 
 
-def test_a_cut_can_be_anywhere():
+def test_cuts_can_be_anywhere():
     made = FillInTheMiddle(1, 0, PREFIX, MIDDLE, SUFFIX)
     found = {tuple(made.parts("ab", digest(str(i).encode()))[j] for j in (1, 5, 3)) for i in range(300)}
     assert found == {("", "", "ab"), ("", "a", "b"), ("", "ab", ""), ("a", "", "b"), ("a", "b", ""), ("ab", "", "")}

@@ -1,4 +1,4 @@
-"""The sample of text from which a tokenizer is trained."""
+"""The sample of text with which a tokenizer is trained."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from train.tokenizing.writer import sample
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["size known", "size unknown"])
-def test_the_sample_has_no_held_out_document(tmp_path, known):
+def test_sample_has_no_held_out_document(tmp_path, known):
     for n in range(40):
         (tmp_path / f"{n}.txt").write_text(f"text of file {n}, long enough for a piece")
     source = Files([tmp_path])
