@@ -3,9 +3,9 @@
 custom_calls/build.py writes the header into the folder of the object files, where custom_calls/common/plan.h includes
 it. The last dataclass of ops.py and all that it contains have structs. Each struct has the fields of its dataclass in
 the same order, which is the order of a plan's words, and a member function for each `size`. Its member `visit` calls a
-function with the name and the value of each field; custom_calls/common/plan.cc uses it to decode words. A union of
-dataclasses such as Op also gets a macro EACH_OP(F), which expands to F(kind) for each dataclass. Whole numbers of
-ops.py are constants.
+function with the name and the value of each field, and `visit_vectors` one with the name, the value and the size of
+each `vector`; custom_calls/common/plan.cc uses them to decode words and to check them. A union of dataclasses such as
+Op also gets a macro EACH_OP(F), which expands to F(kind) for each dataclass. Whole numbers of ops.py are constants.
 
 Nothing here imports JAX or NumPy, because an installation runs this file alone.
 """
@@ -103,6 +103,12 @@ def _struct(kind: type) -> Iterator[str]:
     yield "  void visit(Visitor&& visitor) {"
     yield from (f'    visitor("{kind.__name__}.{name}", {name});' for name, _ in fields(kind))
     yield "  }"
+    yield "  template <class Visitor>"
+    yield "  void visit_vectors([[maybe_unused]] Visitor&& visitor) {"
+    for field in dataclasses.fields(kind):
+        if elements := field.metadata.get("elements"):
+            yield f'    visitor("{kind.__name__}.{field.name}", {field.name}, {_operand(kind, elements)});'
+    yield "  }"
     for name in sizes(kind):
         yield f"  int64_t {name}() const {{ return {_size(kind, name)}; }}"
     yield "};"
@@ -120,10 +126,8 @@ def _size(kind: type, name: str) -> str:
                 return f"({translated(left)} {OPERATORS[type(op)]} {translated(right)})"
             case ast.IfExp(ast.Attribute(ast.Name("self"), flag), then, otherwise) if types_of.get(flag) is bool:
                 return f"({flag} ? {translated(then)} : {translated(otherwise)})"
-            case ast.Attribute(ast.Name("self"), member) if types_of.get(member) is int:
-                return f"(int64_t){member}"
-            case ast.Attribute(ast.Name("self"), member) if member in sizes(kind):
-                return f"{member}()"
+            case ast.Attribute(ast.Name("self"), member) if types_of.get(member) is int or member in sizes(kind):
+                return _operand(kind, member)
             case ast.Name(constant) if constant.isupper():
                 return _constant(constant)
             case ast.Constant(int(number)):
@@ -136,6 +140,11 @@ def _size(kind: type, name: str) -> str:
     if not isinstance(result, ast.Return) or result.value is None:
         raise TypeError(f"{kind.__name__}.{name}: the getter of a size must be one return")
     return translated(result.value)
+
+
+def _operand(kind: type, member: str) -> str:
+    """The C++ expression of an int field or a `size`, as an int64_t."""
+    return f"{member}()" if member in sizes(kind) else f"(int64_t){member}"
 
 
 def _constant(name: str) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 from custom_calls.ops_header import alternatives, fields
 from laneformer.ops import Rotary, Weight
 
-FORMAT = 6  # raise it whenever older words could be misread
+FORMAT = 6  # raise it when the encoding changes; the ops themselves are part of the library's key
 
 
 class Writer:

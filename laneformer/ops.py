@@ -36,6 +36,13 @@ class size(property):
     """
 
 
+def vector(elements: str) -> dict[str, str]:
+    """Metadata of a field that is a vector, or None, with this number of elements: the name of an int field or a `size`
+    of its class. custom_calls/common/plan.cc checks it when it decodes a plan.
+    """
+    return {"elements": elements}
+
+
 @dataclass(frozen=True)
 class Weight:
     """One array of the table in laneformer/weights.py. Vectors (norm gains, biases) are kept in float32."""
@@ -351,7 +358,7 @@ class Attend(AttentionVariant):
     """Norm over each query head, or over all of them together if its gain has that many channels."""
     k_norm: Norm | None = None
     """Norm of the key heads, as q_norm."""
-    sinks: Weight | None = None
+    sinks: Weight | None = dataclasses.field(default=None, metadata=vector("heads"))
     """Logits [heads] that join each head's scaled scores in the softmax: a key that has no value (gpt-oss)."""
 
     reads: ClassVar = Value.PROJECTED
@@ -447,9 +454,9 @@ class DeltaNet:
     value_dim: int
     convolution: Weight
     """Taps [channels of q, then k, then v; tokens] of the convolution, the oldest token first; small."""
-    decay: Weight
+    decay: Weight = dataclasses.field(metadata=vector("value_heads"))
     """Logarithms of the rates of decay [value_heads]."""
-    step: Weight
+    step: Weight = dataclasses.field(metadata=vector("value_heads"))
     """Vector [value_heads] added to a."""
     norm: Norm
     """Norm of each head's result, before the gate z."""
@@ -662,7 +669,7 @@ class CompressedAttend:
     """Factor on the scores."""
     rotary: Rotary
     """Rotation of a head's last channels."""
-    sinks: Weight
+    sinks: Weight = dataclasses.field(metadata=vector("heads"))
     """Logits [heads] that join each head's scaled scores, as in Attend."""
     index: Index | None
     """What chooses the entries that a query sees; None: it sees all complete ones."""

@@ -5,6 +5,7 @@ lanes compute the dense logits, which is checked. With a delayed layout the logi
 again (docs/conversion.md).
 """
 
+import dataclasses
 import json
 import shutil
 import sys
@@ -40,6 +41,15 @@ from train.data.store import TokenStore
 
 REPORT = "lanes.json"
 RANDOM = 5  # random assignments whose mean is reported
+CUT = {  # fields of ModelConfig that a dense model may set; every other one must have its default
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "max_position_embeddings"),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "gated_mlp", "tie_word_embeddings"),
+    *("num_lanes", "layout", "broadcast_delay", "use_early_comm", "early_lands_twice", "use_attention_comm"),
+    *("use_mlp_comm", "lm_head_type", "pre_norm_lane_agg", "replicated_rmsn_scale"),
+    *("sliding_window", "sliding_window_n_layers", "unclamped_layers", "swa_layers"),
+    *("nope_layers", "rope_theta", "rope_scaling", "rotary_dim", "norm_eps", "norm_plus_one"),
+    *("qkv_bias", "attention_gate", "qk_norm", "qk_norm_over", "bos_token_id", "eos_token_id"),
+}
 TOLERANCE = 1e-4  # of the logits, relative to the largest; sums in another order differ by far less
 
 
@@ -116,23 +126,18 @@ def convert_dense(options: Options) -> str:
 def lane_config(dense: lf.ModelConfig, options: Options) -> lf.ModelConfig:
     """The dense model's config with lanes.
 
-    Raises ConfigError for a model with lanes, norms after its modules, experts, attention sinks, an output bias or
-    DeltaNet layers, for lanes that do not divide its key/value heads, and for an unknown layout.
+    Raises ConfigError for a model with lanes or with an option that is not in CUT, for lanes that do not divide its
+    key/value heads, and for an unknown layout.
     """
     if dense.num_lanes != 1 or any(own.at != m or own.scale != 1.0 for m, own in enumerate(dense.schedule.own)):
         raise ConfigError(
             f"{options.source} has {dense.num_lanes} lanes and layout {dense.layout}; give a dense model (one lane, tp)"
         )
-    if not dense.norm_before or dense.norm_after is not None:
-        raise ConfigError(
-            f"{options.source} has norms after its modules (norm_after = {dense.norm_after!r}), but only models with"
-            " norms before them are converted; load the model with lanes and layout tp instead"
-        )
-    for name in ("num_experts", "attention_sinks", "out_bias", "delta_layers"):
-        if value := getattr(dense, name):
+    for field in dataclasses.fields(dense):
+        if field.name not in CUT and (value := getattr(dense, field.name)) != field.default:
             raise ConfigError(
-                f"{options.source} has {name} = {value}, but only heads and neurons of dense models are assigned to"
-                " lanes here; load the model with lanes and layout tp instead"
+                f"{options.source} has {field.name} = {value!r}, but models with this option are not cut into lanes here;"
+                " load the model with lanes and layout tp instead"
             )
     if options.lanes < 2:
         raise ConfigError(f"--lanes must be at least 2, got {options.lanes}")

@@ -184,24 +184,27 @@ class Reader {
   // Channels of each value of the module that is checked, 0 before it is written.
   int64_t& channels_of(Value value) { return channels_[(int)value]; }
 
-  // All norms of an op have the stream's channels.
+  void check_small(const char* what, const Array& array, int64_t size) { check_vector(array, size, what); }
+  void check_small(const char* what, const std::optional<Array>& array, int64_t size) {
+    if (array) check_vector(*array, size, what);
+  }
+
+  // All norms and vectors have the stream's channels.
   template <class T>
-  void check_norms(T& value) {
-    value.visit([&](const char*, auto& field) {
+  void check_of_stream(T& value) {
+    value.visit([&](const char* name, auto& field) {
       using Field = std::decay_t<decltype(field)>;
       if constexpr (std::is_same_v<Field, Norm> || std::is_same_v<Field, std::optional<Norm>>)
         check_norm(field, plan_.hidden_size);
+      if constexpr (std::is_same_v<Field, Array> || std::is_same_v<Field, std::optional<Array>>)
+        check_small(name, field, plan_.hidden_size);
     });
   }
 
-  // An op without a check of its own: its norms and vectors have the stream's channels.
+  // An op without a check of its own.
   template <class T>
   void check(T& op) {
-    check_norms(op);
-    op.visit([&](const char*, auto& field) {
-      if constexpr (std::is_same_v<std::decay_t<decltype(field)>, Array>)
-        check_vector(field, plan_.hidden_size, "an op's weight");
-    });
+    check_of_stream(op);
   }
 
   void check(Product& product) {
@@ -336,7 +339,6 @@ class Reader {
     require(op.ratio ? keep_->entries && keep_->entries->ratio == *op.ratio : !keep_->entries,
             "compressed attention has other entries than are kept");
     require(channels_of(Value::queries) == op.width(), "compressed attention reads another number of queries");
-    check_vector(op.sinks, op.heads, "sinks");
     check_rotary(op.rotary, op.head_dim);
     if (op.index) {
       require(keep_->index_keys && keep_->index_keys->channels == op.index->channels, "an index has no keys");
@@ -357,7 +359,6 @@ class Reader {
             "a rotation has other channels than a head");
     check_norm_of_heads(op.q_norm, op.heads, op.head_dim);
     check_norm_of_heads(op.k_norm, op.kv_heads, op.head_dim);
-    if (op.sinks) check_vector(*op.sinks, op.heads, "sinks");
     require(channels_of(Value::projected) == op.projected(),
             "attention reads another number of channels than are projected");
     channels_of(Value::attended) = op.width();
@@ -386,8 +387,6 @@ class Reader {
     require(op.value_heads % op.key_heads == 0, "value heads are not a multiple of key heads");
     require(op.convolution.columns == 0 && op.convolution.size % op.channels() == 0,
             "a convolution has other channels than its heads");
-    check_vector(op.decay, op.value_heads, "decays");
-    check_vector(op.step, op.value_heads, "steps");
     check_vector(op.norm.gain, op.value_dim, "a norm");
     require(channels_of(Value::projected) == op.projected(),
             "DeltaNet reads another number of channels than are projected");
@@ -403,7 +402,7 @@ class Reader {
             "the embedding has another shape than vocab_size x hidden_size");
     for (Layer& layer : plan_.layers) check_module(layer.attention), check_module(layer.feed_forward);
     Head& head = plan_.head;
-    check_norms(head);
+    check_norm(head.norm, plan_.hidden_size);
     if (head.gather) check_gather(*head.gather, true);
     check_matrix(head.weight, "the head");
     const int slices = head.kind == HeadKind::vocab_parallel ? plan_.lanes : 1;
@@ -421,10 +420,15 @@ class Reader {
     for (Op& op : module.ops) {
       require(std::holds_alternative<GatherStreams>(op) == (plan_.streams() && &op == &module.ops.front()),
               "modules begin with a mixture of streams if the head does, and have no other");
-      std::visit([&](auto& one) { check(one); }, op);
+      std::visit(
+          [&](auto& one) {
+            one.visit_vectors([&](const char* name, auto& array, int64_t size) { check_small(name, array, size); });
+            check(one);
+          },
+          op);
     }
     require(channels_of(Value::output) > 0, "a module has no output");
-    check_norms(module);
+    check_of_stream(module);
   }
 
   // ---- schedule

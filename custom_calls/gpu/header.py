@@ -24,7 +24,6 @@ from laneformer.ops import (
     ENTRIES,
     TRACE_NAMES,
     Attend,
-    AttentionVariant,
     CompressedAttend,
     CompressedKeep,
     DeltaNet,
@@ -326,9 +325,13 @@ def _of_fields(layout: Layout, of_layers: dict[int, Op | Head | Module]) -> tupl
 def _attend_constants(layout: Layout, op: Attend | LatentAttend | CompressedAttend) -> dict:
     sizes = layout.sizes(op)
     of_kind = {}
-    if isinstance(op, LatentAttend):  # it shares the code of Attend, without its options
-        of_kind = {_title(field.name): field.default for field in dataclasses.fields(AttentionVariant)}
-        of_kind |= {"SinksGiven": False, "ValuesEnd": 0}
+    if isinstance(op, LatentAttend):  # the kernel's code of Attend runs it, without the options
+        of_kind = {"ValuesEnd": 0}
+        for field in dataclasses.fields(Attend):
+            if isinstance(field.default, int | float):
+                of_kind[_title(field.name)] = field.default
+            elif field.default is None:
+                of_kind[f"{_title(field.name)}Given"] = False
     if isinstance(op, Attend):
         of_kind = {
             f"{side}NormOfAll": norm is not None and norm.gain.shape[0] > op.head_dim

@@ -8,7 +8,7 @@ import pytest
 from custom_calls import build, ops_header
 
 FILE = """
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 TILE_ROWS = 16
@@ -50,6 +50,8 @@ class Add:
 class Drop(Heads):
     channels: int
     gated: bool
+    bias: Weight = field(metadata={"elements": "channels"})
+    sinks: Weight | None = field(metadata={"elements": "width"})
 
     @size
     def width(self) -> int:
@@ -79,6 +81,7 @@ def test_structs_have_the_types_and_order_of_the_fields(header_of):
     assert declared == [
         *("Kind kind", "Array weight", "float scale", "std::optional<int> window"),
         *("std::vector<Array> weights", "bool gated", "int heads", "int channels", "bool gated"),
+        *("Array bias", "std::optional<Array> sinks"),
         "std::vector<std::vector<std::variant<Add, Drop>>> modules",
         "std::optional<std::variant<Add, Drop>> last",
     ]
@@ -100,6 +103,13 @@ def test_sizes_are_member_functions(header_of):
         "int64_t rows() const { return ((((int64_t)heads + 15) / kTileRows) * kTileRows); }",
         "int64_t width() const { return ((rows() * (int64_t)channels) - (gated ? (int64_t)heads : 0)); }",
     ]
+
+
+def test_vectors_are_visited_with_their_sizes(header_of):
+    lines = [line.strip() for line in header_of(FILE).splitlines()]
+    assert 'visitor("Drop.bias", bias, (int64_t)channels);' in lines
+    assert 'visitor("Drop.sinks", sinks, width());' in lines
+    assert not any(line.startswith('visitor("Add.') and line.count(",") > 1 for line in lines)
 
 
 @pytest.mark.parametrize(

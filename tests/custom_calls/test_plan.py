@@ -297,7 +297,7 @@ def norm(size: int) -> Norm:
     (1, {"rotary": Rotary((1.0,), 1.0)}, "a rotation has other channels than a head"),
     (1, {"q_norm": norm(18)}, "a norm has another size"),
     (1, {"k_norm": norm(12)}, "a norm has another size"),
-    (1, {"sinks": Weight("sinks", (1,))}, "sinks has another size"),
+    (1, {"sinks": Weight("sinks", (1,))}, "Attend.sinks has another size"),
     (1, {"heads": 3}, "attention reads another number of channels than are projected"),
     (1, {"attention_gate": True}, "attention reads another number of channels than are projected"),
     (2, {"matrices": (matrix(19, 12),)}, "a module's output has another size than the stream"),

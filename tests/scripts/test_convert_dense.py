@@ -207,6 +207,7 @@ def test_late_pairs_match_the_schedule():
     ("changes", "lanes", "words"),
     [
         ({"norm_after": "sum"}, 2, "norm_after = 'sum'"),
+        ({"residual_streams": {"count": 2}}, 2, r"residual_streams = ResidualStreams\(.*layout tp instead"),
         ({"num_experts": 4}, 2, "num_experts = 4.*layout tp instead"),
         ({"attention_sinks": True}, 2, "attention_sinks = True"),
         ({"out_bias": True}, 2, "out_bias = True"),
