@@ -131,7 +131,9 @@ void any_threads_with_pieces() {
 void any_company(const char* instructions, Dtype weight, Dtype cache, bool rounded, bool experts = false) {
   constexpr int kLong = 300, kDrawn = 3;  // two chunks of keys, and a window that begins inside a chunk
   const Model model(2, Layout::delayed, 0, 320, weight, cache, rounded, experts);
-  Decoder decoder(model.plan(), {2, false, 0, 60000, instructions});
+  // On a busy machine a call of several threads waits for the scheduler, and there are some 800 calls.
+  const int threads = weight == Dtype::f32 ? 2 : 1;
+  Decoder decoder(model.plan(), {threads, false, 0, 60000, instructions});
   pack(decoder);
   Buffers whole(decoder.plan(), kLong, kDrawn);
   CHECK(decoder.run(whole.call) == End::length, "the whole prompt");
