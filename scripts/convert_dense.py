@@ -136,7 +136,7 @@ def lane_config(dense: lf.ModelConfig, options: Options) -> lf.ModelConfig:
     for field in dataclasses.fields(dense):
         if field.name not in CUT and (value := getattr(dense, field.name)) != field.default:
             raise ConfigError(
-                f"{options.source} has {field.name} = {value!r}, but models with this option are not cut into lanes here;"
+                f"{options.source} has {field.name} = {value!r}, but models with it are not cut into lanes here;"
                 " load the model with lanes and layout tp instead"
             )
     if options.lanes < 2:
