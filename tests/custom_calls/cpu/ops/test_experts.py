@@ -138,6 +138,18 @@ def test_biases_and_limits_match_the_interpreter():
     assert all(small.same(result, results[0]) for result in results)
 
 
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_router_logit_that_is_not_a_number_gives_nan(kind):
+    """Three of six experts are used, with shares that sum to one: the logit of another expert would be in no sum."""
+    sigmoids = {"scoring_func": "sigmoid", "shared_expert_gate": False} if kind == "sigmoid" else {}
+    config = CONFIG.replace(num_hidden_layers=1, **sigmoids)
+    for expert in (0, 3, 5):
+        weights = small.make_weights(config)
+        weights["layers.0.feed_forward.router"][expert] = 3e38  # finite, but sums of products are inf - inf
+        session = small.make_session(config, weights, threads=2)
+        assert np.isnan(logits_of(session, [3, 4], drawn=1)[0]).all(), expert
+
+
 def test_router_is_float32_with_products_in_bfloat16():
     """The logits of two experts differ by less than the precision of bfloat16, and the one with the larger is used."""
     config = CONFIG.replace(num_hidden_layers=1, num_lanes=1, num_experts=2, num_experts_per_tok=1)
