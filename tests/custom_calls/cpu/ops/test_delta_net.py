@@ -21,9 +21,11 @@ def call():
     return small.jitted(session, room=130, logits=True)
 
 
-def absorbed(call, ids, sizes, drawn=3):
-    """Runs the prompt in calls of these sizes. Returns the logits of the drawn tokens, and the tokens."""
-    state, start = small.make_state(CONFIG, 256), 0
+def absorbed(call, ids, sizes, drawn=3, dtype="float32"):
+    """Runs the prompt in calls of these sizes. Returns the logits of the drawn tokens, and the tokens. dtype: of the
+    cache.
+    """
+    state, start = small.make_state(CONFIG, 256, dtype), 0
     for n, size in enumerate(sizes):
         limit = drawn if n == len(sizes) - 1 else 1
         outputs, state = call(small.make_inputs(ids[start : start + size], limit, start=start, room=130), state)
@@ -46,6 +48,16 @@ def test_any_split_of_a_prompt_has_the_same_bits(call, ways):
     other = small.jitted(small.make_session(CONFIG, WEIGHTS, **ways), room=130, logits=True)
     for sizes in ([101], [1] * 20 + [81], [16, 16, 16, 53], [15, 2, 15, 48, 21], [97, 1, 1, 1, 1], [47, 54]):
         assert small.same(absorbed(other, ids, sizes), whole), sizes
+
+
+def test_any_split_of_a_prompt_has_the_same_bits_in_a_narrow_cache():
+    """A convolution reads all inputs as the cache stores them, even those of a long prompt that leave its ring again.
+    """
+    session = small.make_session(CONFIG, small.make_weights(CONFIG, "bfloat16"), compute="bfloat16", threads=2)
+    call, ids = small.jitted(session, room=130, logits=True), small.prompt_of(CONFIG, 101)
+    whole = absorbed(call, ids, [101], dtype="bfloat16")
+    for sizes in ([1] * 20 + [81], [47, 54]):
+        assert small.same(absorbed(call, ids, sizes, dtype="bfloat16"), whole), sizes
 
 
 def test_state_of_another_position_is_refused(call):
