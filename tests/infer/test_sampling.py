@@ -168,6 +168,8 @@ ONE = np.float32(1)
     "pair, kept",
     [
         ((0.0, -0.0), {2, 5}),
+        ((0.0, 0.5), {5}),
+        ((-0.5, 0.0), {5}),
         ((ONE, np.nextafter(ONE, 2)), {5}),
         ((np.nextafter(ONE, 0), ONE), {5}),
     ],  # odd and even bits
@@ -272,6 +274,10 @@ def test_numpy_scalars_are_accepted():
     assert found == Sampling(temperature=1.0, top_k=4, top_p=0.5)
     kinds = [float, int, float, float, float, int, float, float, tuple]
     assert [type(value) for value in dataclasses.astuple(found)] == kinds
+
+
+def test_defaults_are_greedy_and_change_no_logit():
+    assert dataclasses.astuple(Sampling()) == (0.0, 0, 1.0, 0.0, 1.0, 0, 0.0, 0.0, ())
 
 
 def test_records_leave_out_later_settings_without_effect():
