@@ -441,6 +441,7 @@ def test_cache_overflow_and_mismatch_are_refused():
         model.extend(np.ones((1, 1), np.int32), cache)
     with pytest.raises(InputError, match=r"cache is for 1 .* of 2; .*make_cache\(batch=2\)"):
         model.extend(np.ones((2, 1), np.int32), model.make_cache(1, 6))
+    assert model.make_cache(1, 1).capacity == 1
     for batch, capacity in ((0, 4), (1, 0), (1, -1)):
         with pytest.raises(InputError, match="at least 1"):
             model.make_cache(batch, capacity)

@@ -29,6 +29,14 @@ def test_einsum_equals_numpy(subscripts):
     np.testing.assert_allclose(y, expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("subscripts", OF_POSITIONS[:1] + OTHERS[:1])
+def test_both_factors_are_rounded_to_the_compute_dtype(subscripts):
+    factors = operands(subscripts)
+    rounded = [np.asarray(factor.astype("bfloat16"), np.float64) for factor in factors]
+    y = Precision(compute="bfloat16").einsum(subscripts, *map(jnp.asarray, factors))
+    np.testing.assert_allclose(y, np.einsum(subscripts, *rounded), atol=1e-5)
+
+
 @pytest.mark.parametrize("subscripts", OF_POSITIONS)
 def test_gradient_contracts_positions_as_one_axis(subscripts):
     x, w = operands(subscripts)
