@@ -1,5 +1,7 @@
 """Latent attention: both forms and gradients against one written out head by head, and configs that are refused."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,7 +118,8 @@ def test_scale_bytes_and_flops_follow_the_config():
     first = config(rope_scaling=yarn, num_lanes=2).layers[0].attention
     assert (first.heads, first.latent_norm_eps) == (2, 1e-6)
     assert first.scale == pytest.approx(10**-0.5 * (0.1 * np.log(40) + 1) ** 2)
-    assert config().layers[0].attention.scale == pytest.approx(10**-0.5)
+    for scaling in (None, RopeScaling(type="linear", factor=4.0), dataclasses.replace(yarn, mscale_all_dim=None)):
+        assert config(rope_scaling=scaling).layers[0].attention.scale == pytest.approx(10**-0.5)
     assert kv_bytes_per_token(config(), 3, 2) == 2 * 2 * 4 * 11, "four entries of 11 values in both layers"
     assert kv_bytes_per_token(config(num_lanes=2), 3, 2) == 2 * 2 * 2 * 4 * 11, "a copy in each lane"
     assert attention_flops_per_token(config(), 3) == 2 * 2 * 4 * (10 + 7) * 2, "two keys on average"

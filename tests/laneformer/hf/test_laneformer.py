@@ -124,6 +124,8 @@ def test_fields_of_older_files_are_read():
     assert tiny.config(eos_token_id=None).eos_token_id == ()
     assert tiny.config(eos_token_id=2).eos_token_id == (2,)
     assert tiny.config(eos_token_id=[2, 3]).eos_token_id == (2, 3)
+    for token in (None, 2, [2, 3]):
+        assert config_to_hf(tiny.config(eos_token_id=token))["eos_token_id"] == token
     assert (
         tiny.config(sliding_window_n_layers=None, unclamped_layers=None, swa_layers=None).layer_windows == (None,) * 3
     )
