@@ -422,8 +422,8 @@ class Reader {
               "modules begin with a mixture of streams if the head does, and have no other");
       std::visit(
           [&](auto& one) {
-            one.visit_vectors([&](const char* name, auto& array, int64_t size) { check_small(name, array, size); });
             check(one);
+            one.visit_vectors([&](const char* name, auto& array, int64_t size) { check_small(name, array, size); });
           },
           op);
     }

@@ -32,7 +32,7 @@ TEST_FILES = (
 )
 # -vv names each finished test, since a stage may run out of time. pytest-benchmark warns about xdist, an error here.
 PYTEST = (PYTHON, "-m", "pytest", "-vv", "-p", "no:cacheprovider", "-p", "no:benchmark")
-SMALLEST = (*PYTEST, TEST_FILES[0], "-k", "test_layouts and dtp")
+SMALLEST = (*PYTEST, TEST_FILES[0], "-k", "test_layouts_match_the_interpreter and dtp")
 
 
 @dataclass(frozen=True, kw_only=True)
