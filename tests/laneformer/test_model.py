@@ -6,8 +6,9 @@ import pytest
 import laneformer
 from laneformer import InputError, Laneformer, Precision, load, make_mesh
 from laneformer.hf import config_from_hf
+from laneformer.quantized.rounding import round_to
 from laneformer.weights import parameter_table
-from tests.support import reference, tiny
+from tests.support import reference, small, tiny
 
 TOLERANCE = 1e-4
 
@@ -429,6 +430,15 @@ def test_wrong_token_ids_are_refused(kind):
         model(ids)
     with pytest.raises(InputError, match=message):
         model.extend(ids, model.make_cache(1))
+
+
+def test_quantized_head_has_the_logits_of_its_weights():
+    config = small.make_config(hidden_size=32, num_hidden_layers=1)
+    weights, ids = small.make_weights(config), np.array([[3, 1, 4]], np.int32)
+    quantized = round_to(weights["lm_head"], "int8")
+    model = Laneformer(config, weights | {"lm_head": quantized})
+    expected = small.model_logits(config, weights | {"lm_head": quantized.dequantize(np.float32)}, ids[0])
+    assert tiny.difference(model(ids)[0], expected) < 1e-5
 
 
 def test_cache_overflow_and_mismatch_are_refused():
