@@ -216,6 +216,12 @@ def test_broken_compiler_makes_the_library_unavailable(sources, tmp_path, monkey
 
 
 @pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+def test_these_sources_compile():
+    """Tests of the CPU kernel skip where there is no library."""
+    assert custom_calls.unavailable() is None
+
+
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 def test_installation_compiles_the_library_once(sources, tmp_path, monkeypatch):
     folder = tmp_path / "lib"
     folder.mkdir()
