@@ -51,7 +51,7 @@ def test_any_split_of_a_prompt_has_the_same_bits(call, ways):
 
 
 def test_any_split_of_a_prompt_has_the_same_bits_in_a_narrow_cache():
-    """A convolution reads all inputs as the cache stores them, even those of a long prompt that leave its ring again."""
+    """A convolution reads all inputs as the cache stores them, also those that leave its ring in a long prompt."""
     session = small.make_session(CONFIG, small.make_weights(CONFIG, "bfloat16"), compute="bfloat16", threads=2)
     call, ids = small.jitted(session, room=130, logits=True), small.prompt_of(CONFIG, 101)
     whole = absorbed(call, ids, [101], dtype="bfloat16")
