@@ -358,7 +358,7 @@ CASES = CONFIGS | MODELS | EXPERTS | SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA
 
 
 @pytest.mark.parametrize("drafts", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("name", some(CASES, (), ("experts", "smallest", "compressed attention of many heads")))
+@pytest.mark.parametrize("name", some(CASES, (), ("experts", "smallest")))
 def test_configs_have_the_bits_of_each_request_alone(name, drafts):
     config = small.make_config(**CASES[name])
     model = Slots(*of_config(config), rows=3, slots=2, drafts=drafts)
