@@ -134,7 +134,7 @@ def program(tmp_path_factory):
 @pytest.fixture(scope="module", params=TOKENIZERS)
 def simulate(request, program, tmp_path_factory):
     """A function simulate(listed, truth, ...) that returns the results of all texts by kind. listed, truth: names in
-    PRICES of the prices at the start and of the true prices. apart: whether each text has a session of its own.
+    PRICES of the prices at the start and of the true prices. apart: whether each text has its own session.
     """
     folder, encode, made = tmp_path_factory.mktemp("texts"), TOKENIZERS[request.param], texts()
     for kind, given in made.items():
