@@ -72,9 +72,9 @@ struct Exchange {
 };
 
 // The number of slots of the smallest ring that is safe without acknowledgements, for exchanges in order of issue. A
-// lane that issues exchange s has already read all exchanges that were last read before that time. The one of these
-// that was issued last, q, proves that every other lane has reached the time at which q is issued, and so has read all
-// exchanges whose last read is before that time.
+// lane that issues exchange s has already read all exchanges whose last read is before that time. The one of these that
+// was issued last, q, proves that every other lane has reached the time at which q is issued, and so has read all
+// exchanges whose last read is before the issue of q.
 inline int ring_slots(const std::vector<Exchange>& exchanges) {
   int slots = 1;
   for (size_t s = 0; s < exchanges.size(); s++) {
