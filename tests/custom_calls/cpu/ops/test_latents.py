@@ -2,6 +2,8 @@
 Any number of threads gives the same bits.
 """
 
+from dataclasses import replace
+
 import jax
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ import pytest
 import custom_calls
 from custom_calls import NativeError, Session, build
 from laneformer.config import LatentAttention
+from laneformer.ops import LatentKeep
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import USUAL, round_to
 from tests.support import small
@@ -126,3 +129,11 @@ def test_any_split_of_a_prompt_has_the_same_bits(instructions, compute):
         assert np.abs(expected[0] - exact).max() < 1e-4 * np.abs(exact).max()
     for at_once in (1, 7, 47, 299):
         assert small.same(logits_of(sessions[3], MANY, ids, at_once), expected), at_once
+
+
+def test_a_norm_of_another_size_than_the_latent_is_refused():
+    plan = small.open_session(CONFIG, "float32", threads=1).plan
+    [(number, keep)] = [(n, op) for n, op in enumerate(plan.ops.layers[0].ops) if isinstance(op, LatentKeep)]
+    norm = replace(keep.norm, gain=replace(keep.norm.gain, path="other", shape=(keep.rank - 1,)))
+    with pytest.raises(NativeError, match="damaged plan: a norm has another size than its vector"):
+        Session(small.with_op(plan, 0, number, norm=norm), instructions="none")
