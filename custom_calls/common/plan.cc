@@ -201,7 +201,7 @@ class Reader {
     });
   }
 
-  // An op without a check of its own.
+  // The check of an op that has no overload below.
   template <class T>
   void check(T& op) {
     check_of_stream(op);
