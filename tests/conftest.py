@@ -1,8 +1,8 @@
 """Settings of every test run: eight host devices, set before JAX starts, and the same hypothesis examples every time.
 
-Compiling takes most of the time of these tests. XLA therefore skips its slow optimizations, and a cache keeps compiled
-programs until the test run ends. Both also apply to processes that tests start. They change how XLA compiles a program,
-not the program itself.
+Compiling takes most of the time of these tests. XLA therefore skips its slow optimizations, also in the
+processes that tests start, which share a cache of compiled programs. Both change how XLA compiles a program, not the
+program itself.
 """
 
 import gc
@@ -48,10 +48,10 @@ hypothesis.settings.load_profile("laneformer")
 
 @pytest.fixture(scope="session", autouse=True)
 def compiled(tmp_path_factory):
-    """All workers share a folder of compiled programs: a process that finds its programs starts in 2 s, not 7."""
+    """The commands that tests start share a folder of compiled programs: one that finds its programs starts in 2 s, not
+    in 7. The tests' own processes do without, since they would write thousands of programs and find few.
+    """
     if "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     folder = str(shared_folder(tmp_path_factory) / "compiled")
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": folder, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
