@@ -8,7 +8,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <iterator>
 #include <vector>
 
 #include "params.h"
@@ -17,12 +16,10 @@ extern "C" const emulator::Kernel laneformer_kernel;
 
 namespace emulator {
 
-__thread Fiber* self = nullptr;
-
 namespace {
 
-thread_local std::vector<Fiber>* all = nullptr;
-
+// Ends with a jump, since a processor predicts that `ret` returns to the caller. The threads of a warp mostly continue
+// at the same place.
 extern "C" void laneformer_switch(void** from, void* to);
 asm(R"(
 .text
@@ -43,7 +40,8 @@ laneformer_switch:
   popq %r12
   popq %rbx
   popq %rbp
-  ret
+  popq %rcx
+  jmp *%rcx
 )");
 
 struct Copy {
@@ -53,9 +51,35 @@ struct Copy {
   unsigned long long* barrier;
 };
 
-constexpr size_t kStackBytes = 64 << 10;
-// Variables of a thread, because each device has its own thread of the host.
-thread_local void* main_stack = nullptr;
+// The slots of a launch's fibers, kept for the next launch. Variables of a thread, because each device has its own
+// thread of the host.
+class Slots {
+ public:
+  Slots() = default;
+  Slots(const Slots&) = delete;
+  Slots& operator=(const Slots&) = delete;
+  ~Slots() { std::free(memory_); }
+
+  // Makes room for `count` fibers.
+  void resize(int count) {
+    if (count > count_) {
+      std::free(memory_);
+      memory_ = (char*)std::aligned_alloc(kSlotBytes, (size_t)count * kSlotBytes);
+      reads_.resize((size_t)count * kMostReads);
+    }
+    count_ = std::max(count_, count);
+  }
+  Fiber& operator[](int i) { return *fiber_at((uintptr_t)memory_ + (uintptr_t)i * kSlotBytes); }
+  const void** reads(int i) { return &reads_[(size_t)i * kMostReads]; }
+
+ private:
+  char* memory_ = nullptr;
+  int count_ = 0;
+  std::vector<const void*> reads_;
+};
+
+thread_local Slots slots;
+thread_local int num_threads = 0;  // of a CTA
 thread_local std::vector<Copy> copies;
 thread_local const laneformer::gpu::Params* parameters = nullptr;
 thread_local bool reading = false;  // whether laneformer_read runs
@@ -85,12 +109,12 @@ struct Still {
   }
 };
 
-void leave() { laneformer_switch(&self->stack_pointer, main_stack); }
+void leave(Fiber* self) { laneformer_switch(&self->stack_pointer, *self->main_stack); }
 
 void body() {
   (reading ? laneformer_kernel.read : laneformer_kernel.run)(*parameters);
-  self->ended = true;
-  leave();
+  self()->ended = true;
+  leave(self());
 }
 
 void arrive(const Copy& copy) {
@@ -100,7 +124,7 @@ void arrive(const Copy& copy) {
 
 }  // namespace
 
-void yield() { leave(); }
+void yield() { leave(self()); }
 
 void meet(Group* group) {
   const uint64_t generation = group->generation;
@@ -109,22 +133,24 @@ void meet(Group* group) {
     group->generation++;
     return;
   }
-  self->waits = group;
-  self->blocked_until = generation;
-  leave();
+  Fiber* const fiber = self();
+  *fiber->wait = {&group->generation, generation};
+  leave(fiber);
 }
 
 void read(const void* from) {
-  if (from < self->shared || from >= self->shared + laneformer_kernel.ring_bytes) return;
-  if (self->num_reads == (int)std::size(self->reads))
+  Fiber* const fiber = self();
+  if (from < fiber->shared || from >= fiber->shared + laneformer_kernel.ring_bytes) return;
+  if (fiber->num_reads == kMostReads)
     std::fprintf(stderr, "a thread has read the ring too often without reads_done\n"), std::abort();
-  self->reads[self->num_reads++] = from;
+  fiber->reads[fiber->num_reads++] = from;
 }
 
 void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
   const auto inside = [&](const void* read) { return read >= to && read < (char*)to + bytes; };
-  for (const Fiber& reader : *all)
-    if (reader.cta == self->cta && std::any_of(reader.reads, reader.reads + reader.num_reads, inside))
+  const int first = self()->cta * num_threads;
+  for (int i = first; i < first + num_threads; i++)
+    if (std::any_of(slots[i].reads, slots[i].reads + slots[i].num_reads, inside))
       std::fprintf(stderr, "a bulk copy may overwrite data before it has been read\n"), std::abort();
   if (((uintptr_t)to | (uintptr_t)from | bytes) % 16)
     std::fprintf(stderr, "a bulk copy is not aligned to 16 bytes\n"), std::abort();
@@ -143,8 +169,13 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
   random_state = seed * 0x9e3779b97f4a7c15ull + 1;
   copies.clear();
   const int warps = threads / warp_size, count = grid * threads;
-  std::vector<Fiber> fibers(count);
-  all = &fibers;
+  num_threads = threads;
+  slots.resize(count);
+  Slots& fibers = slots;
+  std::vector<Wait> waits(count);
+  void* main_stack = nullptr;
+  const uint64_t now = 0;
+  const Wait forever = {&now, now};
   std::vector<Group> blocks(grid), warp_groups((size_t)grid * warps);
   std::vector<char*> shared(grid);
   for (int c = 0; c < grid; c++) {
@@ -157,24 +188,20 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
   for (int i = 0; i < count; i++) {
     Fiber& f = fibers[i];
     const int c = i / threads, t = i % threads;
-    f = {nullptr,
-         (char*)std::malloc(kStackBytes),
-         shared[c],
-         t,
-         c,
-         false,
-         &warp_groups[(size_t)c * warps + t / warp_size],
-         &blocks[c],
-         0,
-         nullptr,
-         0,
-         {}};
-    void** top = (void**)(((uintptr_t)f.stack + kStackBytes) & ~(uintptr_t)15);
+    f = {};
+    f.main_stack = &main_stack;
+    f.shared = shared[c];
+    f.thread = t, f.cta = c;
+    f.warp = &warp_groups[(size_t)c * warps + t / warp_size], f.block = &blocks[c];
+    f.wait = &waits[i];
+    f.reads = fibers.reads(i);
+    void** top = (void**)((uintptr_t)&f & ~(uintptr_t)15);
     *--top = nullptr;  // a function's stack starts 8 bytes off a multiple of 16
     *--top = (void*)body;
     for (int r = 0; r < 6; r++) *--top = nullptr;
     f.stack_pointer = top;
   }
+  std::vector<int> num_ended(grid);
   std::vector<int> asleep((size_t)grid * warps);  // rounds for which a warp still sleeps
   // Whether CTAs run one after the other, because none may wait for another.
   const bool alone = !reading && laneformer_kernel.in_turn(*params);
@@ -187,33 +214,31 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     const int first = alone ? 0 : (int)(random_bits() % (uint64_t)grid);
     for (int n = 0; n < grid; n++) {
       const int c = (first + n) % grid;
-      const auto ended = [](const Fiber& f) { return f.ended; };
-      if (alone && c > 0 && !std::all_of(fibers.begin() + (c - 1) * threads, fibers.begin() + c * threads, ended))
-        break;
+      const int begin = c * threads;
+      if (alone && c > 0 && num_ended[c - 1] < threads) break;
       if (!alone && idle < 100 && still.pauses(c)) {  // after that only this CTA is left
         if (!still.lost) continue;
-        for (int i = c * threads; i < (c + 1) * threads; i++) running -= !fibers[i].ended, fibers[i].ended = true;
+        std::fill_n(waits.begin() + begin, threads, forever);
+        running -= threads - num_ended[c];
+        num_ended[c] = threads;
       }
       if (random_bits() % 8 == 0) continue;
       const int first_warp = (int)(random_bits() % (uint64_t)warps), step = random_bits() % 2 ? 1 : warps - 1;
-      for (int k = 0; k < threads; k++) {
-        const int i = c * threads + (first_warp + k / warp_size * step) % warps * warp_size + k % warp_size;
-        if (k % warp_size == 0) {
-          int& rounds = asleep[i / warp_size];
-          if (rounds == 0 && random_bits() % 16 == 0) rounds = 1 << random_bits() % 5;
-          if (rounds > 0) {
-            rounds--;
-            k += warp_size - 1;
-            continue;
-          }
+      for (int k = 0, w = first_warp; k < warps; k++, w = (w + step) % warps) {
+        int& rounds = asleep[c * warps + w];
+        if (rounds == 0 && random_bits() % 16 == 0) rounds = 1 << random_bits() % 5;
+        if (rounds > 0) {
+          rounds--;
+          continue;
         }
-        Fiber& f = fibers[i];
-        if (f.ended || (f.waits && f.waits->generation == f.blocked_until)) continue;
-        f.waits = nullptr;
-        self = &f;
-        laneformer_switch(&main_stack, f.stack_pointer);
-        moved = true;
-        if (f.ended) running--;
+        for (int i = begin + w * warp_size; i < begin + (w + 1) * warp_size; i++) {
+          if (!waits[i].over()) continue;
+          waits[i] = {};
+          Fiber& f = fibers[i];
+          laneformer_switch(&main_stack, f.stack_pointer);
+          moved = true;
+          if (f.ended) waits[i] = forever, running--, num_ended[c]++;
+        }
       }
     }
     for (size_t i = 0; i < copies.size();) {
@@ -234,7 +259,6 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     }
   }
   if (result == 0 && !copies.empty()) result = 2;
-  for (Fiber& f : fibers) std::free(f.stack);
   for (char* s : shared) std::free(s);
   return result;
 }

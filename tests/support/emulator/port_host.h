@@ -15,7 +15,7 @@
 #define LF_KERNEL extern "C"
 #define LF_PARAMS const Params
 #define LF_CONSTANT static const
-#define LF_SHARED(name) char* name = ::emulator::self->shared
+#define LF_SHARED(name) char* name = ::emulator::self()->shared
 #define LF_UNROLL
 #ifndef LF_BULK
 #define LF_BULK 1
@@ -29,24 +29,24 @@ namespace gpu {
 
 constexpr int kWarpSize = LF_WARP_SIZE, kSelectorBits = LF_WARP_SIZE == 32 ? 4 : 8;
 
-LF_DEVICE int thread() { return emulator::self->thread; }
-LF_DEVICE int cta() { return emulator::self->cta; }
-LF_DEVICE void sync_cta() { emulator::meet(emulator::self->block); }
-LF_DEVICE void sync_warp() { emulator::meet(emulator::self->warp); }
+LF_DEVICE int thread() { return emulator::self()->thread; }
+LF_DEVICE int cta() { return emulator::self()->cta; }
+LF_DEVICE void sync_cta() { emulator::meet(emulator::self()->block); }
+LF_DEVICE void sync_warp() { emulator::meet(emulator::self()->warp); }
 LF_DEVICE int opaque(int v) { return v; }
 LF_DEVICE int same_in_warp(int v) { return v; }
 LF_DEVICE u32 shuffle_bits(u32 v, int mask) {
-  emulator::Group* warp = emulator::self->warp;
-  const int lane = emulator::self->thread % kWarpSize, side = (int)(warp->generation & 1);
+  emulator::Group* warp = emulator::self()->warp;
+  const int lane = emulator::self()->thread % kWarpSize, side = (int)(warp->generation & 1);
   warp->values[side][lane] = v;
   emulator::meet(warp);
   return warp->values[side][lane ^ mask];
 }
 
 LF_DEVICE u32 broadcast(u32 v, int lane) {
-  emulator::Group* warp = emulator::self->warp;
+  emulator::Group* warp = emulator::self()->warp;
   const int side = (int)(warp->generation & 1);
-  warp->values[side][emulator::self->thread % kWarpSize] = v;
+  warp->values[side][emulator::self()->thread % kWarpSize] = v;
   emulator::meet(warp);
   return warp->values[side][lane];
 }
@@ -79,8 +79,8 @@ LF_DEVICE int round_to_int(float v) {  // ties to even; saturates; 0 for NaN
 }
 template <int of_a>
 LF_DEVICE void multiply_bytes(const u32 (&a)[of_a], const u32 (&b)[of_a / 2], const u32 (&before)[4], u32 (&sums)[4]) {
-  emulator::Group* warp = emulator::self->warp;
-  const int lane = emulator::self->thread % kWarpSize, side = (int)(warp->generation & 1);
+  emulator::Group* warp = emulator::self()->warp;
+  const int lane = emulator::self()->thread % kWarpSize, side = (int)(warp->generation & 1);
   auto* all = warp->matrices[side];
   for (int i = 0; i < of_a; i++) all[lane][i] = a[i];
   for (int i = 0; i < of_a / 2; i++) all[lane][4 + i] = b[i];
@@ -180,7 +180,7 @@ LF_DEVICE void add_shared(u64* p, u64 v) { *p += v; }
 LF_DEVICE void barrier_init(u64* barrier) { *barrier = 0; }  // counts the phases that have ended
 LF_DEVICE void barrier_init_done() {}
 LF_DEVICE u64 stream_policy() { return 0; }
-LF_DEVICE void reads_done() { emulator::self->num_reads = 0; }
+LF_DEVICE void reads_done() { emulator::self()->num_reads = 0; }
 LF_DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier, u64) {
   emulator::bulk_copy(to, from, bytes, barrier);
 }
