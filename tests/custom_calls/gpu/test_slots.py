@@ -81,17 +81,22 @@ DRAFTS = {  # texts for the drafts of a request, as arguments of give_texts
 
 
 class Slots:
-    """A model with a session of one slot and a session of several slots, whose answers are compared."""
+    """A model with a session of one slot and a session of several slots, whose answers are compared. `like`: Slots of
+    the same model, whose session of one slot is shared.
+    """
 
-    def __init__(self, plan, weights, rows=4, slots=3, mesh=None, drafts=False, **options):
+    def __init__(self, plan, weights, rows=4, slots=3, mesh=None, drafts=False, like: "Slots | None" = None, **options):
         self.plan, self.mesh, self.drafts = plan, mesh, drafts
-        self.alone = emulated.open_session(plan, weights, mesh=mesh, **options)
         self.session = emulated.open_session(plan, weights, mesh=mesh, rows=rows, slots=slots, drafts=drafts, **options)
         if drafts:
             self.session.speculate(rows - 1, EQUAL[:rows])
-        self.call_alone, self.call = (
-            jitted(session, mesh, room=ROOM, top=2, logits=True) for session in (self.alone, self.session)
-        )
+        self.call = jitted(self.session, mesh, room=ROOM, top=2, logits=True)
+        if like:
+            self.alone, self.call_alone, self._expected = like.alone, like.call_alone, like._expected
+        else:
+            self.alone = emulated.open_session(plan, weights, mesh=mesh, **options)
+            self.call_alone = jitted(self.alone, mesh, room=ROOM, top=2, logits=True)
+            self._expected = {}  # by prompt, limit and options
         self.state = self._put(State.of(None, custom_calls.empty_layers(plan, CAPACITY, slots=slots)))
         self.slots: list[Request | None] = [None] * slots
 
@@ -104,6 +109,12 @@ class Slots:
 
     def expected(self, request: Request) -> list:
         """The results of the request alone: its outputs without the status, the end, and the cached entries."""
+        key = repr((request.prompt, request.limit, request.options))
+        if key not in self._expected:
+            self._expected[key] = self._run_alone(request)
+        return self._expected[key]
+
+    def _run_alone(self, request: Request) -> list:
         state = self._put(state_of(self.plan, CAPACITY))
         inputs = small.make_inputs(request.prompt, request.limit, room=ROOM, **request.options)
         outputs, state = self.call_alone(inputs, state._replace(seen=np.zeros(self.plan.ops.vocab_size, np.uint8)))
@@ -202,18 +213,22 @@ SETTINGS = (
 )
 
 
-def random_requests(rng: np.random.Generator, vocab: int, count: int = 6) -> list[Request]:
-    """Requests with prompts of 1 to 20 tokens, answers of 1 to 25 tokens, and random settings, stops and drafts."""
-    return [
+def random_requests(rng: np.random.Generator, vocab: int, count: int) -> list[Request]:
+    """Some of twelve requests, whose results alone are computed once, with random drafts and cancellations. They have
+    prompts of 1 to 20 tokens, answers of 1 to 25 tokens, and random settings and stops.
+    """
+    same = np.random.default_rng(0)
+    requests = [
         Request(
-            rng.integers(0, vocab, rng.integers(1, 21)).tolist(),
-            int(rng.integers(1, 26)),
-            {"seed": (number, 7), "stops": [int(rng.integers(-1, vocab))]} | SETTINGS[rng.integers(len(SETTINGS))],
-            cancel=bool(rng.random() < 0.2),
-            drafts=[*DRAFTS][rng.integers(len(DRAFTS))],
+            same.integers(0, vocab, same.integers(1, 21)).tolist(),
+            int(same.integers(1, 26)),
+            {"seed": (number, 7), "stops": [int(same.integers(-1, vocab))]} | SETTINGS[number % len(SETTINGS)],
         )
-        for number in range(count)
+        for number in range(12)
     ]
+    for request in requests:
+        request.cancel, request.drafts = bool(rng.random() < 0.2), [*DRAFTS][rng.integers(len(DRAFTS))]
+    return [requests[number] for number in rng.permutation(len(requests))[:count]]
 
 
 @pytest.fixture(scope="module")
@@ -235,8 +250,8 @@ def test_random_schedules_have_the_bits_of_each_request_alone(seed, model):
 
 
 @pytest.fixture(scope="module")
-def drafting():
-    return Slots(*of_config(small.windowed_model()[0]), drafts=True)
+def drafting(model):
+    return Slots(*of_config(small.windowed_model()[0]), drafts=True, like=model)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
