@@ -224,7 +224,7 @@ def _notes(measured: Measured, random_weights: bool) -> list[str]:
         passes, drafted = sum(count.passes for count in counts), sum(count.drafted for count in counts)
         notes.append(
             f"speculative decoding, up to {most} drafts a pass: {len(counts) * (case.output_tokens - 1) / passes:.2f}"
-            f" tokens per pass, {sum(sum(count.accepted) for count in counts)} of {drafted} drafts right;"
+            f" tokens per pass, {sum(sum(count.accepted) for count in counts)} of {drafted} drafts accepted;"
             f" prompt {case.prompts}"
         )
     if case.output_tokens < SUSTAINED:

@@ -191,7 +191,7 @@ def drafts(engine: Engine, result: Result) -> str:
         return "no speculative decoding"
     return (
         f"{result.tokens_per_pass:.2f} tokens per pass, {sum(result.drafting.accepted)} of"
-        f" {result.drafting.drafted} drafts right"
+        f" {result.drafting.drafted} drafts accepted"
     )
 
 

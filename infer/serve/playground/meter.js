@@ -22,7 +22,7 @@ export function showConditions(current, recording) {
     facts.parameters && `${millions(facts.parameters)} parameters`,
     facts.weights_dtype && `weights ${facts.weights_dtype}, compute ${facts.compute_dtype}`,
     facts.device && `${facts.devices} × ${facts.device}`,
-    facts.backend && `backend ${facts.backend}${facts.threads ? `, ${facts.threads} threads` : ""}`,
+    facts.backend && `backend ${facts.backend}${facts.threads ? `, ${facts.threads} thread${facts.threads > 1 ? "s" : ""}` : ""}`,
     `batch ${facts.batch_size ?? 1}`,
     recording?.final && promptInWords(recording.final.timings),
     recording?.final && draftsInWords(recording.final),
@@ -45,7 +45,7 @@ function promptInWords({ prompt_n: computed, cache_n: cached }) {
 }
 
 function draftsInWords({ timings, metrics: { speculative_decoding: found } }) {
-  const words = `${timings.draft_n_accepted} of ${timings.draft_n} drafts right`;
+  const words = `${timings.draft_n_accepted} of ${timings.draft_n} drafts accepted`;
   return found && `${found.tokens_per_pass.toFixed(2)} tokens per pass, ${words}`;
 }
 
@@ -60,15 +60,15 @@ export function showProgress(recording, elapsed) {
   const first = recording.final?.metrics.time_to_first_token_ms ?? recording.times.values[0];
   put("first", milliseconds(first));
   put("drafted", recording.tokens ? share(recording.right / recording.tokens) : NONE);
-  put("company", recording.tokens ? companyNow(recording) : NONE);
+  put("others", recording.tokens ? othersNow(recording) : NONE);
   const note = recording.final ? "sustained, measured by the server" : "so far, by the engine's clock";
   put("rate-note", recording.elapsed !== null && !recording.final ? "until the early end, by the engine's clock" : note);
 }
 
 /** Shows that there is no run yet. */
 export function clear() {
-  const names = ["rate", "client-rate", "count", "elapsed", "first", "drafted", "company", "prompt-n", "cache-n", "prompt-ms", "prompt-rate",
-                 "queue-ms", "decode-n", "decode-ms", "mean-ms", "company-rates", "finish", "p50", "p95", "p99"];
+  const names = ["rate", "client-rate", "count", "elapsed", "first", "drafted", "others", "prompt-n", "cache-n", "prompt-ms", "prompt-rate",
+                 "queue-ms", "decode-n", "decode-ms", "mean-ms", "others-rates", "finish", "p50", "p95", "p99"];
   for (const name of names) put(name, NONE);
   byId("rate").classList.add("none");
   put("rate-note", "sustained, by the engine's clock");
@@ -87,7 +87,7 @@ export function showDetails(recording) {
   put("decode-n", timings ? tokens(timings.predicted_n) : NONE);
   put("decode-ms", milliseconds(timings?.predicted_ms));
   put("mean-ms", milliseconds(metrics?.mean_itl_ms));
-  put("company-rates", recording.tokens ? costOfCompany(recording) || others(0) : NONE);
+  put("others-rates", recording.tokens ? costOfOthers(recording) || others(0) : NONE);
   put("finish", { length: "length limit", stop: "the model" }[recording.finish] ?? NONE);
   const gaps = recording.gaps;
   const marks = gaps.length ? { p50: percentile(gaps, 50), p95: percentile(gaps, 95), p99: percentile(gaps, 99) } : {};
@@ -111,24 +111,24 @@ export function summary(recording) {
     ["prompt", final && `${tokens(computed + cached)} tokens, ${tokens(cached)} cached`],
     ["answer", `${tokens(recording.tokens)} tokens${rate === null ? "" : `, ${figures(rate)} tok/s`}`],
     ["drafted", drafts > 0 && share(drafts / recording.tokens)],
-    ["company", costOfCompany(recording)],
+    ["other requests", costOfOthers(recording)],
   ].filter(([, value]) => value);
 }
 
 /** The number of other requests in the newest pass while the answer grows; at its end, the share of tokens from shared passes. */
-function companyNow(recording) {
+function othersNow(recording) {
   if (recording.outcome === null) return others(recording.others.last);
   const all = recording.others.values;
   const shared = all.filter((count) => count > 0).length;
-  return shared ? `${share(shared / all.length)} shared` : others(0);
+  return shared ? `for ${share(shared / all.length)} of tokens` : others(0);
 }
 
-const others = (count) => (count ? `${count} other${count > 1 ? "s" : ""}` : "alone");
+const others = (count) => (count ? `${count}` : "none");
 
 /** The speeds alone and with other requests; "" if no pass was shared. */
-function costOfCompany({ company }) {
-  const rated = company.filter(({ rate }) => rate !== null);
-  return !company.at(-1)?.others ? "" : rated.map(({ others: count, rate }) => `${count ? `with ${others(count)}` : "alone"} ${figures(rate)} tok/s`).join(", ");
+function costOfOthers({ rates }) {
+  const rated = rates.filter(({ rate }) => rate !== null);
+  return !rates.at(-1)?.others ? "" : rated.map(({ others: count, rate }) => `${count ? `with ${count}` : "alone"} ${figures(rate)} tok/s`).join(", ");
 }
 
 function share(part) {

@@ -112,7 +112,7 @@ export class Recording {
 
   /** Speed by the number of other requests in a pass, for the tokens after the first arrival: [{others, tokens, rate}], sorted by others,
    * rate in tokens per second. Tokens that arrived together share the time since the previous arrival. */
-  get company() {
+  get rates() {
     const found = new Map();
     const [times, others] = [this.times.values, this.others.values];
     for (let start = this.tokensAt(0); start < times.length; ) {

@@ -59,7 +59,7 @@ def test_text_goes_to_stdout_and_summary_to_stderr(checkpoint, engine):
         "batch 1",
         f"prompt {len(PROMPT) + 1} tokens",
         "context 20000",
-        f"{'no speculative decoding' if name == 'xla' else ' drafts right'}; temperature 1.0, seed 3",
+        f"{'no speculative decoding' if name == 'xla' else ' drafts accepted'}; temperature 1.0, seed 3",
     ):
         assert part in summary
 
@@ -75,7 +75,7 @@ def test_drafts_are_reported_with_the_speed(checkpoint, capsys, monkeypatch):
         assert main([*args, "200", *drafts]) == 0
         out, err = capsys.readouterr()
         answers.append(out)
-        found = re.search(r"([\d.]+) tokens per pass, (\d+) of (\d+) drafts right", err)
+        found = re.search(r"([\d.]+) tokens per pass, (\d+) of (\d+) drafts accepted", err)
         assert bool(found) == (not drafts or "3" in drafts) != ("no speculative decoding" in err)
     assert len(set(answers)) == 1 and float(found[1]) > 1 and 0 < int(found[2]) <= int(found[3])
     assert main([*args, "200", "--json"]) == 0

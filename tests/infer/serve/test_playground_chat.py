@@ -374,10 +374,10 @@ def test_full_storage_keeps_the_texts(chat):
 def test_other_requests_and_their_cost_are_shown(chat):
     page, _ = chat
     say(page, "alone ", 300)
-    assert page.locator("#company").text_content() == "alone" and "company" not in facts(page, 1)
+    assert page.locator("#others").text_content() == "none" and "other requests" not in facts(page, 1)
     say(page, "again ", 300)
-    expect(page.locator("#company")).to_have_text("33 % shared")
-    found = re.fullmatch(r"alone ([\d,.]+) tok/s, with 1 other ([\d,.]+) tok/s", facts(page, 2)["company"])
+    expect(page.locator("#others")).to_have_text("for 33 % of tokens")
+    found = re.fullmatch(r"alone ([\d,.]+) tok/s, with 1 ([\d,.]+) tok/s", facts(page, 2)["other requests"])
     tokens = record_of(page)["tokens"]
     times, others = tokens["time_ms"], tokens["others"]
     for count, rate in enumerate(found.groups()):

@@ -37,7 +37,7 @@ def test_tokens_from_the_cache_are_named(server, open_page):
     assert (number(page, "#prompt-n"), number(page, "#cache-n")) == (5, size - 5)
     conditions = page.locator("#conditions").text_content()
     assert f"prompt {size} tokens, {size - 5} of them from the cache" in conditions
-    assert "1.45 tokens per pass, 9 of 12 drafts right" in conditions
+    assert "1.45 tokens per pass, 9 of 12 drafts accepted" in conditions
     assert "shared with other requests" in conditions
 
 
