@@ -38,9 +38,12 @@ def test_logits_equal_the_oracle(folder, devices):
 
 
 def _oracle_greedy():
-    """Every oracle case; every second one is slow."""
+    """One oracle case; of the others every second one is slow, the rest exhaustive, since the next test compares the
+    logits of pieces.
+    """
     for n, folder in enumerate(tiny.ORACLE):
-        yield pytest.param(folder, id=folder.name, marks=pytest.mark.slow if n % 2 else ())
+        marks = () if folder.name == "case_08" else pytest.mark.slow if n % 2 else pytest.mark.exhaustive
+        yield pytest.param(folder, id=folder.name, marks=marks)
 
 
 @pytest.mark.parametrize("folder", list(_oracle_greedy()))
@@ -70,7 +73,7 @@ def _run_in_pieces(model: Laneformer, ids, splits, capacity):
 SPLITS = [
     pytest.param((24,), marks=pytest.mark.slow),
     pytest.param((5, 1, 1, 10, 1, 6), marks=pytest.mark.slow),
-    (1, 10, 5, *[1] * 8),
+    (1, 7, 7, 1, 1, 7),
 ]
 
 
@@ -121,10 +124,9 @@ def test_residual_streams_equal_the_oracle(monkeypatch):
 def test_last_only_returns_the_last_position():
     model = tiny.random_model(tiny.values())
     ids = tiny.token_ids(40)
-    every, _ = model.extend(ids, model.make_cache(2, 12))
     last, _ = model.extend(ids, model.make_cache(2, 12), last_only=True)
     assert last.shape == (2, 1, 40)
-    assert tiny.difference(last, every[:, -1:]) < 1e-5
+    assert tiny.difference(last, np.asarray(model(ids))[:, -1:]) < 1e-5
 
 
 LLAMA3 = {
@@ -157,25 +159,24 @@ FURTHER = {
         "rope_scaling": {"type": "linear", "factor": 3.0},
         "rope_theta": 500.0,
     },
-    "delay beyond the layers, alone, window beyond the text": {
+    "delay beyond the layers, alone, two lanes, window beyond the text": {
         "broadcast_delay": 5,
         "use_early_comm": False,
         "num_hidden_layers": 2,
+        "num_lanes": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 35,
         "sliding_window": 30,
         "sliding_window_n_layers": 2,
     },
-    "delay = layers, alone, first layer slides": {
+    "delay = layers, alone, first layer slides, llama3": {
         "broadcast_delay": 3,
         "use_early_comm": False,
+        "vocab_size": 43,
         "sliding_window": 3,
         "sliding_window_n_layers": 1,
         "num_attention_heads": 16,
-    },
-    "delay 2 of 5, llama3": {
-        "broadcast_delay": 2,
-        "num_hidden_layers": 5,
-        "use_early_comm": False,
-        "vocab_size": 43,
         "rope_scaling": LLAMA3,
         "rope_theta": 100.0,
         "head_dim": 16,
@@ -224,7 +225,6 @@ FURTHER = {
         "rope_theta": 50.0,
         "head_dim": 16,
     },
-    "aggregation before the norm, lane norms": {"pre_norm_lane_agg": True, **LANE_NORMS, "vocab_size": 39},
     "tied, yarn with ends not rounded": {
         "tie_word_embeddings": True,
         "vocab_size": 41,
@@ -240,13 +240,14 @@ FURTHER = {
         "sliding_window_n_layers": -9,
         "unclamped_layers": [0],
     },
-    "two lanes": {"num_lanes": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 35},
-    "three lanes": {
+    "three lanes, aggregation before the norm, lane norms": {
         "num_lanes": 3,
         "num_attention_heads": 12,
         "num_key_value_heads": 6,
         "head_dim": 4,
         "vocab_size": 40,
+        "pre_norm_lane_agg": True,
+        **LANE_NORMS,
     },
     "eight lanes, several kv heads each": {
         "num_lanes": 8,
@@ -257,66 +258,66 @@ FURTHER = {
     "one lane": {"num_lanes": 1, "num_key_value_heads": 1, "vocab_size": 33},
 }
 
+ON_MESHES = {  # devices of the models that run on a mesh; the others run on one device without a mesh
+    "delay beyond the layers, early, linear": 4,
+    "lane head, lane norms, window of one key": 4,
+    "vocab_parallel, lane norms, rope_scaling_args": 2,
+    "tied, yarn with ends not rounded": 2,
+    "three lanes, aggregation before the norm, lane norms": 3,
+    "eight lanes, several kv heads each": 4,
+}
+
+
+def further(name: str) -> tuple[dict, Laneformer, np.ndarray]:
+    """A model of FURTHER: its config.json, the model, and token ids for it."""
+    values = tiny.values(**FURTHER[name])
+    return values, tiny.random_model(values, lane_devices=ON_MESHES.get(name)), tiny.token_ids(values["vocab_size"])
+
 
 @pytest.mark.parametrize("name", FURTHER)
 def test_random_models_equal_the_reference(name):
-    values = tiny.values(**FURTHER[name])
+    values, model, ids = further(name)
+    expected = reference.reference_logits(values, tiny.random_weights(values), ids)
+    assert tiny.difference(model(ids), expected) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ON_MESHES)
+def test_heads_add_at_most_one_all_reduce(name):
+    """The devices divide some of the vocabularies, and then each computes a slice of the logits."""
+    _, model, ids = further(name)
+    text, of_head = tiny.lowered(model, ids), 0 if model.config.lm_head_type == "vocab_parallel" else 1
+    assert tiny.all_reduces(text) == model.config.schedule.num_reductions + of_head
+    assert "all_gather" not in text and "all_to_all" not in text
+
+
+@pytest.mark.slow
+def test_random_model_in_pieces_equals_the_reference():
+    values = tiny.values(**FURTHER["lane head, lane norms, window of one key"])
     ids = tiny.token_ids(values["vocab_size"])
+    expected = reference.reference_logits(values, tiny.random_weights(values), ids)
+    logits = _run_in_pieces(tiny.random_model(values), ids, (4, 1, 1, 6), capacity=15)
+    assert tiny.difference(logits, expected) < TOLERANCE
+
+
+def test_text_of_one_token_equals_the_reference():
+    values, ids = tiny.values(sliding_window=4, sliding_window_n_layers=2), np.array([[39]], np.int32)
     expected = reference.reference_logits(values, tiny.random_weights(values), ids)
     assert tiny.difference(tiny.random_model(values)(ids), expected) < TOLERANCE
 
 
-ON_MESHES = [
-    ("delay beyond the layers, early, linear", 4),
-    ("lane head, lane norms, window of one key", 4),
-    ("vocab_parallel, lane norms, rope_scaling_args", 2),
-    ("tied, yarn with ends not rounded", 2),
-    ("three lanes", 3),
-    ("aggregation before the norm, lane norms", 4),
-    ("eight lanes, several kv heads each", 4),
-]
-
-
-@pytest.mark.parametrize(("name", "devices"), ON_MESHES)
-def test_random_models_on_meshes_equal_the_reference(name, devices):
-    """The devices divide some of the vocabularies, and then each computes a slice of the logits."""
-    values = tiny.values(**FURTHER[name])
-    ids = tiny.token_ids(values["vocab_size"])
-    expected = reference.reference_logits(values, tiny.random_weights(values), ids)
-    logits = tiny.random_model(values, lane_devices=devices)(ids)
-    assert tiny.difference(logits, expected) < TOLERANCE
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "no exchange, early, last two layers slide",
-        pytest.param("lane head, lane norms, window of one key", marks=pytest.mark.slow),
-    ],
-)
-def test_random_models_in_pieces_equal_the_reference(name):
-    values = tiny.values(**FURTHER[name])
-    ids = tiny.token_ids(values["vocab_size"])
-    expected = reference.reference_logits(values, tiny.random_weights(values), ids)
-    assert (
-        tiny.difference(_run_in_pieces(tiny.random_model(values), ids, (4, 1, 1, 6), capacity=15), expected) < TOLERANCE
-    )
-
-
-@pytest.mark.parametrize("length", [1, pytest.param(32, marks=pytest.mark.slow)])
-def test_shortest_and_longest_texts_equal_the_reference(length):
-    values = tiny.values(sliding_window=4, sliding_window_n_layers=2)
-    ids = tiny.token_ids(40, (1, length)) if length > 1 else np.array([[39]], np.int32)
+@pytest.mark.slow
+def test_longest_text_equals_the_reference():
+    values, ids = tiny.values(sliding_window=4, sliding_window_n_layers=2), tiny.token_ids(40, (1, 32))
     expected = reference.reference_logits(values, tiny.random_weights(values), ids)
     model = tiny.random_model(values)
     assert tiny.difference(model(ids), expected) < TOLERANCE
-    cached, cache = model.extend(ids, model.make_cache(1))
-    assert cache.capacity == 32
+    cached, _ = model.extend(ids, model.make_cache(1))
     assert tiny.difference(cached, expected) < TOLERANCE
 
 
 def test_cache_can_be_filled_to_its_last_position():
-    values = tiny.values(max_position_embeddings=12)
+    """Token by token, in layers with and without a window."""
+    values = tiny.values(**FURTHER["no exchange, early, last two layers slide"], max_position_embeddings=12)
     ids = tiny.token_ids(40)
     expected = reference.reference_logits(values, tiny.random_weights(values), ids)
     assert tiny.difference(_run_in_pieces(tiny.random_model(values), ids, [1] * 12, capacity=12), expected) < TOLERANCE
@@ -326,31 +327,29 @@ def test_sequences_of_a_batch_do_not_mix():
     model, ids = tiny.random_model(tiny.values()), tiny.token_ids(40)
     changed = ids.copy()
     changed[1] = (changed[1] + 7) % 40
-    assert tiny.difference(model(ids)[0], model(changed)[0]) == 0
+    assert tiny.difference(np.asarray(model(ids))[0], np.asarray(model(changed))[0]) == 0
 
 
 def test_later_tokens_do_not_change_earlier_logits():
-    values = tiny.values(sliding_window=3, sliding_window_n_layers=1)
-    model, ids = tiny.random_model(values), tiny.token_ids(40)
+    _, model, ids = further("delay = layers, alone, first layer slides, llama3")
     changed = ids.copy()
-    changed[:, 7:] = (changed[:, 7:] + 3) % 40
+    changed[:, 7:] = (changed[:, 7:] + 3) % 43
     one, other = np.asarray(model(ids)), np.asarray(model(changed))
     assert tiny.difference(one[:, :7], other[:, :7]) < 1e-6
     assert np.abs(one[:, 7:] - other[:, 7:]).max() > 0.1
 
 
 def test_one_lane_equals_the_dense_model():
-    values = tiny.values(num_lanes=1, vocab_size=33)
-    ids, weights = tiny.token_ids(33), tiny.random_weights(values)
-    assert tiny.difference(tiny.random_model(values)(ids), reference.dense_logits(values, weights, ids)) < TOLERANCE
+    values, model, ids = further("one lane")
+    expected = reference.dense_logits(values, tiny.random_weights(values), ids)
+    assert tiny.difference(model(ids), expected) < TOLERANCE
 
 
 def test_weights_round_trip_through_the_constructor():
-    model = tiny.random_model(tiny.values(lm_head_type="lane", replicated_rmsn_scale=False), lane_devices=4)
+    _, model, ids = further("lane head, lane norms, window of one key")
     weights = model.weights()
     assert list(weights) == list(parameter_table(model.config))
     again = Laneformer(model.config, weights, model.precision, model.mesh)
-    ids = tiny.token_ids(40)
     assert tiny.difference(model(ids), again(ids)) == 0
 
 
@@ -360,7 +359,6 @@ VARIANTS = {  # precision, and allowed error against float32 with the same bfloa
     "default on a CPU": (Precision.default("bfloat16", "cpu"), 1e-5),
     "default on a GPU": (Precision.default("bfloat16", "gpu"), 0.25),
     "all bfloat16": (Precision("bfloat16", "bfloat16", "bfloat16", "bfloat16"), 0.5),
-    "float32 weights, bfloat16 products": (Precision(compute="bfloat16"), 0.25),
     "bfloat16 stream": (Precision(stream="bfloat16"), 0.25),
     "float16 weights": (Precision.default("float16", "cpu"), 1e-4),
 }
@@ -382,6 +380,7 @@ def test_mixed_precision_is_near_float32(variant):
 
 
 def test_cache_has_the_compute_dtype():
+    """The weights are float32, the products bfloat16."""
     values = tiny.values(num_hidden_layers=2, lm_head_type="lane")
     model = tiny.random_model(values, precision=Precision(compute="bfloat16", accumulate="bfloat16"), lane_devices=2)
     ids = tiny.token_ids(40)
@@ -389,7 +388,7 @@ def test_cache_has_the_compute_dtype():
     assert cache.layers[0]["keys"].dtype == "bfloat16"
     logits, cache = model.extend(ids, cache)
     assert logits.dtype == np.float32 and cache.layers[0]["values"].dtype == "bfloat16"
-    assert tiny.difference(logits, reference.reference_logits(values, tiny.random_weights(values), ids)) < 0.5
+    assert 1e-4 < tiny.difference(logits, reference.reference_logits(values, tiny.random_weights(values), ids)) < 0.5
 
 
 def test_default_precision_follows_the_weights():
@@ -437,12 +436,13 @@ def test_quantized_head_has_the_logits_of_its_weights():
     weights, ids = small.make_weights(config), np.array([[3, 1, 4]], np.int32)
     quantized = round_to(weights["lm_head"], "int8")
     model = Laneformer(config, weights | {"lm_head": quantized})
-    expected = small.model_logits(config, weights | {"lm_head": quantized.dequantize(np.float32)}, ids[0])
-    assert tiny.difference(model(ids)[0], expected) < 1e-5
+    expected = small.reference_logits(config, weights | {"lm_head": quantized.dequantize(np.float32)}, ids[0])
+    assert tiny.difference(np.asarray(model(ids))[0], expected) < 1e-5
 
 
 def test_cache_overflow_and_mismatch_are_refused():
-    model = tiny.random_model(tiny.values())
+    model = tiny.random_model(tiny.values(num_hidden_layers=1))
+    assert model.make_cache().capacity == 32, "the context"
     cache = model.make_cache(1, 6)
     with pytest.raises(InputError, match=r"0 cached \+ 7 new tokens .* cache of 6"):
         model.extend(np.ones((1, 7), np.int32), cache)
