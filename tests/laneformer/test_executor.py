@@ -232,11 +232,7 @@ def test_pieces_on_two_devices_equal_the_uncached_model(layout):
     values = tiny.values(layout=layout, num_hidden_layers=2, **LANE_NORMS)
     ids, two = tiny.token_ids(40), tiny.random_model(values, lane_devices=2)
     expected = tiny.random_model(values)(ids)
-    cache, pieces = two.make_cache(2, 12), []
-    for piece in (ids[:, :10], ids[:, 10:11], ids[:, 11:]):
-        logits, cache = two.extend(piece, cache)
-        pieces.append(np.asarray(logits))
-    assert tiny.difference(np.concatenate(pieces, 1), expected) < 1e-4
+    assert tiny.difference(tiny.in_pieces(two, ids, (10, 1, 1)), expected) < 1e-4
 
 
 AFTER = {  # layout -> norms
@@ -260,8 +256,7 @@ def test_norms_after_modules_equal_the_reference(layout):
     else:
         model = tiny.random_model(values, lane_devices=4)
         expected = reference.layout_logits(layout, {}, values, weights, ids)
-        first, cache = model.extend(ids[:, :11], model.make_cache(2, 12))
-        found = np.concatenate([first, model.extend(ids[:, 11:], cache)[0]], 1)
+        found = tiny.in_pieces(model, ids, (11, 1))
     assert tiny.difference(found, expected) < 1e-4
     assert tiny.all_reduces(tiny.lowered(model, ids)) == model.config.schedule.num_reductions + 1
 

@@ -49,11 +49,7 @@ CASES = {  # every layout with its own backward pass, and every option of the bl
         "sliding_window": 4,
         "swa_layers": (0,),
     },
-    "laneformer alone; lane head, exact geglu": {
-        "use_early_comm": False,
-        "lm_head_type": "lane",
-        "hidden_act": "gelu",
-    },
+    "laneformer alone; lane head, exact geglu": {"use_early_comm": False, "lm_head_type": "lane", "hidden_act": "gelu"},
     "dtp(1); norms of lanes after, vocab_parallel, yarn": {
         "layout": "dtp(1)",
         "norm_before": False,
@@ -147,8 +143,7 @@ def test_mesh_of_data_and_lanes_gives_the_gradients_of_one_device(layout):
 
 
 @pytest.mark.parametrize(
-    ("layout", "remat"),
-    [("laneformer", "dots"), pytest.param("caat(0.5)", "dots", marks=pytest.mark.slow)],
+    ("layout", "remat"), [("laneformer", "dots"), pytest.param("caat(0.5)", "dots", marks=pytest.mark.slow)]
 )
 def test_remat_changes_no_gradient(layout, remat):
     values = tiny.values(layout=layout, **EIGHT)

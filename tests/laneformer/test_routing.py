@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import laneformer.model
 from laneformer import make_mesh
+from laneformer.mesh import sharding
 from laneformer.model import Laneformer
 from laneformer.routing import Routing, in_common, load_of, router_figures, router_losses, router_sums
-from tests.support import tiny
+from laneformer.weights import parameter_table
+from tests.support import small, tiny
 
 EXPERTS, USED = 6, 2
 WEIGHTS = np.random.default_rng(3).uniform(0, 2, (4, 12)).astype(np.float32)
@@ -98,15 +101,19 @@ def model_of(layout: str, mesh: tuple[int, int] | None, dense: tuple[int, ...] =
     config = tiny.config(layout=layout, num_hidden_layers=2).replace(
         num_experts=EXPERTS, num_experts_per_tok=USED, moe_intermediate_size=8, mlp_only_layers=dense
     )
-    return Laneformer.init(config, 3, mesh=mesh and make_mesh(4, data=mesh[0], lane=mesh[1]))
+    mesh = mesh and make_mesh(4, data=mesh[0], lane=mesh[1])
+    weights = {
+        path: jax.device_put(w, mesh and sharding(parameter_table(config)[path].spec, w.shape, mesh))
+        for path, w in small.make_weights(config).items()
+    }
+    return Laneformer(config, weights, mesh=mesh)
 
 
 IDS = tiny.token_ids(40, (4, 12))
 TARGETS = np.roll(IDS, -1, 1)
 
 
-@partial(jax.jit, static_argnames=("load_balance", "router_z", "remat"))
-def objective(model: Laneformer, load_balance, router_z, load=None, remat="none"):
+def weighed(model: Laneformer, load_balance, router_z, load=None, remat="none"):
     """The loss with its parts, and its gradient."""
 
     def loss(model):
@@ -114,6 +121,9 @@ def objective(model: Laneformer, load_balance, router_z, load=None, remat="none"
         return model.loss(IDS, TARGETS, WEIGHTS, **options)
 
     return jax.value_and_grad(loss, has_aux=True)(model)
+
+
+objective = jax.jit(weighed, static_argnames=("load_balance", "router_z", "remat"))
 
 
 @jax.jit
@@ -124,18 +134,22 @@ def logits_of(model: Laneformer):
 
 
 @pytest.mark.parametrize("layout", ["dtp(1)", pytest.param("tp", marks=pytest.mark.exhaustive)])
-def test_losses_are_added_to_the_cross_entropy(layout):
-    model = model_of(layout, None)
-    (total, parts), gradient = objective(model, 0.5, 0.25)
-    (plain, _), gradient_of_plain = objective(model, 0.0, 0.0)
-    logits = np.array(logits_of(model))
+def test_losses_are_added_to_the_cross_entropy(layout, monkeypatch):
+    def observed(routings, weights_bs):
+        return router_sums(routings, weights_bs), [routing.logits_lbse for routing in routings]
+
+    model, one_program = model_of(layout, None), jax.jit(weighed)
+    (total, parts), gradient = one_program(model, 0.5, 0.25)
+    (plain, _), gradient_of_plain = one_program(model, 0.0, 0.0)
+    monkeypatch.setattr(laneformer.model, "router_sums", observed)
+    sums, logits = jax.jit(Laneformer.routers)(model, IDS, WEIGHTS)
+    logits = np.array(logits)
     balance, z, _ = reference(logits, WEIGHTS)
     assert logits.shape == (2, 4, 4, 12, EXPERTS)
     assert float(plain) == pytest.approx(float(parts["nll"]), rel=1e-6)
     assert float(total - plain) == pytest.approx((0.5 * balance + 0.25 * z) * WEIGHTS.sum(), rel=1e-4)
-    routers = [g.layers[0].feed_forward.router[...] for g in (gradient, gradient_of_plain)]
-    assert float(jnp.abs(routers[0] - routers[1]).max()) > 1e-3
-    sums = jax.jit(Laneformer.routers)(model, IDS, WEIGHTS)
+    routers = [np.asarray(g.layers[0].feed_forward.router[...]) for g in (gradient, gradient_of_plain)]
+    assert np.abs(routers[0] - routers[1]).max() > 1e-3
     for found, wanted in zip(sums, parts["routers"], strict=True):
         np.testing.assert_allclose(found, wanted, rtol=1e-5)
 
@@ -192,9 +206,7 @@ def test_recomputation_changes_no_gradient(remat):
     assert apart(gradient, other) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("layout", "equal"), [("tp", True), ("ladder", True), ("parallel", True), ("laneformer", False)]
-)
+@pytest.mark.parametrize(("layout", "equal"), [("ladder", True), ("laneformer", False)])
 def test_lanes_with_equal_streams_choose_the_same_experts(layout, equal):
     """Equal lanes have the same logits bit for bit. The model's first layer has an MLP, the second has experts."""
     model = model_of(layout, None, (0,))

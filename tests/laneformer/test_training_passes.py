@@ -12,7 +12,7 @@ import laneformer.model
 from laneformer import make_mesh
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
-from tests.support import tiny
+from tests.support import reference, tiny
 
 IDS = tiny.token_ids(40, (4, 12))
 TARGETS = np.roll(IDS, -1, 1)
@@ -50,12 +50,12 @@ FAST, SLOW = ("replicate", "lane"), ("vocab_parallel", "tied")
         for head in HEADS
     ],
 )
-def test_loss_of_every_head_equals_that_of_its_logits(head):
-    values = tiny.values(num_hidden_layers=2, **HEADS[head])
+def test_loss_of_every_head_equals_that_of_the_reference(head):
+    values = tiny.values(num_hidden_layers=1, **HEADS[head])
     one = tiny.random_model(values)
-    expected = expected_loss(one(IDS), 0.01)
+    expected = expected_loss(reference.reference_logits(values, tiny.random_weights(values), IDS), 0.01)
     on_mesh = tiny.model_of(values, tiny.random_weights(values), make_mesh(4, data=2, lane=4))
-    for model, chunk in ((one, None), (one, 5), (on_mesh, 5)):
+    for model, chunk in ((one, None), (on_mesh, 5)):
         total, parts = loss_of(model, IDS, TARGETS, WEIGHTS, z_loss=0.01, chunk=chunk)
         np.testing.assert_allclose([total, parts["nll"], parts["lse_squared"]], expected, rtol=1e-5)
         assert float(parts["weight"]) == pytest.approx(float(WEIGHTS.sum()), rel=1e-6)
@@ -90,13 +90,13 @@ def test_narrow_exchange_rounds_what_devices_send():
 def test_narrow_activations_are_kept_in_bfloat16():
     """The results of all products in the blocks are rounded, and nothing else. The streams stay float32."""
     values = tiny.values(num_hidden_layers=2)
-    wide = tiny.random_model(values)
-    model = Laneformer(wide.config, wide.weights(), Precision(activation="bfloat16"), None)
+    model = tiny.random_model(values, precision=Precision(activation="bfloat16"))
     text = str(jax.make_jaxpr(model)(IDS))
     assert text.count("reduce_precision") == 2 * (2 + 2), "q with k and v, o; gate with up, down"
     logits = model(IDS)
     assert logits.dtype == jnp.float32
-    assert 0 < tiny.difference(logits, wide(IDS)) < 0.2
+    exact = reference.reference_logits(values, tiny.random_weights(values), IDS)
+    assert 1e-3 < tiny.difference(logits, exact) < 0.2
 
 
 @pytest.mark.parametrize("names", [("wq", "wk", "wv"), ("w1", "w3")])
@@ -122,13 +122,18 @@ def test_narrow_products_of_one_operand_are_joined(names):
     assert str(jax.make_jaxpr(narrow)(h, weights)).count("dot_general") == 1
     wide_text = str(jax.make_jaxpr(lambda h: block("float32", weights).products(names, h))(h))
     assert wide_text.count("dot_general") == len(names)
-    found, pull = jax.vjp(narrow, h, weights)
+    slopes = [random.integers(-8, 8, (*h.shape[:3], w.shape[1])).astype(np.float32) for w in weights.values()]
+
+    @jax.jit
+    def run(h, weights, slopes):  # the slopes are exact in bfloat16
+        found, pull = jax.vjp(narrow, h, weights)
+        return found, *pull(slopes)
+
+    found, dh, dweights = run(h, weights, slopes)
     exact = [np.einsum("lbsd,lod->lbso", h.astype(np.float64), weights[path]) for path in paths.values()]
     for y, expected in zip(found, exact, strict=True):
         np.testing.assert_allclose(y, expected, rtol=2**-8, atol=1e-6)
-        np.testing.assert_array_equal(y, y.astype(jnp.bfloat16).astype(np.float32))
-    slopes = [random.integers(-8, 8, y.shape).astype(np.float32) for y in found]  # exact in bfloat16
-    dh, dweights = pull(slopes)
+        np.testing.assert_array_equal(y, np.asarray(y).astype(jnp.bfloat16).astype(np.float32))
     pairs = list(zip(slopes, paths.values(), strict=True))
     expected = sum(np.einsum("lbso,lod->lbsd", dy.astype(np.float64), weights[path]) for dy, path in pairs)
     np.testing.assert_allclose(dh, expected, rtol=1e-5, atol=1e-5)
@@ -139,11 +144,15 @@ def test_narrow_products_of_one_operand_are_joined(names):
 
 def test_attention_stays_within_a_document():
     model = tiny.random_model(tiny.values(num_hidden_layers=2), lane_devices=2)
-    segments = np.array([[0] * 5 + [1] * 7] * 4, np.int32)
-    together = model(IDS, segments_bs=segments)
-    apart = np.concatenate([model(IDS[:, :5]), model(IDS[:, 5:])], 1)  # rotary positions are relative
-    assert tiny.difference(together, apart) < 1e-4
-    assert tiny.difference(together, model(IDS)) > 1e-2
+    two, one = (np.repeat([[0, n]], (5, 7), axis=1).astype(np.int32).repeat(4, 0) for n in (1, 0))
+    together, whole = (np.asarray(model(IDS, segments_bs=segments)) for segments in (two, one))
+    changed = IDS.copy()
+    changed[:, :5] = (changed[:, :5] + 3) % 40
+    assert tiny.difference(together[:, :5], whole[:, :5]) < 1e-6
+    assert tiny.difference(together[:, 5:], np.asarray(model(changed, segments_bs=two))[:, 5:]) < 1e-6
+    alone = model(IDS[:, 5:])  # rotary positions are relative
+    assert tiny.difference(together[:, 5:], alone) < 1e-4
+    assert tiny.difference(together[:, 5:], whole[:, 5:]) > 1e-2
 
 
 STATISTICS = [
@@ -159,19 +168,21 @@ STATISTICS = [
 def test_lane_statistics_equal_float64(layout, lane_devices, changes, monkeypatch):
     """The expected figures are computed in float64 from the streams of a run on one device."""
     values = tiny.values(layout=layout, num_hidden_layers=2, **changes)
-    seen = []
-
-    def observed(schedule, x, module, sum_lanes, lanes, observe, *more):
-        def keep(*at):
-            seen.append([np.asarray(a, np.float64) for a in at])
-
-        return run_schedule(schedule, x, module, sum_lanes, lanes, keep, *more)
-
     run_schedule = laneformer.model.run_schedule
-    one = tiny.random_model(values)
-    with monkeypatch.context() as patch:
-        patch.setattr(laneformer.model, "run_schedule", observed)
-        Laneformer._forward.__wrapped__(one, IDS, None)
+
+    @jax.jit
+    def streams(model):
+        seen = []
+
+        def observed(schedule, x, module, sum_lanes, lanes, observe, *more):
+            return run_schedule(schedule, x, module, sum_lanes, lanes, lambda *at: seen.append(at), *more)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(laneformer.model, "run_schedule", observed)
+            model._streams(IDS, None, None, "none")
+        return seen
+
+    seen = [[np.float64(x) for x in at] for at in streams(tiny.random_model(values))]
     found = jax.jit(Laneformer.lane_statistics)(tiny.random_model(values, lane_devices=lane_devices), IDS)
     assert len(seen) == 5
     for t, (before, own, after) in enumerate(seen):

@@ -3,7 +3,6 @@
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
@@ -58,7 +57,8 @@ def random_inputs(l=2, b=2, s=24, n=2, group=1, k=8, t=None, seed=0, dtype="floa
     """
     r = np.random.default_rng(seed)
     queries, keys = (l, b, s, n * group, k), (l, b, t or s, n, k)
-    return tuple(jnp.asarray(r.standard_normal(shape), dtype) for shape in (queries, keys, keys, queries))
+    draws = (r.standard_normal(shape).astype(np.float32) for shape in (queries, keys, keys, queries))
+    return tuple(jax.device_put(x.astype(dtype)) for x in draws)
 
 
 @partial(jax.jit, static_argnames="window")

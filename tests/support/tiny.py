@@ -97,6 +97,18 @@ def difference(a, b) -> float:
     return float(np.abs(a - b).max())
 
 
+def in_pieces(model: Laneformer, ids: np.ndarray, lengths, capacity: int | None = None) -> np.ndarray:
+    """Logits of ids [b, s], computed with a cache in pieces of these lengths. capacity: by default s."""
+    cache, pieces, start = model.make_cache(len(ids), capacity or ids.shape[1]), [], 0
+    for length in lengths:
+        logits, cache = model.extend(ids[:, start : start + length], cache)
+        start += length
+        assert int(cache.length) == start
+        pieces.append(np.asarray(logits))
+    assert start == ids.shape[1]
+    return np.concatenate(pieces, axis=1)
+
+
 def continue_greedily(model: Laneformer, prompt, count: int) -> list[int]:
     """The `count` tokens of a greedy continuation, computed by a prefill and single steps with a cache."""
     cache = model.make_cache(1, len(prompt) + count)

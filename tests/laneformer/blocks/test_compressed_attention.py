@@ -2,7 +2,7 @@
 compared with a reference model in tests/laneformer/hf/test_deepseek_v4.py.
 """
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from laneformer import Laneformer
@@ -14,9 +14,6 @@ def test_pieces_of_a_text_have_the_logits_of_the_whole():
     """Pieces of five tokens end in the middle of windows of four and of three, and the entries overlap."""
     config = small.make_config(**COMPRESSED["compressed attention, several streams"])
     weights, ids = small.make_weights(config), small.prompt_of(config, 15)
-    model = Laneformer(config, {path: jnp.asarray(weight) for path, weight in weights.items()})
-    cache, found = model.make_cache(1, 16), []
-    for start in range(0, 15, 5):
-        logits, cache = model.extend(np.array([ids[start : start + 5]], np.int32), cache)
-        found.append(np.asarray(logits[0]))
-    assert tiny.difference(np.concatenate(found), small.interpreted_logits(config, weights, ids)) < 1e-5
+    model = Laneformer(config, {path: jax.device_put(weight) for path, weight in weights.items()})
+    found = tiny.in_pieces(model, np.array([ids], np.int32), (5, 5, 5), capacity=16)
+    assert tiny.difference(found[0], small.interpreted_logits(config, weights, ids)) < 1e-5

@@ -25,7 +25,7 @@ def block(options: DeltaNetOptions = OPTIONS) -> DeltaNet:
     rng = np.random.default_rng(0)
     table = DeltaNet.table(options, "at")
     weights = {path.removeprefix("at."): rng.normal(size=weight.shape) for path, weight in table.items()}
-    return DeltaNet({name: jnp.float32(w) for name, w in weights.items()}, options, Precision())
+    return DeltaNet({name: jax.device_put(np.float32(w)) for name, w in weights.items()}, options, Precision())
 
 
 def reference(own: DeltaNet, h_sd: np.ndarray, lane: int, state=None) -> tuple[np.ndarray, tuple]:
@@ -61,13 +61,16 @@ def reference(own: DeltaNet, h_sd: np.ndarray, lane: int, state=None) -> tuple[n
     return np.array(out), (inputs, s)
 
 
-@jax.jit
+compiled = jax.jit(lambda own, *arguments: own(*arguments))
+
+
 def run(own, h, memory=None, segments=None):
-    return own(h, None, memory, segments)
+    """The output, and the state after it, as NumPy arrays."""
+    return jax.tree.map(np.asarray, compiled(own, h, None, memory, segments))
 
 
-def fresh(options: DeltaNetOptions = OPTIONS, batch: int = 1) -> dict[str, jax.Array]:
-    return {k.name: jnp.zeros((k.num_lanes, batch, 1, *k.shape), k.dtype or "float32") for k in DeltaNet.state(options)}
+def fresh(options: DeltaNetOptions = OPTIONS, batch: int = 1) -> dict[str, np.ndarray]:
+    return {k.name: np.zeros((k.num_lanes, batch, 1, *k.shape), k.dtype or "float32") for k in DeltaNet.state(options)}
 
 
 H = np.float32(np.random.default_rng(1).normal(size=(2, 1, 2 * CHUNK + 7, 12)))
@@ -78,12 +81,12 @@ def assert_close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("length", [1, 3, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 7])
+@pytest.mark.parametrize("length", [1, CHUNK, CHUNK + 1, 2 * CHUNK + 7])
 def test_lengths_equal_the_float64_recurrence(length):
     own = block()
     expected, (inputs, state) = reference(own, H[1, 0, :length], 1)
     assert_close(run(own, H[:, :, :length])[0][1, 0], expected)
-    found, kept = run(own, H[:, :, :length], Memory(fresh(), jnp.int32(0)))
+    found, kept = run(own, H[:, :, :length], Memory(fresh(), np.int32(0)))
     assert_close(found[1, 0], expected)
     assert_close(kept["inputs"][1, 0, 0], inputs)
     assert_close(kept["state"][1, 0, 0].reshape(state.shape), state)
@@ -99,7 +102,7 @@ def test_pieces_with_padding_equal_the_whole(pieces):
     for piece in pieces:
         h = np.full((2, 1, PADDED[piece], 12), 3, np.float32)
         h[:, :, :piece] = H[:, :, start : start + piece]
-        o, kept = run(own, h, Memory(kept, jnp.int32(start), jnp.int32(piece)))
+        o, kept = run(own, h, Memory(kept, np.int32(start), np.int32(piece)))
         found.append(o[:, :, :piece])
         start += piece
     assert_close(np.concatenate(found, 2), run(own, H)[0][:, :, :start])
@@ -154,9 +157,9 @@ def test_gradients_of_chunks_equal_those_of_the_recurrence():
 
 def _random_inputs(length: int):
     rng = np.random.default_rng(4)
-    q, k = (unit(jnp.float32(rng.normal(size=(1, 1, length, 2, 4)))) for _ in "qk")
-    v = jnp.float32(rng.normal(size=(1, 1, length, 2, 2, 3)))
-    g, beta = (jnp.float32(rng.uniform(low, high, size=v.shape[:-1])) for low, high in ((-0.5, 0), (0, 1)))
+    q, k = (np.asarray(unit(np.float32(rng.normal(size=(1, 1, length, 2, 4))))) for _ in "qk")
+    v = np.float32(rng.normal(size=(1, 1, length, 2, 2, 3)))
+    g, beta = (np.float32(rng.uniform(low, high, size=v.shape[:-1])) for low, high in ((-0.5, 0), (0, 1)))
     return q, k, v, g, beta
 
 

@@ -2,6 +2,7 @@
 
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from tests.support import reference, tiny
 
 factors = st.floats(1.0, 40.0)
 contexts = st.integers(8, 100_000)
+rotated = jax.jit(lambda config, x, positions: rotate(x, rotary_tables(config, positions)), static_argnums=0)
 scalings = st.one_of(
     st.just(None),
     st.fixed_dictionaries({"rope_type": st.just("linear"), "factor": factors}),
@@ -72,7 +74,7 @@ def test_pairs_are_interleaved_and_positions_count_from_the_start():
     config = tiny.config(head_dim=4, rope_theta=100.0)
     x = np.zeros((3, 2, 4), np.float32)  # [s, heads, e]
     x[..., 0], x[..., 2] = 1.0, 2.0
-    turned = np.asarray(rotate(jnp.asarray(x), rotary_tables(config, jnp.arange(5, 8))))
+    turned = np.asarray(rotated(config, x, np.arange(5, 8)))
     for s, position in enumerate((5, 6, 7)):
         for head in range(2):
             expected = [
@@ -92,14 +94,15 @@ def test_rotation_equals_the_reference():
     )
     x = np.random.default_rng(0).standard_normal((2, 9, 3, 8)).astype(np.float32)
     config = tiny.config(**values)
-    turned = rotate(jnp.asarray(x), rotary_tables(config, jnp.arange(9)))
+    turned = rotated(config, x, np.arange(9))
     assert tiny.difference(turned, reference.rotate(values, x.astype(np.float64))) < 1e-5
 
 
 def test_low_precision_is_rotated_in_float32():
     config = tiny.config(head_dim=8)
-    tables = rotary_tables(config, jnp.arange(4000, 4004))
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 1, 8)), jnp.bfloat16)
-    turned = rotate(x, tables)
+    positions = np.arange(4000, 4004)
+    x = np.random.default_rng(0).standard_normal((4, 1, 8)).astype(jnp.bfloat16)
+    turned = np.asarray(rotated(config, x, positions))
+    tables = jax.eval_shape(lambda: rotary_tables(config, positions))
     assert tables[0].dtype == jnp.float32 and turned.dtype == jnp.bfloat16
-    assert (turned == rotate(x.astype(jnp.float32), tables).astype(jnp.bfloat16)).all()
+    assert (turned == np.asarray(rotated(config, x.astype(np.float32), positions)).astype(jnp.bfloat16)).all()
