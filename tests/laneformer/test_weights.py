@@ -166,9 +166,7 @@ def test_attention_gate_has_a_row_per_channel():
 @pytest.fixture(scope="module")
 def fresh() -> Laneformer:
     """A model with weights from seed 3 on one device."""
-    return Laneformer.init(
-        tiny.config(hidden_size=64, num_hidden_layers=2, replicated_rmsn_scale=False).replace(qkv_bias=True), 3
-    )
+    return Laneformer.init(tiny.config(num_hidden_layers=2, replicated_rmsn_scale=False).replace(qkv_bias=True), 3)
 
 
 def test_fresh_weights_have_their_deviations(fresh):
@@ -194,7 +192,7 @@ def test_fresh_weights_on_a_mesh_are_equal_and_sharded(fresh):
     for path, w in fresh.weights().items():
         assert (np.asarray(w) == np.asarray(spread[path])).all(), path
     parts = {path: w.sharding.shard_shape(w.shape) for path, w in spread.items()}
-    assert parts["layers.0.attention.wq"] == (1, 16, 32)
-    assert parts["layers.0.feed_forward.w2"] == (1, 32, 6)
-    assert parts["lm_head"] == (10, 32)
-    assert parts["norm"] == (1, 64)
+    assert parts["layers.0.attention.wq"] == (1, 8, 16)
+    assert parts["layers.0.feed_forward.w2"] == (1, 16, 6)
+    assert parts["lm_head"] == (10, 16)
+    assert parts["norm"] == (1, 32)

@@ -81,7 +81,7 @@ def assert_close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("length", [1, CHUNK, CHUNK + 1, 2 * CHUNK + 7])
+@pytest.mark.parametrize("length", [1, CHUNK, 2 * CHUNK + 7])
 def test_lengths_equal_the_float64_recurrence(length):
     own = block()
     expected, (inputs, state) = reference(own, H[1, 0, :length], 1)

@@ -92,8 +92,8 @@ def test_both_forms_equal_float64(rank):
 
 def test_gradients_equal_the_reference():
     """Gradients of every weight, with several documents."""
-    own, segments_bs = options(9), jnp.int32(np.arange(LENGTH) > [[8], [3]])
-    w = {name: jnp.float32(array) for name, array in weights_of(own).items()}
+    own, segments_bs = options(9), np.int32(np.arange(LENGTH) > [[8], [3]])
+    w = {name: jax.device_put(np.float32(array)) for name, array in weights_of(own).items()}
 
     def ours(w):
         return jnp.sin(block(w, own)(jnp.float32(H), TABLES, segments_bs=segments_bs)[0]).mean()

@@ -18,7 +18,7 @@ from laneformer.mesh import DATA, LANE
 from tests.support.attention_reference import assert_close, expected, random_inputs, with_gradients
 
 
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(st.data())
 def test_values_and_gradients_equal_float64(data):
     """For any lengths (below, at and between multiples of a block), windows and groups, and any order of segments."""
