@@ -141,32 +141,32 @@ def test_weights_have_their_groups_and_parts():
     assert [len(weights) for weights in module_weights(tiny.config())] == [5, 4] * 3
 
 
-def test_mlp_without_a_gate_has_two_matrices():
-    config = tiny.config()
-    plain = config.replace(gated_mlp=False, hidden_act="relu2")
-    assert parameter_table(config).keys() - parameter_table(plain).keys() == {
-        f"layers.{n}.feed_forward.w3" for n in range(3)
-    }
-    assert parameters_per_token(config) - parameters_per_token(plain) == 3 * 24 * 32
-    first, other = (Laneformer.init(c, 3).weights() for c in (config, plain))
-    assert all((np.asarray(other[path]) == np.asarray(first[path])).all() for path in other)
-
-
-def test_attention_gate_has_a_row_per_channel():
-    config = tiny.config().replace(qkv_bias=True)
-    gated = config.replace(attention_gate=True)
-    table = parameter_table(gated)
-    added = table.keys() - parameter_table(config).keys()
-    assert added == {f"layers.{n}.attention.{name}" for n in range(3) for name in ("wg", "wg_bias")}
-    assert all(table[path].shape == table[path.replace("wg", "wq")].shape for path in added)
-    first, other = (Laneformer.init(c, 3).weights() for c in (config, gated))
-    assert all((np.asarray(other[path]) == np.asarray(first[path])).all() for path in first)
-
-
 @pytest.fixture(scope="module")
 def fresh() -> Laneformer:
     """A model with weights from seed 3 on one device."""
     return Laneformer.init(tiny.config(num_hidden_layers=2, replicated_rmsn_scale=False).replace(qkv_bias=True), 3)
+
+
+def test_mlp_without_a_gate_has_two_matrices(fresh):
+    config = fresh.config
+    plain = config.replace(gated_mlp=False, hidden_act="relu2")
+    assert parameter_table(config).keys() - parameter_table(plain).keys() == {
+        f"layers.{n}.feed_forward.w3" for n in range(2)
+    }
+    assert parameters_per_token(config) - parameters_per_token(plain) == 2 * 24 * 32
+    first, other = fresh.weights(), Laneformer.init(plain, 3).weights()
+    assert all((np.asarray(other[path]) == np.asarray(first[path])).all() for path in other)
+
+
+def test_attention_gate_has_a_row_per_channel(fresh):
+    config = fresh.config
+    gated = config.replace(attention_gate=True)
+    table = parameter_table(gated)
+    added = table.keys() - parameter_table(config).keys()
+    assert added == {f"layers.{n}.attention.{name}" for n in range(2) for name in ("wg", "wg_bias")}
+    assert all(table[path].shape == table[path.replace("wg", "wq")].shape for path in added)
+    first, other = fresh.weights(), Laneformer.init(gated, 3).weights()
+    assert all((np.asarray(other[path]) == np.asarray(first[path])).all() for path in first)
 
 
 def test_fresh_weights_have_their_deviations(fresh):
