@@ -172,8 +172,13 @@ def make_state(config: ModelConfig, capacity: int, dtype="float32", mesh=None) -
 
 
 def jitted(session: Session, mesh=None, **sizes):
-    """A compiled function (inputs, state) -> (outputs, state) of a session, to which the state is donated."""
-    return jax.jit(partial(custom_calls.decode, session, mesh=mesh, **sizes), donate_argnums=1)
+    """A compiled function (inputs, state) -> (outputs, state) of a session, to which the state is donated. The session
+    keeps it for the next call with the same sizes.
+    """
+    kept, key = vars(session).setdefault("jitted", {}), (mesh, *sorted(sizes.items()))
+    if key not in kept:
+        kept[key] = jax.jit(partial(custom_calls.decode, session, mesh=mesh, **sizes), donate_argnums=1)
+    return kept[key]
 
 
 def same(a, b) -> bool:
