@@ -33,20 +33,24 @@ def run_session(session, config, prompt, limit, *, compute="float32", capacity=6
     return call(small.make_inputs(prompt, limit), small.make_state(config, capacity, compute))
 
 
-def check(expected_logits, config, weights, *, prompt=19, limit=4, tolerance=1e-4, **options):
-    """Compares the logits with `expected_logits(config, weights, ids)`. Three threads, and one thread per lane that
-    exchanges messages, must give the same bits.
+WAYS = ({"threads": 1}, {"threads": 3}, {"one_thread_per_lane": True})
+
+
+def check(expected_logits, config, weights, *, prompt=19, limit=4, tolerance=1e-4, ways=WAYS, **options):
+    """Compares the logits with `expected_logits(config, weights, ids)`. All ways, by default one thread, three threads,
+    and one thread per lane that exchanges messages, must give the same bits.
     """
     ids = small.prompt_of(config, prompt)
-    result = run(config, weights, ids, limit, threads=1, **options)
+    first, *others = ways
+    result = run(config, weights, ids, limit, **first, **options)
     outputs = result[0]
     assert outputs.status.tolist() == [limit, ENDS.index("length"), prompt + limit]
     ids += outputs.tokens.tolist()
     expected = expected_logits(config, weights, ids[:-1])[prompt - 1 :]
     assert np.abs(expected).max() > 1
     assert np.abs(expected - outputs.logits).max() < tolerance * np.abs(expected).max()
-    for ways in ({"threads": 3}, {"one_thread_per_lane": True}):
-        assert small.same(run(config, weights, ids[:prompt], limit, **ways, **options), result), ways
+    for way in others:
+        assert small.same(run(config, weights, ids[:prompt], limit, **way, **options), result), way
     return outputs
 
 
@@ -59,15 +63,15 @@ def test_layouts_match_the_interpreter(layout, lanes):
 @pytest.mark.parametrize("name", CONFIGS | MODELS | EXPERTS | ON_CPU)
 def test_configs_match_the_interpreter(name):
     config = small.make_config(**(CONFIGS | MODELS | EXPERTS | ON_CPU)[name])
-    check(small.interpreted_logits, config, small.make_weights(config))
+    check(small.interpreted_logits, config, small.make_weights(config), ways=WAYS[1:])
 
 
 @pytest.mark.parametrize("layout", NORMED_SUMS)
 def test_norms_of_sums_match_the_interpreter(layout):
     plan, ids, results = plan_of_normed_sums(layout), [3, 1, 4, 1, 5, 9, 2], []
     weights = weights_of(plan)
-    for ways in ({"threads": 1}, {"threads": 2}, {"one_thread_per_lane": True}):
-        session = custom_calls.Session(plan, **ways)
+    for way in WAYS:
+        session = custom_calls.Session(plan, **way)
         for path, weight in weights.items():
             session.pack(path, weight)
         call = small.jitted(session, room=3, logits=True)

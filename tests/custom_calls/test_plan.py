@@ -152,8 +152,8 @@ def test_interpreted_layouts_agree_with_the_reference(layout, lanes):
     np.testing.assert_allclose(interpreted(config, weights, ids), expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
-# Without a float64 reference, each case compiles laneformer's model. The kernel is compared with the interpreter for all
-# cases (test_decode.py), and with other implementations for nearly all kinds of layers (tests/infer/engine/test_cpu.py).
+# Without a float64 reference, each case compiles the model. The kernel is compared with the interpreter for all cases
+# (test_decode.py), and with other implementations for nearly all kinds of layers (tests/infer/engine/test_cpu.py).
 FAST = {
     *CONFIGS,
     "one plus the gains, half of the channels rotate",
@@ -161,9 +161,7 @@ FAST = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in CASES])
 def test_interpreted_configs_agree_with_the_reference(name):
     """The reference is float64 NumPy for CONFIGS, otherwise laneformer's own model in float32."""
     config = small.make_config(**CASES[name])

@@ -1,15 +1,19 @@
 """A small model of eight lanes with random weights, and the samplings and clients of the engine's tests."""
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 
 import laneformer
 from infer import Sampling
 from laneformer.mesh import sharding
 from laneformer.weights import parameter_table
+from tests.support import small
 from tests.support.paths import ORACLE
 
 CASES = sorted(path.name for path in ORACLE.glob("case_*"))
@@ -33,19 +37,22 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 
 @functools.cache
 def model(mesh=None, precision=None, dtype="float32", **changes):
-    """A model with random weights, large enough for logits that differ. changes: fields of its config. One device makes
-    the weights for every mesh, so that all meshes share the compiled programs.
-    """
-    made = laneformer.Laneformer.init(CONFIG.replace(**changes), 5)
-    rates = (".decay", ".step")  # with eight times these weights a state would keep everything or nothing
-    weights = {
-        path: (8 * w if w.ndim > 1 and not path.endswith(rates) else w).astype(dtype)
-        for path, w in made.weights().items()
-    }
+    """A model with random weights, large enough for logits that differ. changes: fields of its config."""
+    config = CONFIG.replace(**changes)
+    weights = {path: jnp.asarray(w) for path, w in small.make_weights(config, dtype, seed=5).items()}
     if mesh is not None:
-        table = parameter_table(made.config)
+        table = parameter_table(config)
         weights = {path: jax.device_put(w, sharding(table[path].spec, w.shape, mesh)) for path, w in weights.items()}
-    return laneformer.Laneformer(made.config, weights, precision, mesh)
+    return laneformer.Laneformer(config, weights, precision, mesh)
+
+
+@contextlib.contextmanager
+def large_arrays() -> Iterator[None]:
+    """Prompts and results of native backends have arrays of at least 512 tokens, so that one program serves prompts and
+    answers of many lengths.
+    """
+    with mock.patch("infer.engine.native.SMALLEST_ROOM", 512):
+        yield
 
 
 def run_clients(run: Callable[..., None], clients: Sequence[tuple]) -> None:

@@ -114,7 +114,7 @@ def of_config(config, dtype="float32", compute="float32") -> tuple[Plan, dict[st
 
 def state_of(plan: Plan, capacity: int) -> State:
     """An empty state of any plan for `capacity` positions."""
-    return State.of(jnp.zeros(plan.ops.vocab_size, jnp.uint8), custom_calls.empty_layers(plan, capacity))
+    return State.of(jnp.zeros(plan.ops.vocab_size, jnp.uint8), small.zero_layers(plan, capacity))
 
 
 def jitted(session, mesh=None, **sizes):

@@ -168,7 +168,13 @@ def make_state(config: ModelConfig, capacity: int, dtype="float32", mesh=None) -
     replicated = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     plan = make_plan(decoder_ops(config), config.schedule, cache_dtype=dtype)
     seen = jnp.zeros(config.vocab_size, jnp.uint8, device=replicated)
-    return State.of(seen, empty_layers(plan, capacity, mesh))
+    return State.of(seen, zero_layers(plan, capacity) if mesh is None else empty_layers(plan, capacity, mesh))
+
+
+def zero_layers(plan: Plan, capacity: int) -> list[dict[str, jax.Array]]:
+    """The arrays of `empty_layers` on one device, without a program for each shape."""
+    shapes = jax.eval_shape(partial(empty_layers, plan, capacity))
+    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), may_alias=False), shapes)
 
 
 def jitted(session: Session, mesh=None, **sizes):

@@ -11,13 +11,19 @@ from infer import Engine, Sampling
 from infer.engine import cpu
 from laneformer.config import CompressedAttention, DeltaNetSizes, ResidualStreams
 from laneformer.errors import ConfigError, InputError
-from tests.support.engine_cases import ADJUSTED, CONFIG, RANDOM, model, run_clients
+from tests.support.engine_cases import ADJUSTED, CONFIG, RANDOM, large_arrays, model, run_clients
 
 pytestmark = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))
 TEXT = np.random.default_rng(0).integers(0, 96, 400, np.int32)
 PARALLEL = 3
 # Prices of passes: with FREE, prompts are read in blocks, with DEAR in chunks of 2.
 FREE, DEAR = [1.0] * 16, [1 + 0.2 * n for n in range(16)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    with large_arrays():
+        yield
 
 
 @pytest.fixture(scope="module")
