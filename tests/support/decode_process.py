@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import infer
@@ -44,7 +43,7 @@ def with_lanes_own() -> laneformer.Laneformer:
         lanes=4, layout="dtp(1)", num_hidden_layers=2, qkv_bias=True, replicated_rmsn_scale=False, lm_head_type="lane"
     )
     return laneformer.Laneformer(
-        config, {path: jnp.asarray(weight) for path, weight in small.make_weights(config).items()}
+        config, {path: jax.device_put(weight) for path, weight in small.make_weights(config).items()}
     )
 
 

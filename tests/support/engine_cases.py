@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 
 import laneformer
 from infer import Sampling
@@ -39,7 +38,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
 def model(mesh=None, precision=None, dtype="float32", **changes):
     """A model with random weights, large enough for logits that differ. changes: fields of its config."""
     config = CONFIG.replace(**changes)
-    weights = {path: jnp.asarray(w) for path, w in small.make_weights(config, dtype, seed=5).items()}
+    weights = {path: jax.device_put(w) for path, w in small.make_weights(config, dtype, seed=5).items()}
     if mesh is not None:
         table = parameter_table(config)
         weights = {path: jax.device_put(w, sharding(table[path].spec, w.shape, mesh)) for path, w in weights.items()}

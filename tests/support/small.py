@@ -131,7 +131,7 @@ def open_session(config: ModelConfig, stored: str, compute: str = "float32", **o
 def mapped_session(config: ModelConfig, weights: dict[str, np.ndarray], folder: Path, **options) -> Session:
     """A session of the CPU kernel that maps a folder's bf12 matrices. Writes the checkpoint if the folder has none."""
     if not (folder / "config.json").exists():
-        model = Laneformer(config, {path: jnp.asarray(weight) for path, weight in weights.items()})
+        model = Laneformer(config, {path: jax.device_put(weight) for path, weight in weights.items()})
         save_hf(model, folder, weights="bf12")
     return CpuBackend(CheckpointSource(folder), weights="bf12", **options).session
 
@@ -222,5 +222,5 @@ def interpreted_logits(config: ModelConfig, weights: dict[str, np.ndarray], ids)
 def model_logits(config: ModelConfig, weights: dict[str, np.ndarray], ids, compute: str = "float32") -> np.ndarray:
     """Logits of the model in laneformer/, float32 [s, vocab]."""
     precision = Precision(param=weights["tok_embeddings"].dtype.name, compute=compute)
-    model = Laneformer(config, {path: jnp.asarray(weight) for path, weight in weights.items()}, precision)
+    model = Laneformer(config, {path: jax.device_put(weight) for path, weight in weights.items()}, precision)
     return np.asarray(model(np.array([ids], np.int32))[0])

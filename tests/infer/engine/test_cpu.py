@@ -4,8 +4,6 @@ ends, errors.
 
 import itertools
 import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -30,7 +28,7 @@ from laneformer.errors import CheckpointError, ConfigError, InputError
 from laneformer.precision import Precision
 from laneformer.quantized import Quantized
 from tests.support import small
-from tests.support.engine_cases import ADJUSTED, CASES, CONFIG, PROMPT, RANDOM, model
+from tests.support.engine_cases import ADJUSTED, CASES, CONFIG, PROMPT, RANDOM, large_arrays, model
 from tests.support.paths import DENSE, MOE, ORACLE
 from tests.support.plan_interpreter import interpreter
 
@@ -45,6 +43,12 @@ def engine():
 @pytest.fixture(scope="module")
 def reference():
     return Engine(model(), "xla")
+
+
+@pytest.fixture
+def few_programs():
+    with large_arrays():
+        yield
 
 
 @pytest.mark.parametrize(("case", "devices"), list(zip(CASES, itertools.cycle([1, 8]))))
@@ -90,6 +94,7 @@ def test_unfit_weight_formats_are_refused(dtype, weights, words):
 def test_large_models_have_the_faster_format_by_default(monkeypatch, least, gain, dtype, chosen):
     monkeypatch.setattr(cpu, "LARGE", least)
     monkeypatch.setattr(session, "bf12_gain", lambda instructions, threads: gain)
+    monkeypatch.setattr(session, "amx_gain", lambda over, threads: 0.0)
     engine = Engine.load(ORACLE / "case_03", "cpu", dtype=dtype)
     assert (engine.session.bf12_weights.weights > 0) == chosen
 
@@ -178,12 +183,12 @@ def test_backends_without_drafts_accept_only_the_default():
 
 
 def _elsewhere():
-    """Models and devices on both backends. Most cases of backend xla are slow tests, because the tests of the model
+    """Models and devices on both backends. The cases of backend xla are slow tests, because the tests of the model
     cover its cache.
     """
     for name, lanes, devices in (("exaone4", 4, 1), ("exaone4", 4, 4), ("olmo2", 1, 1), ("smollm3_nope", 2, 2)):
         yield name, lanes, devices, "cpu"
-        yield pytest.param(name, lanes, devices, "xla", marks=() if name == "smollm3_nope" else pytest.mark.slow)
+        yield pytest.param(name, lanes, devices, "xla", marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(("name", "lanes", "devices", "backend"), list(_elsewhere()))
@@ -272,26 +277,34 @@ def test_16_bit_weights_match_float32(dtype):
         exact.conditions["weights_dtype"] == dtype
         and exact.conditions["compute_dtype"] == exact.conditions["kv_dtype"] == "float32"
     )
-    expected = Engine(stored, "xla").generate(PROMPT, max_new_tokens=20).result
-    result = exact.generate(PROMPT, max_new_tokens=20).result
-    assert result.tokens == expected.tokens
-    np.testing.assert_allclose(result.logprobs, expected.logprobs, atol=1e-4)
+    exactly = exact.generate(PROMPT, max_new_tokens=20).result
+    text = np.array([[*PROMPT, *exactly.tokens]])
+    expected = log_softmax(stored(text))
+    assert expected.argmax(-1)[7:].tolist() == text[0, 8:].tolist()
+    np.testing.assert_allclose(exactly.logprobs, logprobs_of(text, expected), atol=1e-4)
 
     rounded = model(dtype=dtype, precision=Precision(param=dtype, compute=dtype))
     engine = Engine(rounded, "cpu")
     assert engine.conditions["compute_dtype"] == engine.conditions["kv_dtype"] == dtype
-    text = np.array([[*PROMPT, *engine.generate(PROMPT, max_new_tokens=20).result.tokens]])
     result = engine.generate(PROMPT, max_new_tokens=20).result
-    logprobs = jnp.take_along_axis(jax_log_softmax(rounded(text)), text[0, 1:, None], 1)[7:, 0]
+    text = np.array([[*PROMPT, *result.tokens]])
+    logprobs = logprobs_of(text, log_softmax(rounded(text)))
     np.testing.assert_allclose(result.logprobs, logprobs, atol=0.15 if dtype == "bfloat16" else 0.02)
     assert (
-        np.abs(np.array(result.logprobs) - expected.logprobs).max() > 1e-4 or result.tokens != expected.tokens
+        np.abs(np.array(result.logprobs) - exactly.logprobs).max() > 1e-4 or result.tokens != exactly.tokens
     )  # bfloat16 products do round
 
 
-def jax_log_softmax(logits):
-    z = logits[0, :-1].astype(jnp.float32)
-    return z - jnp.log(jnp.exp(z - z.max(-1, keepdims=True)).sum(-1, keepdims=True)) - z.max(-1, keepdims=True)
+def log_softmax(logits) -> np.ndarray:
+    """Log-probabilities of the token after each position, float64 [s - 1, vocab]."""
+    z = np.asarray(logits[0])[:-1].astype(np.float64)
+    z -= z.max(-1, keepdims=True)
+    return z - np.log(np.exp(z).sum(-1, keepdims=True))
+
+
+def logprobs_of(text, logprobs) -> np.ndarray:
+    """The log-probabilities of the text's tokens after PROMPT."""
+    return np.take_along_axis(logprobs, text[0, 1:, None], 1)[7:, 0]
 
 
 def test_dispatches_stop_tokens_and_context_end_are_respected(engine):
@@ -336,9 +349,8 @@ def test_cancel_after_the_kernel_ended_returns_early(monkeypatch):
     threading.Timer(0.1, generation.cancel).start()
     assert generation.result.finish_reason == "cancelled"
     assert time.perf_counter() - began < 50
-    assert len(list(slow.generate([1], max_new_tokens=400, tokens_per_dispatch=1))) == 400, (
-        "single tokens arrive at once"
-    )
+    with slow.generate([1], max_new_tokens=400, tokens_per_dispatch=1) as generation:
+        assert len([*itertools.islice(generation, 60)]) == 60, "single tokens arrive at once"
     assert time.perf_counter() - began < 50
 
 
@@ -353,22 +365,14 @@ def test_prefill_is_cancelled_from_another_thread():
 
 
 def test_control_c_ends_a_generation():
-    program = f"""
-import sys, infer
-slow = infer.Engine.load({str(ORACLE / "case_03")!r}, "cpu", chaos_us=20000)
-generation = slow.generate([1, 2, 3], stop_tokens=())
-next(generation)
-print("running", flush=True)
-try:
-    list(generation)
-except KeyboardInterrupt:
-    print(generation.result.finish_reason, len(slow.generate([1], max_new_tokens=2).result.tokens))
-"""
-    child = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert child.stdout.readline() == "running\n"
-    time.sleep(0.3)
-    child.send_signal(signal.SIGINT)
-    assert child.communicate(timeout=60)[0] == "cancelled 2\n" and child.returncode == 0
+    slow = Engine(ModelSource(model()), "cpu", chaos_us=20000)
+    generation = slow.generate([1, 2, 3], stop_tokens=())
+    with pytest.raises(KeyboardInterrupt):
+        next(generation)
+        threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT)).start()
+        list(generation)
+    assert generation.result.finish_reason == "cancelled" and len(generation.result.tokens) < 1000
+    assert len(slow.generate([1], max_new_tokens=2).result.tokens) == 2
 
 
 def test_more_threads_than_cores_log_a_warning(caplog):
@@ -480,6 +484,7 @@ def test_mixtures_of_experts_match_their_references(case, lanes, options):
     assert small.same([found[-1], state[1:]], [whole.logits[0], after[1:]])
 
 
+@pytest.mark.usefixtures("few_programs")
 def test_kept_and_drafted_latents_change_no_bit():
     """Answers after kept prefixes (also those of cancelled requests) and with drafts have the bits of an engine without
     either.
@@ -500,7 +505,7 @@ def test_kept_and_drafted_latents_change_no_bit():
         assert result.cached_tokens == len(prompt) - 1 and expected.cached_tokens == 0
 
 
-@pytest.mark.parametrize(("case", "lanes"), [("qwen3_next_1", 2), ("qwen3_next_2", 1), ("qwen3_next_2", 4)])
+@pytest.mark.parametrize(("case", "lanes"), [("qwen3_next_1", 2), ("qwen3_next_2", 1)])
 def test_gated_delta_net_matches_logits_and_routes_of_float64(case, lanes):
     """Reads a prompt in calls of 5 tokens. The routes of float64 are stored with the reference."""
     io = np.load(MOE / case / "io.npz")
@@ -511,21 +516,20 @@ def test_gated_delta_net_matches_logits_and_routes_of_float64(case, lanes):
         for path, weight in source.weights()
         for name, part in backend.session.plan.parts(path, weight).items()
     }
-    for row, ids in enumerate(io["input_ids"]):
-        float64 = interpreter(backend.session.plan, parts)
-        expected = float64.logits(ids)
-        if row == 0:
-            found = [np.sort(chosen, -1) for chosen in float64.routes[::lanes]]
-            np.testing.assert_array_equal(found, np.sort(io["router_indices_row0"], -1))
-        call = small.jitted(backend.session, room=len(ids), logits=True)
-        state = small.make_state(source.config, 128)
-        for start in range(0, len(ids), 5):
-            inputs = small.make_inputs(ids[start : start + 5], 1, start=start, room=len(ids))
-            outputs, state = call(inputs, state._replace(seen=np.zeros(source.config.vocab_size, np.uint8)))
-            last = min(start + 5, len(ids)) - 1
-            assert np.abs(outputs.logits[0] - expected[last]).max() < 2.5e-4
+    ids, float64 = io["input_ids"][0], interpreter(backend.session.plan, parts)
+    expected = float64.logits(ids)
+    found = [np.sort(chosen, -1) for chosen in float64.routes[::lanes]]
+    np.testing.assert_array_equal(found, np.sort(io["router_indices_row0"], -1))
+    call = small.jitted(backend.session, room=len(ids), logits=True)
+    state = small.make_state(source.config, 128)
+    for start in range(0, len(ids), 5):
+        inputs = small.make_inputs(ids[start : start + 5], 1, start=start, room=len(ids))
+        outputs, state = call(inputs, state._replace(seen=np.zeros(source.config.vocab_size, np.uint8)))
+        last = min(start + 5, len(ids)) - 1
+        assert np.abs(outputs.logits[0] - expected[last]).max() < 2.5e-4
 
 
+@pytest.mark.usefixtures("few_programs")
 @pytest.mark.parametrize("case", ["qwen3_next_1", "deepseek_v4_1"])
 def test_kept_and_drafted_recurrent_states_change_no_bit(case):
     """The turns of a conversation, some cancelled, have the bits of prompts computed from their first token."""

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -38,7 +39,7 @@ DEVICES = {} if emulated.REAL else {"machine": MACHINE, "compile_with": emulated
 def model():
     """A model whose kernel the tests of sessions have compiled already."""
     config, weights = small.windowed_model()
-    return Laneformer(config, {path: jnp.asarray(weight) for path, weight in weights.items()})
+    return Laneformer(config, {path: jax.device_put(weight) for path, weight in weights.items()})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -101,7 +102,7 @@ def test_kernel_reads_prompts_like_xla(model, engine):
 )
 def test_recurrent_states_pass_from_blocks_to_the_kernel(changes, length):
     config = small.make_config(**changes)
-    weights = {path: jnp.asarray(weight) for path, weight in small.make_weights(config).items()}
+    weights = {path: jax.device_put(weight) for path, weight in small.make_weights(config).items()}
     model, prompt = Laneformer(config, weights), small.prompt_of(config, length)
     engine, xla = make_engine(model), infer.Engine(model, "xla")
     for ids in (prompt, prompt[:7], prompt):  # each request reuses the caches of the previous one
@@ -110,11 +111,11 @@ def test_recurrent_states_pass_from_blocks_to_the_kernel(changes, length):
 
 
 def test_engine_works_after_close(engine, model):
-    whole = list(engine.generate([1], max_new_tokens=30))
+    whole = list(engine.generate([1], max_new_tokens=12))
     generation = engine.generate([1], max_new_tokens=400)
     assert [next(generation) for _ in range(3)] == whole[:3]
     generation.cancel()
-    assert list(engine.generate([1], max_new_tokens=30)) == whole
+    assert list(engine.generate([1], max_new_tokens=12)) == whole
 
 
 def test_graph_backends_give_the_same_tokens(engine, model):
@@ -136,9 +137,9 @@ def test_drafts_change_no_answer(engine, model):
     drafting, prompt = make_engine(model, speculation=9), [*range(20), *range(12)]
     sampling = Sampling(temperature=1.0, top_k=20, top_p=0.9, repetition_penalty=1.2, seed=5)
     assert drafting.conditions["speculation"] == 3 and engine.conditions["speculation"] == 0
-    expected = engine.generate(prompt, max_new_tokens=30, sampling=sampling).result
+    expected = engine.generate(prompt, max_new_tokens=20, sampling=sampling).result
     for options in ({}, {"draft_max": 1}, {"prediction": expected.tokens}):
-        generation = drafting.generate(prompt, max_new_tokens=30, sampling=sampling, **options)
+        generation = drafting.generate(prompt, max_new_tokens=20, sampling=sampling, **options)
         assert generation.result.tokens == expected.tokens
     assert generation.result.drafting.predicted_accepted > 0
     with pytest.raises(InputError, match="cannot force an answer"):
@@ -150,7 +151,7 @@ def test_drafts_change_no_answer(engine, model):
 def test_weights_in_12_bits_give_the_same_answer(tmp_path, caplog):
     """The folder is in either format. One product of layer 0 has too many exceptions for 12 bits."""
     config = small.make_config(hidden_size=80, ff=300, head_dim=16, heads=4, lanes=3, num_hidden_layers=2)
-    weights = {path: jnp.asarray(weight) for path, weight in small.make_weights(config, "bfloat16").items()}
+    weights = {path: jax.device_put(weight) for path, weight in small.make_weights(config, "bfloat16").items()}
     powers = jnp.exp2(jnp.arange(-60, 60, dtype=jnp.float32))
     wide = weights["layers.0.feed_forward.w2"]
     weights["layers.0.feed_forward.w2"] = jnp.resize(powers, wide.shape).astype(wide.dtype)
@@ -236,8 +237,8 @@ MIXTURES = [  # folder, lanes, devices
     ("deepseek_v4_1", 1, 1),
     ("deepseek_v4_1", 2, 2),
 ]
-QUICK_MIXTURES = {("gpt_oss_2", 2, 1), ("kimi_1", 1, 1)}
-SLOW_MIXTURES = {("qwen3_moe_mixed", 2, 1), ("qwen3_next_2", 2, 2), ("deepseek_v4_1", 1, 1)}
+QUICK_MIXTURES = {("gpt_oss_2", 2, 1)}
+SLOW_MIXTURES = {("kimi_1", 1, 1), ("qwen3_moe_mixed", 2, 1), ("qwen3_next_2", 2, 2), ("deepseek_v4_1", 1, 1)}
 
 
 @emulated.only_emulated
@@ -263,7 +264,7 @@ def check_mixture(case, lanes, devices, **options):
     formats = {"gpt_oss_2": "mxfp4", "kimi_1": "int4", "kimi_2": "int4"}
     formats |= dict.fromkeys(("qwen3_moe_2", "deepseek_v3_2", "qwen3_next_2"), "fp8")
     assert formats.get(case, "None") in str(engine.conditions.get("quantized_formats"))
-    ids, config, mesh = io["input_ids"][0], engine.config, make_mesh(lanes, lane=devices) if devices > 1 else None
+    ids, config, mesh = io["input_ids"][0][:24], engine.config, make_mesh(lanes, lane=devices) if devices > 1 else None
     call, state = jitted(engine.session, mesh, room=8, logits=True), small.make_state(config, len(ids), "float32", mesh)
     for first in range(0, len(ids), 8):
         now = ids[first : first + 8]

@@ -3,7 +3,7 @@
 import itertools
 import threading
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 import pytest
 
@@ -36,7 +36,7 @@ def make_engines(config, parallel=2, **options):
 
 
 def model_of(config) -> Laneformer:
-    return Laneformer(config, {path: jnp.asarray(weight) for path, weight in small.make_weights(config).items()})
+    return Laneformer(config, {path: jax.device_put(weight) for path, weight in small.make_weights(config).items()})
 
 
 def make_engine(model, backend="cuda", **options) -> infer.Engine:
@@ -68,7 +68,12 @@ def ask_together(engine, clients: list[list[dict]]) -> list[tuple[dict, infer.Re
 def check(engine, answers) -> None:
     """Checks that each answer has the bits of this engine's answer, up to its end."""
     for ask, result in answers:
-        expected, count = engine.generate(**ask).result, len(result.tokens)
+        count = len(result.tokens)
+        with engine.generate(**ask) as generation:
+            if result.finish_reason == "cancelled":
+                [*itertools.islice(generation, count)]
+                generation.cancel()
+            expected = generation.result
         assert count == len(expected.tokens) or result.finish_reason == "cancelled"
         for name in ("tokens", "logprobs", "top_logprobs"):
             assert getattr(result, name) == getattr(expected, name)[:count]
@@ -82,7 +87,7 @@ def client(seed: int, vocab: int, requests: int) -> list[dict]:
     return [
         {
             "prompt": rng.integers(0, vocab, int(rng.choice([1, 9, 70, 200]))).tolist(),
-            "max_new_tokens": int(rng.choice([1, 6, 30])),
+            "max_new_tokens": int(rng.choice([1, 6, 18])),
             "sampling": [Sampling(), Sampling(temperature=1.0, seed=seed), ALL][rng.integers(3)],
             "stop_tokens": [int(rng.integers(vocab))],
             "top_logprobs": int(rng.choice([0, 2])),
@@ -122,20 +127,23 @@ def test_concurrent_generations_have_drafts(engines):
     ours = make_engine(model_of(small.windowed_model()[0]), parallel=2, speculation=3)
     assert ours.conditions["speculation"] == 3 and ours.conditions["parallel"] == 2
     asks = [
-        {"prompt": [n, 7], "max_new_tokens": 60, "stop_tokens": (), "sampling": Sampling(temperature=1.0, seed=n)}
+        {"prompt": [n, 7], "max_new_tokens": 40, "stop_tokens": (), "sampling": Sampling(temperature=1.0, seed=n)}
         for n in range(4)
     ]
-    predicted = [alone.generate(**ask).result.tokens for ask in asks]
+    expected = [alone.generate(**ask).result for ask in asks]
+    predicted = [result.tokens for result in expected]
     right, wrong, none, few = [
         ask | {"leaves_after": None, "prediction": tokens}
         for ask, tokens in zip(asks, (predicted[0], predicted[0], (), predicted[3]), strict=True)
     ]
     answers = ask_together(ours, [[right, few | {"draft_max": 1}], [wrong, none]])
-    check(alone, answers)
+    for ask, result in answers:
+        own = expected[ask["prompt"][0]]
+        assert (result.tokens, result.logprobs) == (own.tokens, own.logprobs)
     found = {ask["prompt"][0]: result.drafting for ask, result in answers}
-    assert found[0].predicted_accepted > 25 and found[0].tokens_per_pass > 1.5
-    assert found[3].predicted_accepted > 15 and sum(found[3].rows[2:]) == 0
-    assert found[0].passes + sum(found[0].accepted) == 59  # the prompt's last pass draws the first token
+    assert found[0].predicted_accepted > 16 and found[0].tokens_per_pass > 1.5
+    assert found[3].predicted_accepted > 10 and sum(found[3].rows[2:]) == 0
+    assert found[0].passes + sum(found[0].accepted) == 39  # the prompt's last pass draws the first token
     forced = [*range(5, 25)] * 2
     with ours.generate([3], max_new_tokens=300, stop_tokens=()) as other:
         next(other)
