@@ -7,11 +7,12 @@ import platform
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import custom_calls
-from custom_calls import ENDS, build
+from custom_calls import ENDS, State, build
 from infer.sampling import sample
 from laneformer.formats import BF12_END, Bf12Product, Bf12Tiles
 from tests.support import small
@@ -88,7 +89,7 @@ def test_norms_of_sums_match_the_interpreter(layout):
 )
 def test_weights_of_two_bytes_match_the_interpreter(dtype, changes):
     config = small.make_config(**changes)
-    check(small.interpreted_logits, config, small.make_weights(config, dtype))
+    check(small.interpreted_logits, config, small.make_weights(config, dtype), ways=WAYS[1:])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -107,7 +108,8 @@ def test_instruction_sets_match_the_interpreter(instructions):
         pytest.skip(f"this machine does not run {instructions}")
     config = small.make_config(layout="dtp(1)", lanes=3)
     for dtype in ("float32", "bfloat16"):
-        check(small.interpreted_logits, config, small.make_weights(config, dtype), instructions=instructions)
+        weights = small.make_weights(config, dtype)
+        check(small.interpreted_logits, config, weights, ways=WAYS[:2], instructions=instructions)
 
 
 PACKED = {
@@ -133,18 +135,19 @@ def with_exceptions(weights, share):
 @pytest.mark.parametrize("name", PACKED)
 def test_weights_in_twelve_bits_have_the_same_results(name, tmp_path):
     """Logits, tokens, log-probabilities and caches have the same bits, with exceptions up to the limit. Weights are
-    packed by the session, or mapped from a folder.
+    packed by the session (with three threads), or mapped from a folder.
     """
     config = small.make_config(**PACKED[name] | {"vocab_size": PACKED[name].get("vocab_size", 300)})
     weights = with_exceptions(small.make_weights(config, "bfloat16"), 5e-4)
     ids = small.prompt_of(config, 50)
-    expected = run(config, weights, ids, 4, threads=2)
-    for ways in ({"threads": 1}, {"threads": 3}, {"one_thread_per_lane": True}):
-        assert small.same(run(config, weights, ids, 4, bf12=True, **ways), expected), ways
-        mapped = small.mapped_session(config, weights, tmp_path, **ways)
-        assert small.same(run_session(mapped, config, ids, 4), expected), ways
-    packed = small.make_session(config, weights, threads=2, bf12=True)
-    counts, plain = packed.bf12_weights, small.make_session(config, weights, threads=2)
+    plain = small.make_session(config, weights, threads=2)
+    expected = run_session(plain, config, ids, 4)
+    packed = small.make_session(config, weights, threads=3, bf12=True)
+    assert small.same(run_session(packed, config, ids, 4), expected)
+    for way in ({"threads": 1}, {"one_thread_per_lane": True}):
+        mapped = small.mapped_session(config, weights, tmp_path, **way)
+        assert small.same(run_session(mapped, config, ids, 4), expected), way
+    counts = packed.bf12_weights
     assert mapped.bf12_weights == counts and mapped.packed_bytes < plain.packed_bytes and mapped.read_pass() > 0
     matrices = [weight for weight in weights.values() if weight.ndim > 1]
     assert counts.matrices >= 3 * config.num_hidden_layers and plain.bf12_weights == (0, 0, 0, 0)
@@ -380,8 +383,7 @@ def test_stop_token_is_the_last_token(model, call):
 
 def test_cache_is_updated_in_place(model, call):
     """Several calls in a row use the buffers of the first call and have the same results."""
-    config, _ = model
-    state = small.make_state(config, 320)
+    state = State.of(jnp.zeros(model[0].vocab_size, jnp.uint8), custom_calls.empty_layers(call[1].plan, 320))
     places, results = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)], []
     for _ in range(3):
         outputs, state = call[0](small.make_inputs([9, 8], 20, room=320), state)

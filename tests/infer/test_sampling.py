@@ -85,7 +85,7 @@ settings_of_sampling = st.builds(
     st.integers(0, 5000),
     settings_of_sampling,
 )
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 def test_tokens_match_the_float64_reference(logits, added, uses, position, s):
     """uses: number of uses of each token in the answer; -1 for tokens that only the prompt contains."""
     logits, seen, drawn = np.array(logits) + added, np.array(uses) != 0, np.maximum(uses, 0)

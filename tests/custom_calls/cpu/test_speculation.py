@@ -57,7 +57,8 @@ class Model:
         self.session.give_texts(given=drafts, before=before, forced=forced, most=of_call)
         inputs = small.make_inputs(prompt, limit, **options)
         state = small.make_state(self.config, 128, self.compute)
-        state = State(state.seen, *([jnp.full_like(x, cache) for x in caches] for caches in state[1:]))
+        if cache:
+            state = State(state.seen, *([jnp.full_like(x, cache) for x in caches] for caches in state[1:]))
         outputs, state = self.call(inputs, state)
         drawn, _, position = outputs.status.tolist()
         of_tokens = [np.asarray(rows)[:drawn] for rows in outputs[:-1]]
@@ -159,7 +160,7 @@ def test_right_drafts_are_marked(model, wrong, most):
 def test_answer_may_end_inside_a_run(model):
     prompt, options = small.prompt_of(model.config, 30), {"temperature": 1.0}
     tokens = model.answer(prompt, 40, **options)[0][0].tolist()
-    for limit in range(1, 20):
+    for limit in (1, 2, 3, 7, 15, 16, 17, 18):
         model.check(prompt, limit, **options)
     for place in (1, 5, 17, 30):
         assert model.check(prompt, 40, stops=[tokens[place]], **options)[-1] == tokens[place]

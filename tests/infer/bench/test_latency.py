@@ -198,7 +198,7 @@ def test_random_weights_are_scaled_like_initial_ones():
 
 
 def test_random_weights_are_made_one_at_a_time():
-    far_too_large = CONFIG.replace(intermediate_size=2**24, num_hidden_layers=4096)
+    far_too_large = CONFIG.replace(intermediate_size=2**24, num_hidden_layers=256)  # 1.6 TB
     path, array = next(RandomSource(far_too_large).weights())
     assert path == "tok_embeddings" and array.shape == (64, 32)
 

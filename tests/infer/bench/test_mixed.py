@@ -22,10 +22,10 @@ QUESTIONS = ["several requests", "first token", "mixed load", "prompt length", "
 
 @needs_library
 def test_every_question_has_its_rows():
-    engine = Engine(model(), "cpu", parallel=4, prefix_cache=0, chaos_us=100)
+    engine = Engine(model(), "cpu", parallel=4, prefix_cache=0, chaos_us=50)
     engine.session.speculate(0, [1.0] * 16)
     lines = []
-    rows = report(engine, Load(12, 1), lines.append)
+    rows = report(engine, Load(8, 1), lines.append)
     assert list(dict.fromkeys(row.question for row in rows)) == QUESTIONS and len(lines) == len(rows)
     assert [row.case for row in rows[:3]] == [f"{n} at once, prompts of 16" for n in (1, 2, 4)]
     assert [row.case for row in rows if row.question == "prompt length"] == ["64, alone", "512, alone"]

@@ -85,29 +85,14 @@ def test_drafts_are_reported_with_the_speed(checkpoint, capsys, monkeypatch):
     assert sum(counts["accepted"]) + counts["passes"] == 199 and report["text"] + "\n" == answers[0]
 
 
-def test_json_reports_the_stop_string_on_eight_devices(checkpoint, engine):
+def test_json_reports_the_stop_string_on_eight_devices(checkpoint, engine, capsys, monkeypatch):
     text = engine.generate(PROMPT, max_new_tokens=30, sampling=infer.Sampling(temperature=1.0)).result.text
     start = next(n for n in range(5, 25) if text[n : n + 2].isprintable() and text.find(text[n : n + 2]) == n)
-    done = run(
-        "generate",
-        "--checkpoint",
-        checkpoint,
-        "--prompt",
-        PROMPT,
-        "--max-new-tokens",
-        30,
-        "--temperature",
-        1,
-        "--devices",
-        8,
-        "--stop",
-        text[start : start + 2],
-        "--stop",
-        "never",
-        "--json",
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    monkeypatch.setattr("infer.engine.job.use_host_devices", lambda count: None)  # devices are set already
+    args = ["generate", "--checkpoint", str(checkpoint), "--prompt", PROMPT, "--max-new-tokens", "30", "--json"]
+    stops = ["--stop", text[start : start + 2], "--stop", "never"]
+    assert main([*args, "--temperature", "1", "--devices", "8", *stops]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert report["text"] == text[:start] and report["stop_reason"] == text[start : start + 2]
     assert report["conditions"]["devices"] == 8 and report["conditions"]["sampling"]["temperature"] == 1.0
 
@@ -140,7 +125,7 @@ def test_json_has_top_logprobs_in_bfloat16(checkpoint):
 
 
 def test_summary_names_the_compute_dtype(checkpoint, capsys):
-    short = ("generate", "--checkpoint", str(checkpoint), "--prompt", PROMPT, "--max-new-tokens", "3")
+    short = ("generate", "--checkpoint", str(checkpoint), "--prompt", PROMPT, "--max-new-tokens", "1")
     assert main([*short, "--backend", "xla", "--compute", "float16"]) == 0
     assert "weights float32, products in float16; backend xla" in capsys.readouterr().err
 

@@ -168,7 +168,7 @@ PARTS = [*SPECIAL, "<|im_", "end|>", "<", "<|", ">", "|>", "s>", "</", "start|>\
 words = st.lists(st.sampled_from(PARTS)).map("".join)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=70)
 @given(st.lists(words, min_size=2, max_size=6), st.sampled_from([CHATML, GENERATION]))
 def test_messages_are_data(contents, source):
     """Whatever messages contain, the only control tokens are those of the template: one at each end of a message."""
@@ -185,7 +185,7 @@ def test_messages_are_data(contents, source):
     )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=50)
 @given(words, words, words)
 def test_parts_of_messages_do_not_form_control_tokens(name, argument, key):
     made = template(
