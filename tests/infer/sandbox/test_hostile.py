@@ -95,7 +95,7 @@ def test_foreign_system_calls_kill(box):
 
 
 def test_stubborn_programs_end(box):
-    short = Limits(cpu_seconds=1, wall_seconds=2)
+    short = Limits(cpu_seconds=1, wall_seconds=1)
     ignore = (
         "import signal\nfor s in range(1, 32):\n    try: signal.signal(s, signal.SIG_IGN)\n    except OSError: pass\n"
     )

@@ -18,7 +18,7 @@ from infer.sandbox.sandbox import HarnessError, Limits, Sandbox
 from laneformer.errors import ConfigError
 from tests.support.sandboxes import LIMITS, attack, open_sandbox, usual_level, verdict
 
-SHORT = Limits(cpu_seconds=1, wall_seconds=2)
+SHORT = Limits(cpu_seconds=1, wall_seconds=1)
 MARK = "laneformer-left-behind"
 
 
@@ -195,7 +195,7 @@ def test_time_limits_end_programs(box):
             "more than 1 s of CPU time",
         )
     began = time.monotonic()
-    assert verdict(box, "import time; time.sleep(600)", limits=SHORT) == ("timeout", "no end after 2 s")
+    assert verdict(box, "import time; time.sleep(600)", limits=SHORT) == ("timeout", "no end after 1 s")
     assert time.monotonic() - began < 15
 
 
