@@ -7,6 +7,8 @@
 #endif
 
 #include <algorithm>
+#include <numeric>
+
 namespace {
 
 // The float32 bits of every 16-bit pattern.
@@ -84,10 +86,8 @@ void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64
       const int64_t low = std::max(first, start + p - window + 1), high = std::min(last, start + p + 1);
       std::vector<double> scores;
       for (int64_t t = low; t < high; t++) {
-        double score = 0;
-        for (int i = 0; i < e; i++)
-          score += q[((int64_t)p * heads + h) * e + i] * keys.values[t * stride + h / group * e + i];
-        scores.push_back(score);
+        const double* key = keys.values.data() + t * stride + h / group * e;
+        scores.push_back(std::inner_product(key, key + e, q.data() + ((int64_t)p * heads + h) * e, 0.0));
       }
       if (scores.empty()) {
         CHECK(got[e] == -kInfinity && got[e + 1] == 0, "%s: a query that sees nothing has %g, %g", k.name, got[e],
@@ -102,14 +102,15 @@ void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64
       CHECK(std::fabs(got[e] - largest) < tolerance && std::fabs(got[e + 1] / sum - 1) < 1e-4 + tolerance,
             "%s: largest %g, sum %g; not %g, %g", k.name, got[e], got[e + 1], largest, sum);
       for (double& weight : scores) weight /= sum;
-      for (int i = 0; i < e; i++) {
-        const double* value = values.values.data() + low * stride + h / group * e + i;
-        double exact = 0;
-        for (size_t t = 0; t < scores.size(); t++) exact += scores[t] * value[t * stride];
-        CHECK(std::fabs(got[i] / got[e + 1] - exact) < tolerance,
-              "%s dtype %d e %d window %ld keys %ld..%ld: p %d h %d i %d: %g, not %g", k.name, (int)dtype, e,
-              (long)window, (long)first, (long)last, p, h, i, got[i] / got[e + 1], exact);
+      std::vector<double> exact(e);
+      for (size_t t = 0; t < scores.size(); t++) {
+        const double* value = values.values.data() + (low + (int64_t)t) * stride + h / group * e;
+        for (int i = 0; i < e; i++) exact[i] += scores[t] * value[i];
       }
+      for (int i = 0; i < e; i++)
+        CHECK(std::fabs(got[i] / got[e + 1] - exact[i]) < tolerance,
+              "%s dtype %d e %d window %ld keys %ld..%ld: p %d h %d i %d: %g, not %g", k.name, (int)dtype, e,
+              (long)window, (long)first, (long)last, p, h, i, got[i] / got[e + 1], exact[i]);
     }
   std::vector<float> alone((int64_t)heads * (e + 2));
   for (int p = 0; p < positions; p++) {  // each position alone must have the same bits
