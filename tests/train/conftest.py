@@ -1,5 +1,7 @@
 """Fixtures of the tests of training: a token store, an uninterrupted run of the tiny recipe, and its commands."""
 
+import contextlib
+import io
 import shutil
 import signal
 from pathlib import Path
@@ -7,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.tiny_recipe import RECIPE, finish, losses, records, start, weights_of, write_store
+from tests.support.tiny_recipe import RECIPE, losses, records, weights_of, write_store
 from tests.support.workers import made_once
 from train.__main__ import main
 from train.metrics.records import MetricsLog
@@ -20,13 +22,15 @@ def store(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory, store) -> Path:
-    """Folder of an uninterrupted run of the tiny recipe in a separate process. To change it, use `finished_copy`."""
+    """Folder of an uninterrupted run of the tiny recipe. To change it, use `finished_copy`."""
 
     def train(run: Path):
         shutil.rmtree(run, ignore_errors=True)  # a worker of pytest may have failed here
-        status, out, err = finish(start(run, store))
-        assert (status, err) == (0, ""), "no library may print a warning"
-        assert "new run in" in out and "step 60/60" in out and "60 steps done" in out
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main([RECIPE, "--run", str(run), "--data.path", str(store)])
+        assert (status, err.getvalue()) == (0, ""), "no library may print a warning"
+        assert all(line in out.getvalue() for line in ("new run in", "step 60/60", "60 steps done"))
 
     return made_once(tmp_path_factory, "finished", train)
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,15 +26,22 @@ ONE_NODE = ClusterConfig(device="h200", nodes=1, compiler="cpu")
 
 @pytest.fixture(scope="module")
 def planned():
-    """The tiny recipe in two phases on one node, 2 x 4, compiled for the CPU."""
+    """The tiny recipe in two phases with the same program on one node, 2 x 4, compiled for the CPU."""
     config = changed(tiny(), mesh__lane=4)
-    longer = LaterPhase(steps=40, data=dataclasses.replace(config.data, sequence_length=32), accumulate=2)
-    return plan(dataclasses.replace(config, then={"longer": longer}), ONE_NODE)
+    return plan(dataclasses.replace(config, then={"second": LaterPhase(steps=40, data=config.data)}), ONE_NODE)
+
+
+@pytest.fixture
+def compiled_before(planned, monkeypatch):
+    """Every phase has the program of `planned`, which is not compiled again."""
+    lowered = SimpleNamespace(compile=lambda options: None)
+    monkeypatch.setattr(planning.Trainer, "lower_step", lambda trainer: lowered)
+    monkeypatch.setattr(planning, "read_program", lambda *_: planned.phases[0].program)
 
 
 def test_plan_fills_the_cluster(planned):
     assert (planned.devices, planned.mesh, planned.compute_dtype) == (8, {"data": 2, "lane": 4}, "bfloat16")
-    assert [(phase.name, phase.steps) for phase in planned.phases] == [(tiny().phases[0].name, 60), ("longer", 40)]
+    assert [(phase.name, phase.steps) for phase in planned.phases] == [(tiny().phases[0].name, 60), ("second", 40)]
 
 
 def test_state_is_split_over_the_mesh(planned):
@@ -78,7 +86,7 @@ def test_scheduled_figures_include_waits(planned):
     assert found.as_json()["phases"][0]["times"]["overlaps"][0]["exposed"] == 0.25
 
 
-def test_exchanges_across_nodes_use_the_network(monkeypatch):
+def test_exchanges_across_nodes_use_the_network(compiled_before, monkeypatch):
     """With nodes of 4 devices, the lane axis is within a node and the data axis is not. A ring over all devices leaves
     a node over four networks.
     """
@@ -114,7 +122,7 @@ def test_too_little_memory_lists_options_that_reduce_it(monkeypatch):
         assert smaller.program.memory.temporary < phase.program.memory.temporary, option
 
 
-def test_dry_run_prints_and_writes_the_plan(tmp_path):
+def test_dry_run_prints_and_writes_the_plan(compiled_before, tmp_path):
     file = tmp_path / "plan.json"
     text = dry_run(
         [

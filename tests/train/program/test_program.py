@@ -40,16 +40,16 @@ def one_layer(layout):
 
 
 def test_exchanges_match_the_schedule():
-    """Forward and backward pass each issue the reductions of the schedule. The stream is [1, 8, 16, 32] float32."""
-    found = {layout: program(model=one_layer(layout)) for layout in ("tp", "none")}
+    """Forward and backward pass each issue the reductions of the schedule. The stream is [1, 4, 16, 32] float32."""
+    found = {layout: program(2, 4, model=one_layer(layout)) for layout in ("tp", "none")}
     reductions = 2 * found["tp"].issued["all_reduce"] - 2 * found["none"].issued["all_reduce"]
     assert reductions == 2 * (2 * 2), "two modules, forward and backward"
-    stream = 8 * 16 * 32 * 4
+    stream = 4 * 16 * 32 * 4
     surplus = found["tp"].sent("lane") - found["none"].sent("lane")
-    assert 3 * stream * 7 / 4 <= surplus <= 4 * stream * 7 / 4, (
+    assert 3 * stream * 3 / 2 <= surplus <= 4 * stream * 3 / 2, (
         "in both layouts, the backward sum of the first module is also that of the embedding"
     )
-    assert found["tp"].sent("data") == 0
+    assert found["tp"].sent("data") > 0
 
 
 @pytest.mark.slow
@@ -67,7 +67,7 @@ def test_products_are_at_least_those_of_the_weights():
     tokens = 8 * 16
     config = one_layer("tp")
     weights = 6 * matmul_parameters(config) * tokens / 8
-    assert weights < program(model=config).matmul_flops < 1.5 * weights
+    assert weights < program(2, 4, model=config).matmul_flops < 1.5 * weights
 
 
 @pytest.mark.slow
@@ -84,7 +84,7 @@ def test_memory_includes_the_state():
 
 
 def test_saved_program_is_read_back(tmp_path):
-    trainer, lowered, executable = compiled(2, 4)
+    trainer, lowered, executable = compiled(2, 4, model=one_layer("tp"))
     mesh = trainer.mesh
     saved = save_program(lowered, executable, tmp_path / "program", "tiny", mesh)
     module = Module(gzip.decompress((tmp_path / "program/tiny.hlo.txt.gz").read_bytes()).decode())
@@ -104,7 +104,7 @@ def test_overlaps_are_described():
     """The text describes a recorded program that XLA:GPU ordered, with the speeds of its device."""
     steps = Module(read("dtp(4)", "dots")).steps(lf.make_mesh(8, lane=8))
     text = describe(
-        dataclasses.replace(program(2, 4), steps=steps), speeds_of(find_kind("NVIDIA H200"), {"data": 1, "lane": 8})
+        dataclasses.replace(program(2, 4, model=one_layer("tp")), steps=steps), speeds_of(find_kind("NVIDIA H200"), {"data": 1, "lane": 8})
     )
     assert "| lanes, forward | 4 | 4 | 0 | 0 | 0.00626 | 0 |" in text and UNSCHEDULED[1:] not in text
 
