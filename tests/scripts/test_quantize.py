@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from scripts import convert
 from scripts.quantize import main, read_rows
 from tests.support import tiny
 from tests.support.paths import MOE
+from tests.support.small import make_weights
 from tests.support.tiny_recipe import write_store
 
 LLAMA = tiny.TESTS / "dense" / "llama2"
@@ -30,7 +32,7 @@ def laneformer(tmp_path_factory) -> Path:
     """Folder of a Laneformer with 2 lanes, whose matrices are large enough to notice float32 copies of them."""
     sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "max_position_embeddings": 256}
     config = ModelConfig(vocab_size=128, num_attention_heads=4, num_key_value_heads=4, num_lanes=2, **sizes)
-    return save_hf(Laneformer.init(config, 1), tmp_path_factory.mktemp("laneformer"))
+    return save_hf(Laneformer(config, jax.device_put(make_weights(config))), tmp_path_factory.mktemp("laneformer"))
 
 
 def run(*arguments) -> int:

@@ -28,14 +28,14 @@ def as_laneformer(dense: DenseModel) -> Laneformer:
     Matrices are [l, out, in] instead of Flax's [in, out]; rotated rows of q and k are in pairs instead of halves.
     """
 
-    def paired(kernel: jax.Array) -> jax.Array:
+    def paired(kernel: np.ndarray) -> np.ndarray:
         heads = kernel.T.reshape(-1, 2, CONFIG.head_size // 2, CONFIG.hidden_size)
         return heads.swapaxes(1, 2).reshape(-1, CONFIG.hidden_size)
 
     weights = {
-        "tok_embeddings": dense.embed.embedding[...],
-        "norm": dense.norm.scale[...],
-        "lm_head": dense.head.kernel[...].T,
+        "tok_embeddings": np.asarray(dense.embed.embedding),
+        "norm": np.asarray(dense.norm.scale),
+        "lm_head": np.asarray(dense.head.kernel).T,
     }
     for n, block in enumerate(dense.blocks):
         named = {
@@ -48,19 +48,19 @@ def as_laneformer(dense: DenseModel) -> Laneformer:
             "feed_forward.w2": block.down,
         }
         for name, linear in named.items():
-            kernel = linear.kernel[...]
+            kernel = np.asarray(linear.kernel)
             weights[f"layers.{n}.{name}"] = (paired(kernel) if name in ("attention.wq", "attention.wk") else kernel.T)[
                 None
             ]
         weights |= {
-            f"layers.{n}.attention_norm": block.attention_norm.scale[...],
-            f"layers.{n}.ffn_norm": block.mlp_norm.scale[...],
+            f"layers.{n}.attention_norm": np.asarray(block.attention_norm.scale),
+            f"layers.{n}.ffn_norm": np.asarray(block.mlp_norm.scale),
         }
-    return Laneformer(CONFIG, weights)
+    return Laneformer(CONFIG, jax.device_put(weights))
 
 
 def test_logits_equal_those_of_one_lane():
-    dense = DenseModel(CONFIG, "float32", nnx.Rngs(0))
+    dense = nnx.jit(lambda: DenseModel(CONFIG, "float32", nnx.Rngs(0)))()
     with jax.default_matmul_precision("highest"):
         expected = nnx.jit(lambda model: model(IDS))(dense)
     np.testing.assert_allclose(as_laneformer(dense)(IDS), expected, rtol=1e-4, atol=1e-5)

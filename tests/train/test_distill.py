@@ -10,6 +10,7 @@ import pytest
 
 import laneformer
 from laneformer import ConfigError, Laneformer, ModelConfig, make_mesh
+from laneformer.weights import parameter_table
 from scripts.convert_dense import main as convert_dense
 from tests.support.tiny_recipe import changed, losses, records, tiny
 from train.config import DistillConfig, check_same_run, recorded
@@ -24,8 +25,14 @@ GROWING = ("--distill.anneal-steps", "4", "--distill.anneal-stages", "2")
 
 def sharp(config: ModelConfig, seed: int) -> Laneformer:
     """A model with random weights and an enlarged head, so that its distributions are far from uniform."""
-    weights = Laneformer.init(config, seed).weights()
-    return Laneformer(config, weights | {"lm_head": 20 * weights["lm_head"]})
+    random = np.random.default_rng(seed)
+    weights = {
+        path: np.ones(p.shape, np.float32)
+        if p.initial == "ones"
+        else (0.4 if path == "lm_head" else 0.02) * random.standard_normal(p.shape, np.float32)
+        for path, p in parameter_table(config).items()
+    }
+    return Laneformer(config, jax.device_put(weights))
 
 
 @pytest.fixture(scope="module")
@@ -87,10 +94,6 @@ def test_objective_matches_float64_numpy():
     assert float(sums["nll"]) == pytest.approx((w * nll).sum(), rel=1e-5)
     assert float(sums["kl"]) == pytest.approx((w * kl).sum(), rel=1e-5)
     assert float(total) == pytest.approx((w * (nll + 0.7 * 4 * kl)).sum(), rel=1e-5)
-    without = {key: batch[key] for key in ("ids", "weights")}
-    assert float(sums["nll"]) == pytest.approx(float(jax.jit(t._sums)(params, without)[1]["nll"]), rel=1e-5), (
-        "nll does not depend on the teacher"
-    )
 
 
 @pytest.mark.slow

@@ -86,7 +86,7 @@ def test_order_of_one_source_has_known_values(counting):
     ].dtype == np.int32
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None, max_examples=15)
 @given(st.integers(1, 250), st.integers(1, 120), st.integers(0, 2**32), PACKINGS)
 def test_every_row_is_read_once_per_epoch_in_permuted_order(counting, batch_size, length, seed, packing):
     options = {"packing": packing[0], "attend_across_documents": packing[1]}

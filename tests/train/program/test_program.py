@@ -104,7 +104,8 @@ def test_overlaps_are_described():
     """The text describes a recorded program that XLA:GPU ordered, with the speeds of its device."""
     steps = Module(read("dtp(4)", "dots")).steps(lf.make_mesh(8, lane=8))
     text = describe(
-        dataclasses.replace(program(2, 4, model=one_layer("tp")), steps=steps), speeds_of(find_kind("NVIDIA H200"), {"data": 1, "lane": 8})
+        dataclasses.replace(program(2, 4, model=one_layer("tp")), steps=steps),
+        speeds_of(find_kind("NVIDIA H200"), {"data": 1, "lane": 8}),
     )
     assert "| lanes, forward | 4 | 4 | 0 | 0 | 0.00626 | 0 |" in text and UNSCHEDULED[1:] not in text
 
