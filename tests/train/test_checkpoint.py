@@ -32,11 +32,13 @@ def trainer():
 
 @pytest.fixture(scope="module")
 def initial(trainer):
-    """A state of random numbers, which tests must not donate: for that, use `fresh`."""
+    """A state of step 0 with random arrays, which tests must not donate: for that, use `fresh`."""
     random = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda x: jax.device_put(random.normal(0, 100, x.shape).astype(x.dtype), x.sharding), trainer.abstract_state()
-    )
+
+    def filled(x: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.device_put((random.normal(size=x.shape) * (x.ndim > 0)).astype(x.dtype), x.sharding)
+
+    return jax.tree.map(filled, trainer.abstract_state())
 
 
 @pytest.fixture
