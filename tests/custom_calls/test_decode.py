@@ -468,19 +468,17 @@ def chaos(lanes, count, chaos_us, **changes):
     assert small.same(expected, tokens(threads=2, chaos_us=chaos_us)), "exchange in shared memory"
 
 
-@pytest.mark.parametrize(
-    "layout", ["dtp(1)", *(pytest.param(layout, marks=pytest.mark.slow) for layout in ("kraken", "laneformer"))]
-)
+@pytest.mark.parametrize("layout", ["dtp(1)", pytest.param("kraken", marks=pytest.mark.slow)])
 def test_random_delays_change_no_bit(layout):
     chaos(3, 150, 5, layout=layout, broadcast_delay=1)
 
 
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "count"),
     [
-        pytest.param("laneformer", marks=pytest.mark.slow),
-        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ("dtp(1)", "dtp(3)", "tp")),
+        pytest.param("laneformer", 2000, marks=pytest.mark.slow),
+        *(pytest.param(n, 10_000, marks=pytest.mark.exhaustive) for n in ("laneformer", "dtp(1)", "dtp(3)", "tp")),
     ],
 )
-def test_random_delays_change_no_bit_of_ten_thousand_tokens(layout):
-    chaos(4, 10_000, 20, layout=layout, broadcast_delay=1)
+def test_random_delays_change_no_bit_of_thousands_of_tokens(layout, count):
+    chaos(4, count, 20, layout=layout, broadcast_delay=1)

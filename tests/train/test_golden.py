@@ -46,7 +46,7 @@ def twenty_losses(case: str) -> list[float]:
     return found
 
 
-FAST, SLOW = ("laneformer",), ("tp, experts", "dtp(3), experts", "laneformer, experts")
+FAST, SLOW = ("laneformer",), ("dtp(3), experts", "laneformer, experts")
 
 
 def _marks(case: str):

@@ -99,6 +99,13 @@ def test_installed_library_passes(program, tmp_path):
     run(program, None, [str(build.find()), f"-Wl,-rpath,{build.find().parent}"], tmp_path)
 
 
+@pytest.mark.exhaustive
+def test_installed_library_passes_in_every_way(tmp_path):
+    library()
+    link = [str(build.find()), f"-Wl,-rpath,{build.find().parent}"]
+    run("decoder_test", None, link, tmp_path, arguments=["all"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("sanitizer", "programs", "sets"), [
     ("address,undefined", PROGRAMS, ("avx512", "avx2", "portable")), ("thread", THREADED, ("portable",)),

@@ -205,7 +205,9 @@ def test_nvidia_spills_no_registers(lanes_here, dtype):
 
 
 @needs_nvcc
-@pytest.mark.parametrize(("lanes_here", "dtype"), [(8, "float16"), (1, "float16"), (8, "bf12")])
+@pytest.mark.parametrize(
+    ("lanes_here", "dtype"), [(8, "float16"), (8, "bf12"), pytest.param(1, "float16", marks=pytest.mark.exhaustive)]
+)
 def test_nvidia_spills_no_registers_in_steps(lanes_here, dtype):
     step = nvidia(lanes_here, dtype, gpu_build.STEPS)["laneformer_step"]
     assert step["registers"] <= 255 and (step["stack"], step["stores"], step["loads"]) == (0, 0, 0)
@@ -299,7 +301,7 @@ def weight_loops(image: Path, multiply_adds: int = 96, loads: int = 18) -> list[
 
 @needs_nvcc
 @pytest.mark.skipif(nvdisasm() is None, reason="nvdisasm is not installed (pip install nvidia-cuda-nvdisasm)")
-@pytest.mark.parametrize("rows", [1, 2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("rows", [2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4))])
 def test_nvidia_loops_of_several_rows_are_short(rows, folder):
     """In loops over 96 weights of a thread, each further row adds few instructions beyond its multiply-adds. With up to
     two rows no register is spilled there. Passes of one row have the same loops in every kernel.
@@ -512,7 +514,7 @@ def test_nvidia_gate_and_gelu_spill_no_registers():
 
 
 @needs_nvcc
-@pytest.mark.parametrize("source", [gpu_build.PERSISTENT, gpu_build.STEPS])
+@pytest.mark.parametrize("source", [gpu_build.PERSISTENT, pytest.param(gpu_build.STEPS, marks=pytest.mark.exhaustive)])
 def test_nvidia_compiles_layers_of_several_kinds(source):
     kernels = figures(model_header(Layout(mixed_plan(weight_dtype="float16", cache_dtype="float16"), H200, 3)), source)
     assert all(kernel["registers"] <= 255 and kernel["stores"] == 0 for kernel in kernels.values())

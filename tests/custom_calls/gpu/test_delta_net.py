@@ -82,7 +82,7 @@ def copied(state: State) -> State:
     "sizes",
     [
         [15, 2, 24],
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ([1] * 4 + [37], [16, 16, 9], [31, 10], [32, 1, 8])),
+        *(pytest.param(n, marks=pytest.mark.exhaustive) for n in ([1] * 4 + [37], [16, 16, 9], [31, 10], [32, 1, 8])),
     ],
     ids=str,
 )
@@ -154,7 +154,7 @@ def several():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("prompt", [14, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 31))])
+@pytest.mark.parametrize("prompt", [14, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 31))])
 def test_drafts_change_no_bit_of_answer_or_state(call, several, prompt):
     """Passes cross multiples of 16 positions."""
     check_drafts(CONFIG, ROOM, call, several, prompt)

@@ -105,7 +105,7 @@ def test_several_devices_and_delays_change_no_bit():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows", [2, 4])
+@pytest.mark.parametrize("rows", [4, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_rows_of_a_pass_change_no_bit(rows):
     plan = plan_of({"q_lora_rank": 8, "kv_lora_rank": 24})
     Model(plan, weights_of(plan), rows=rows, chaos_us=20).check([3, 1, 4, 1, 5, 9, 2], 12, temperature=0.8)

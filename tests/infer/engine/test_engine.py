@@ -2,6 +2,7 @@
 chosen.
 """
 
+import itertools
 import tracemalloc
 
 import jax
@@ -36,15 +37,14 @@ def spread():
 
 # A head that is split over the devices. The tests of the model cover the other cases, and below one device draws what
 # the model's logits define.
-FAST = (("case_12", 8),)
+FAST, SLOW = (("case_12", 8),), (("case_03", 8), ("case_06", 1), ("case_11", 1))
 
 
 @pytest.mark.parametrize(
     ("case", "devices"),
     [
-        pytest.param(case, devices, marks=() if (case, devices) in FAST else pytest.mark.slow)
-        for case in CASES
-        for devices in (1, 8)
+        pytest.param(*case, marks=() if case in FAST else pytest.mark.slow if case in SLOW else pytest.mark.exhaustive)
+        for case in itertools.product(CASES, (1, 8))
     ],
 )
 def test_greedy_tokens_match_the_reference_models(case, devices):

@@ -128,7 +128,7 @@ def memory(process):
 
 
 @pytest.mark.parametrize(
-    "seconds", [pytest.param(30, marks=pytest.mark.slow), pytest.param(600, marks=pytest.mark.exhaustive)]
+    "seconds", [pytest.param(12, marks=pytest.mark.slow), pytest.param(600, marks=pytest.mark.exhaustive)]
 )
 def test_answers_stay_equal_while_clients_come_and_go(server, alone, seconds):
     [engine] = server.children()

@@ -233,7 +233,7 @@ def test_vectors_of_all_uses_are_never_in_memory_together():
         *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in (("qwen3_moe_1", 1, 0), ("qwen3_moe_2", 2, 2))),
         pytest.param("mixtral", 4, 4, marks=pytest.mark.exhaustive),
         *(pytest.param("gpt_oss_1", *cut, marks=pytest.mark.exhaustive) for cut in ((1, 0), (2, 2), (4, 0))),
-        pytest.param("gpt_oss_2", 4, 4, marks=pytest.mark.slow),
+        pytest.param("gpt_oss_2", 4, 4, marks=pytest.mark.exhaustive),
         *(pytest.param("gpt_oss_2", *cut, marks=pytest.mark.exhaustive) for cut in ((2, 0), (8, 8))),
     ],
 )

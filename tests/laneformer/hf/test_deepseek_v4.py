@@ -72,12 +72,6 @@ def test_logits_equal_the_reference(lanes):
 
 
 @pytest.mark.slow
-def test_greedy_tokens_equal_the_reference():
-    found = tiny.continue_greedily(model(), io()["greedy_prompt"], len(io()["greedy_ids"]))
-    assert found == io()["greedy_ids"].tolist()
-
-
-@pytest.mark.slow
 def test_routes_and_logits_equal_float64():
     ids = io()["input_ids"][:1]
     logits, chosen = deepseek_v4.Model(values(), load_file(CASE / "model.safetensors"))(ids[0])
@@ -87,7 +81,9 @@ def test_routes_and_logits_equal_float64():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parts", [(7, 120, 3, 1, 19), (149, 1), (1,) * 150])
+@pytest.mark.parametrize(
+    "parts", [(7, 136, 7), (1,) * 150, pytest.param((7, 120, 3, 1, 19), marks=pytest.mark.exhaustive)]
+)
 def test_any_split_of_a_prompt_gives_the_same_logits(parts):
     ids = io()["input_ids"]
     assert tiny.difference(extend(model(), ids, parts), io()["logits"]) < 1e-4
@@ -109,9 +105,7 @@ def test_padding_changes_nothing_that_is_kept():
 @pytest.mark.slow
 def test_lanes_on_a_mesh_equal_the_reference():
     own = laneformer.load(CASE, dtype="float32", num_lanes=2, mesh=laneformer.make_mesh(2, lane=2))
-    assert tiny.difference(own(io()["input_ids"]), io()["logits"]) < 1e-4
-    found = tiny.continue_greedily(own, io()["greedy_prompt"], len(io()["greedy_ids"]))
-    assert found == io()["greedy_ids"].tolist()
+    assert tiny.difference(extend(own, io()["input_ids"], (75, 75)), io()["logits"]) < 1e-4
 
 
 @pytest.mark.slow
@@ -157,7 +151,7 @@ def test_other_sizes_equal_float64(variant):
     logits, chosen = deepseek_v4.Model(values() | VARIANT, load_file(variant / "model.safetensors"))(ids[0])
     own = laneformer.load(variant, num_lanes=4)
     assert tiny.difference(own(ids)[0], logits) < 2e-4
-    assert tiny.difference(extend(own, ids, (100, 39, 1))[0], logits) < 2e-4
+    assert tiny.difference(extend(own, ids, (70, 70))[0], logits) < 2e-4
     for a, b in zip(routes(own, ids), chosen, strict=True):
         np.testing.assert_array_equal(np.sort(a), np.sort(b))
 
@@ -329,7 +323,7 @@ def test_packed_model_generates(packed):
     """Logits with a cache equal those of the whole sequence."""
     folder, logits = packed
     own = laneformer.load(folder)
-    assert tiny.difference(extend(own, io()["input_ids"][:1], (100, 49, 1))[0], logits) < 1e-4
+    assert tiny.difference(extend(own, io()["input_ids"][:1], (75, 75))[0], logits) < 1e-4
     ids = io()["input_ids"][0, :140].tolist()
     found = [*Engine(own, backend="xla").generate(ids, max_new_tokens=3, sampling=Sampling(temperature=0))]
     assert found[0] == int(logits[139].argmax())

@@ -149,14 +149,13 @@ def steps(data: int, lane: int, **changes):
 
 @pytest.mark.slow
 def test_meshes_and_recomputation_change_no_loss():
-    """A mesh of 2 x 4 gives the losses of 1 x 8, and of 2 x 4 with recomputation of blocks."""
+    """A mesh of 2 x 4 gives the losses of 1 x 8 with recomputation of blocks."""
     usual = steps(2, 4)[0]
     assert usual[-1, 0] < usual[0, 0] and (usual[:, 1] > 0).all()
-    np.testing.assert_allclose(steps(1, 8)[0], usual, rtol=2e-4)
-    np.testing.assert_allclose(steps(2, 4, remat="block")[0], usual, rtol=2e-4)
+    np.testing.assert_allclose(steps(1, 8, remat="block")[0], usual, rtol=2e-4)
 
 
-@pytest.mark.exhaustive  # test_latent_attention.py tests resuming more often
+@pytest.mark.exhaustive  # test_experts.py and test_delta_net.py test resuming more often
 def test_run_resumes_bitwise_and_loads(resumed):
     run, _ = resumed(6, "--steps", "12", "--save-every", "4", "--validate-every", "6", recipe=f"{__file__}:recipe")
     assert losses(run)[-1] < losses(run)[0]

@@ -60,10 +60,11 @@ def usual():
     ("data", "lane", "changes"),
     [
         pytest.param(2, 4, {"accumulate": 4}, marks=pytest.mark.slow),
-        pytest.param(1, 1, {}, marks=pytest.mark.slow),
+        pytest.param(1, 1, {"remat": "block"}, marks=pytest.mark.slow),
+        pytest.param(1, 1, {}, marks=pytest.mark.exhaustive),
         pytest.param(1, 8, {}, marks=pytest.mark.exhaustive),
         pytest.param(8, 1, {}, marks=pytest.mark.exhaustive),
-        pytest.param(2, 4, {"remat": "block"}, marks=pytest.mark.slow),
+        pytest.param(2, 4, {"remat": "block"}, marks=pytest.mark.exhaustive),
         pytest.param(1, 2, {"accumulate": 2, "remat": "dots"}, marks=pytest.mark.exhaustive),
     ],
 )

@@ -55,7 +55,7 @@ def test_meshes_change_no_loss():
     np.testing.assert_allclose(steps(2, 4)[0], steps(1, 8)[0], rtol=2e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # test_experts.py and test_delta_net.py test resuming more often
 def test_run_resumes_bitwise_and_loads(resumed):
     run, _ = resumed(6, "--steps", "12", "--save-every", "4", "--validate-every", "6", recipe=f"{__file__}:recipe")
     assert losses(run)[-1] < losses(run)[0]
