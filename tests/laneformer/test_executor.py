@@ -303,11 +303,11 @@ HEADS = {"replicate": 1, "lane": 1, "vocab_parallel": 0}
 
 
 def _counted_with_heads():
-    """COUNTED with the head that lanes share; the other heads, also of LAYOUTS, are slow."""
+    """COUNTED with the head that lanes share. Head `lane`, also of LAYOUTS, is slow, and another one exhaustive."""
     for layout, changes in [*COUNTED, *((layout, {}) for layout in LAYOUTS)]:
         for head in HEADS:
             if head != "replicate" or layout not in LAYOUTS:
-                marks = () if head == "replicate" else pytest.mark.slow
+                marks = {"replicate": (), "lane": pytest.mark.slow}.get(head, pytest.mark.exhaustive)
                 yield pytest.param(layout, changes, head, id=f"{layout}-{changes}-{head}", marks=marks)
 
 

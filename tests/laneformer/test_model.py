@@ -15,16 +15,16 @@ TOLERANCE = 1e-4
 
 def _oracle_meshes():
     """Every oracle case without a mesh (0) and on 1, 2, 4 and, with 8 lanes, 8 devices. One mesh per case runs always;
-    the other meshes are exhaustive. Slow are cases without a mesh, because random models run without one, and the
-    cases 08 and 09, whose options the random models and case 03 have.
+    the other meshes are exhaustive, and cases without a mesh, because the greedy tokens of most cases have none. Slow
+    are the cases 08 and 09, whose options the random models and case 03 have.
     """
     for n, folder in enumerate(tiny.ORACLE):
         lanes = 8 if folder.name in ("case_03", "case_12") else 4
         fast = 8 if lanes == 8 else (2, 4, 1)[n % 3]
         for devices in (0, 1, 2, 4, 8):
             if devices <= lanes:
-                slow = devices == 0 or (devices == fast and folder.name in ("case_08", "case_09"))
-                marks = pytest.mark.slow if slow else () if devices == fast else pytest.mark.exhaustive
+                slow = folder.name in ("case_08", "case_09")
+                marks = pytest.mark.exhaustive if devices != fast else pytest.mark.slow if slow else ()
                 yield pytest.param(folder, devices, id=f"{folder.name}-{devices}", marks=marks)
 
 
@@ -60,8 +60,8 @@ def test_greedy_tokens_on_eight_devices_equal_the_oracle(case):
 
 
 SPLITS = [
-    pytest.param((24,), marks=pytest.mark.slow),
-    pytest.param((5, 1, 1, 10, 1, 6), marks=pytest.mark.slow),
+    pytest.param((24,), marks=pytest.mark.exhaustive),
+    pytest.param((5, 1, 1, 10, 1, 6), marks=pytest.mark.exhaustive),
     (1, 7, 7, 1, 1, 7),
 ]
 

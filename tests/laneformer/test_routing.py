@@ -197,9 +197,7 @@ def test_meshes_give_the_losses_and_gradients_of_one_device(layout, mesh):
     assert apart(gradient, other) < 1e-4
 
 
-@pytest.mark.parametrize(
-    "remat", [pytest.param("block", marks=pytest.mark.slow), pytest.param("dots", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("remat", [pytest.param(name, marks=pytest.mark.exhaustive) for name in ("block", "dots")])
 def test_recomputation_changes_no_gradient(remat):
     _, gradient = objective(model_of("laneformer", None), 0.5, 0.25)
     _, other = objective(model_of("laneformer", None), 0.5, 0.25, remat=remat)

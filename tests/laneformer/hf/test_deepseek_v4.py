@@ -319,14 +319,10 @@ def test_published_packing_is_read_exactly(packed, lanes):
 
 
 @pytest.mark.slow
-def test_packed_model_generates(packed):
-    """Logits with a cache equal those of the whole sequence."""
+def test_packed_model_has_the_same_logits_with_a_cache(packed):
     folder, logits = packed
     own = laneformer.load(folder)
     assert tiny.difference(extend(own, io()["input_ids"][:1], (75, 75))[0], logits) < 1e-4
-    ids = io()["input_ids"][0, :140].tolist()
-    found = [*Engine(own, backend="xla").generate(ids, max_new_tokens=3, sampling=Sampling(temperature=0))]
-    assert found[0] == int(logits[139].argmax())
 
 
 @small.needs_library

@@ -24,20 +24,21 @@ LANES = {folder.name: 2 + number % 2 * 2 for number, folder in enumerate(SEVERAL
 OLD_STYLE = [folder for folder in DENSE if (folder / "config_old_style.json").exists()]
 
 
-def is_quick(folder, lanes) -> bool:
-    """Whether every run of the tests computes a model's logits. Models that differ from another one only in an option
-    of config.json are slow: their configs and these options are compared with a reference elsewhere.
+def marks_in_lanes(folder, lanes):
+    """The marks of a test of logits in one call: none in several lanes and for CACHED, but models that differ from
+    another one only in an option of config.json are slow: their configs and these options are compared with a reference
+    elsewhere. The others have one lane and are exhaustive.
     """
     if folder.name in ("llama_linear", "llama_yarn", "qwen3_gelu", "qwen3_window"):
-        return False
-    return lanes > 1 or folder.name in CACHED
+        return pytest.mark.slow if lanes > 1 else pytest.mark.exhaustive
+    return () if lanes > 1 or folder.name in CACHED else pytest.mark.exhaustive
 
 
 def marks_of(folder, number):
-    """The marks of a test that decodes with a cache: none for CACHED; of the others, every second one is slow, the rest
+    """The marks of a test that decodes with a cache: none for CACHED; of the others, every fourth one is slow, the rest
     exhaustive.
     """
-    return () if folder.name in CACHED else pytest.mark.exhaustive if number % 2 else pytest.mark.slow
+    return () if folder.name in CACHED else pytest.mark.exhaustive if number % 4 else pytest.mark.slow
 
 
 def name_of(value) -> str:
@@ -83,7 +84,7 @@ def test_dense_fixtures_are_complete():
     ("folder", "lanes"),
     [
         *(
-            pytest.param(folder, lanes, marks=() if is_quick(folder, lanes) else pytest.mark.slow)
+            pytest.param(folder, lanes, marks=marks_in_lanes(folder, lanes))
             for folder in SEVERAL
             for lanes in (1, LANES[folder.name])
         ),
