@@ -121,7 +121,7 @@ def test_accumulation_leaves_losses_unchanged(reference, data, parts):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["block", "dots"])
+@pytest.mark.parametrize("remat", ["dots", pytest.param("block", marks=pytest.mark.exhaustive)])
 def test_remat_leaves_losses_unchanged(reference, remat):
     close(run(trainer(remat=remat)), reference)
 

@@ -206,7 +206,8 @@ def test_nvidia_spills_no_registers(lanes_here, dtype):
 
 @needs_nvcc
 @pytest.mark.parametrize(
-    ("lanes_here", "dtype"), [(8, "float16"), (8, "bf12"), pytest.param(1, "float16", marks=pytest.mark.exhaustive)]
+    ("lanes_here", "dtype"),
+    [(8, "float16"), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in ((1, "float16"), (8, "bf12")))],
 )
 def test_nvidia_spills_no_registers_in_steps(lanes_here, dtype):
     step = nvidia(lanes_here, dtype, gpu_build.STEPS)["laneformer_step"]
@@ -437,9 +438,10 @@ def test_nvidia_delta_net_spills_few_registers(source):
 
 @needs_nvcc
 @pytest.mark.parametrize("source", [gpu_build.PERSISTENT, pytest.param(gpu_build.STEPS, marks=pytest.mark.exhaustive)])
-def test_nvidia_residual_streams_spill_no_registers(source):
+def test_nvidia_residual_streams_gate_and_gelu_spill_no_registers(source):
     """Four residual streams spill no registers, as one stream does not."""
-    kernels = figures(header(H200, 8, "float16", layout="tp", residual_streams=ResidualStreams(count=4)), source)
+    changes = {"residual_streams": ResidualStreams(count=4), "attention_gate": True, "hidden_act": "gelu"}
+    kernels = figures(header(H200, 8, "float16", layout="tp", **changes), source)
     decode = kernels["laneformer_decode" if source == gpu_build.PERSISTENT else "laneformer_step"]
     assert decode["registers"] <= 255 and (decode["stack"], decode["stores"], decode["loads"]) == (0, 0, 0)
 
@@ -507,13 +509,6 @@ def test_amd_compressed_attention_spills_few_registers(folder):
 
 
 @needs_nvcc
-def test_nvidia_gate_and_gelu_spill_no_registers():
-    model = header(H200, 8, "float16", attention_gate=True, hidden_act="gelu")
-    decode = figures(model, gpu_build.PERSISTENT)["laneformer_decode"]
-    assert decode["registers"] <= 255 and (decode["stack"], decode["stores"], decode["loads"]) == (0, 0, 0)
-
-
-@needs_nvcc
 @pytest.mark.parametrize("source", [gpu_build.PERSISTENT, pytest.param(gpu_build.STEPS, marks=pytest.mark.exhaustive)])
 def test_nvidia_compiles_layers_of_several_kinds(source):
     kernels = figures(model_header(Layout(mixed_plan(weight_dtype="float16", cache_dtype="float16"), H200, 3)), source)
@@ -522,7 +517,7 @@ def test_nvidia_compiles_layers_of_several_kinds(source):
 
 @needs_clang
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name not in ("fp8", "mxfp4") else ()) for name in CODES]
+    "name", [pytest.param(name, marks=pytest.mark.exhaustive if name != "mxfp4" else ()) for name in CODES]
 )
 def test_amd_loops_of_quantized_weights_spill_nothing(name, folder):
     kernels, code = amd(8, name, folder)

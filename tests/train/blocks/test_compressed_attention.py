@@ -148,11 +148,12 @@ def steps(data: int, lane: int, **changes):
 
 
 @pytest.mark.slow
-def test_meshes_and_recomputation_change_no_loss():
-    """A mesh of 2 x 4 gives the losses of 1 x 8 with recomputation of blocks."""
+@pytest.mark.parametrize("remat", ["none", pytest.param("block", marks=pytest.mark.exhaustive)])
+def test_meshes_and_recomputation_change_no_loss(remat):
+    """A mesh of 2 x 4 gives the losses of 1 x 8, also with recomputation of blocks."""
     usual = steps(2, 4)[0]
     assert usual[-1, 0] < usual[0, 0] and (usual[:, 1] > 0).all()
-    np.testing.assert_allclose(steps(1, 8, remat="block")[0], usual, rtol=2e-4)
+    np.testing.assert_allclose(steps(1, 8, remat=remat)[0], usual, rtol=2e-4)
 
 
 @pytest.mark.exhaustive  # test_experts.py and test_delta_net.py test resuming more often
