@@ -186,7 +186,8 @@ def test_first_losses_match_recorded_ones(finished):
     assert losses(finished)[:5] == pytest.approx(written, abs=2e-5)
 
 
-ONE_LAYER = ("--model.num-hidden-layers", "1")  # its step compiles faster
+# One layer on one device: its step compiles faster.
+SMALL = ("--model.num-hidden-layers", "1", "--mesh.lane", "1")
 
 
 def one_line_error(result, *parts):
@@ -259,7 +260,7 @@ def test_damaged_first_shard_is_one_line(tmp_path, store, command):
     damaged, run = shutil.copytree(store, tmp_path / "store"), tmp_path / "run"
     for shard in damaged.glob("train*.bin"):
         shard.write_bytes(bytes(shard.stat().st_size))
-    one_line_error(command(run, *ONE_LAYER, path=damaged), "is corrupted near byte 0")
+    one_line_error(command(run, *SMALL, path=damaged), "is corrupted near byte 0")
     assert losses(run) == [] and os.listdir(run / "checkpoints") == []
 
 
@@ -457,7 +458,7 @@ def test_at_most_two_steps_are_in_flight(monkeypatch):
 def test_diverged_run_stops_before_saving(tmp_path, command):
     """With this learning rate, weights overflow."""
     one_error(
-        command(tmp_path / "run", *ONE_LAYER, "--optimizer.learning-rate", "1e30", "--watch.max-skipped", "3"),
+        command(tmp_path / "run", *SMALL, "--optimizer.learning-rate", "1e30", "--watch.max-skipped", "3"),
         "diverged at step",
         "not finite in 3 steps in a row",
         "optimizer.learning_rate",
