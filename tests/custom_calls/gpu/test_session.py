@@ -47,14 +47,11 @@ from tests.support.plan_interpreter import interpret
 
 pytestmark = [small.needs_library, emulated.needs_gpu]
 
-# Sums of the first land after the last module. Each of these kernels also has an option of CONFIGS.
-FAST_LAYOUTS = {
-    ("kraken", 5): CONFIGS["vocab head"],
-    ("desync(2)", 3): CONFIGS["lane head"],
-    ("caat(0.3)", 2): CONFIGS["large heads"],
-}
+# Sums of the first land after the last module. The last also has large heads, which are independent of the layout.
+# Heads of the model need lanes that differ at the end, which these layouts do not have.
+FAST_LAYOUTS = {("kraken", 5): {}, ("desync(2)", 3): {}, ("caat(0.3)", 2): CONFIGS["large heads"]}
 # mixed_plan tests other options; test_experts.py has odd numbers of channels.
-FAST_CONFIGS, SLOW_CONFIGS = {"one expert"}, {"lane head", "vocab head", "large heads", "one channel more than vectors"}
+FAST_CONFIGS, SLOW_CONFIGS = {"lane head", "vocab head", "one expert"}, {"large heads", "one channel more than vectors"}
 
 
 def run(config, weights, prompt, limit, *, compute="float32", capacity=64, mesh=None, start=None, **options):
