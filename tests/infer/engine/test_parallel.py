@@ -199,7 +199,7 @@ def test_answers_from_one_prompt_compute_it_once(engines, slow):
     """Such generations start together, like the choices of a request."""
     slow._backend.session.speculate(0, FREE)
     slow._backend._prefixes._kept.clear()
-    ask = {"max_new_tokens": 10, "stop_tokens": ()}
+    ask = {"max_new_tokens": 100, "stop_tokens": ()}
     drawn = [Sampling(temperature=1, seed=seed) for seed in range(PARALLEL)]
     several = [slow.generate(TEXT[:300], **ask, sampling=sampling) for sampling in drawn]
     results = [generation.result for generation in several]

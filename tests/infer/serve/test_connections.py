@@ -76,7 +76,9 @@ def refusal(client, seconds=5.0):
 
 def served_on(client):
     client.settimeout(5)
-    reply = client.recv(4096)
+    reply = b""
+    while not reply.endswith(b"ok") and (piece := client.recv(4096)):  # head and body may arrive separately
+        reply += piece
     return reply.startswith(b"HTTP/1.1 200 ") and reply.endswith(b"ok")
 
 
