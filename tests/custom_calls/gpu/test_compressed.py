@@ -40,7 +40,7 @@ def config_of(sizes: dict | None = None, **changes):
     return small.make_config(**compressed(sizes, **changes))
 
 
-CONFIG = config_of()
+CONFIG = config_of(layout="dtp(1)")  # lanes have different streams, and so different caches
 WEIGHTS = small.make_weights(CONFIG)
 CASES = {  # the config, the machine, and the dtype of products and caches
     "two lanes": (CONFIG, emulated.SMALL, "float32"),
