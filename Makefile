@@ -29,7 +29,7 @@ run: setup
 	$(PY) -m infer generate --checkpoint $(RUN) --prompt '$(PROMPT)' --max-new-tokens 200 --temperature 0.6 --top-p 0.95
 
 test: setup
-	$(PY) -m pytest -n 3 --dist worksteal
+	$(PY) -m pytest -n 4 --dist worksteal
 
 lint: setup
 	$(PY) -m ruff check .
