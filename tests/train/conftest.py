@@ -1,7 +1,5 @@
 """Fixtures of the tests of training: a token store, an uninterrupted run of the tiny recipe, and its commands."""
 
-import contextlib
-import io
 import shutil
 import signal
 from pathlib import Path
@@ -9,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.support.tiny_recipe import RECIPE, losses, records, weights_of, write_store
+from tests.support.tiny_recipe import RECIPE, finish, losses, records, start, weights_of, write_store
 from tests.support.workers import made_once
 from train.__main__ import main
 from train.metrics.records import MetricsLog
@@ -22,15 +20,13 @@ def store(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory, store) -> Path:
-    """Folder of an uninterrupted run of the tiny recipe. To change it, use `finished_copy`."""
+    """Folder of an uninterrupted run of the tiny recipe in a separate process. To change it, use `finished_copy`."""
 
     def train(run: Path):
         shutil.rmtree(run, ignore_errors=True)  # a worker of pytest may have failed here
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = main([RECIPE, "--run", str(run), "--data.path", str(store)])
-        assert (status, err.getvalue()) == (0, ""), "no library may print a warning"
-        assert all(line in out.getvalue() for line in ("new run in", "step 60/60", "60 steps done"))
+        status, out, err = finish(start(run, store, compiles=True))
+        assert (status, err) == (0, ""), "no library may print a warning"
+        assert all(line in out for line in ("new run in", "step 60/60", "60 steps done"))
 
     return made_once(tmp_path_factory, "finished", train)
 

@@ -43,13 +43,13 @@ def begin(place):
         str(place / "plain"),
         str(place / "masked"),
     ]
-    return lambda run, *more: start(run, place / "plain", *paths, *more, recipe=PHASED)
+    return lambda run, *more, **named: start(run, place / "plain", *paths, *more, recipe=PHASED, **named)
 
 
 @pytest.fixture(scope="module")
 def whole(begin, tmp_path_factory):
     run = tmp_path_factory.mktemp("whole") / "run"
-    status, out, err = finish(begin(run))
+    status, out, err = finish(begin(run, compiles=True))
     assert (status, err) == (0, "")
     assert "phase long: 1,920 tokens" in out and "50 steps done" in out
     return run
