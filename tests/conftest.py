@@ -1,8 +1,8 @@
 """Settings of every test run: eight host devices, set before JAX starts, and the same hypothesis examples every time.
 
-Compiling takes most of the time of these tests. XLA therefore skips its slow optimizations, also in the
-processes that tests start, which share a cache of compiled programs. Both change how XLA compiles a program, not the
-program itself.
+Compiling takes most of the time of these tests. XLA therefore skips its slow optimizations, also in the processes
+that tests start, which share a cache of compiled programs. Both change how XLA compiles a program, not the program
+itself.
 """
 
 import gc
