@@ -85,13 +85,13 @@ struct Eights {
 #endif
   }
 
-  template <int T, int v, class Block>
-  LF_INLINE void add(const Block& block, int t0, const char* x, float* y) {
+  template <int T, class Block, class V>
+  LF_INLINE void add(const Block& block, int t0, V v, const char* x, float* y) {
     vf chains[T][4] = {};
     each<columns / 4>([&](auto line) LF_INLINED {
       each<T>([&](auto t) LF_INLINED {
         vf w[4];
-        columns_of(block.template line<v>(line(), t0 + t()), v, w);
+        columns_of(block.line(line(), t0 + t(), v), v(), w);
         each<4>([&](auto c) LF_INLINED {
           chains[t()][c()] = fused(w[c()], splat(((const float*)x)[4 * line() + c()]), chains[t()][c()]);
         });
@@ -99,16 +99,16 @@ struct Eights {
     });
     each<T>([&](auto t) LF_INLINED {
       const vf total = (chains[t()][0] + chains[t()][1]) + (chains[t()][2] + chains[t()][3]);
-      float* const to = y + t() * kTile + v * kWidth;
-      storef(to, loadf(to) + total * block.scale(t0 + t(), v));
+      float* const to = y + t() * kTile + v() * kWidth;
+      storef(to, loadf(to) + total * block.scale(t0 + t(), v()));
     });
   }
 
-  template <int v, class Block>
-  LF_INLINE void decode(const Block& block, int t, Weights& to) {
+  template <class Block, class V>
+  LF_INLINE void decode(const Block& block, int t, V v, Weights& to) {
     each<columns / 4>([&](auto line) LF_INLINED {
       vf w[4];
-      columns_of(block.template line<v>(line(), t), v, w);
+      columns_of(block.line(line(), t, v), v(), w);
       each<4>([&](auto c) LF_INLINED { to.of[4 * line() + c()] = w[c()]; });
     });
   }

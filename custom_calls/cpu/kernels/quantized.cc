@@ -117,10 +117,10 @@ struct Block {
   int64_t far, near;  // bytes from a line of codes to the lines to prefetch with it
 
   // Address of line `number` of tile t's codes, of which the caller reads vector v.
-  template <int v>
-  LF_INLINED const char* line(int number, int t) const {
+  template <class V>
+  LF_INLINED const char* line(int number, int t, V v) const {
     const char* const at = codes + (number * tiles + t) * 64;
-    if (v == 0 && kFetch) fetch(at + far, at + near);
+    if (v() == 0 && kFetch) fetch(at + far, at + near);
     return at;
   }
   LF_INLINED vf scale(int t, int v) const {
@@ -181,13 +181,13 @@ struct Digits {
   }
 
   // One position: adds the block times its scales to y, for vector v of the rows of T tiles from number t0 on.
-  template <int T, int v, class Block>
-  LF_INLINE void add(const Block& block, int t0, const char* x, float* y) {
+  template <int T, class Block, class V>
+  LF_INLINE void add(const Block& block, int t0, V v, const char* x, float* y) {
     const Head& head = *(const Head*)(x + digits);
     Sums<code, P, columns> sums[T];
     each<T>([&](auto t) LF_INLINED { sums[t()].begin(head); });
     const auto line_of = [&](int number, int t)
-                             LF_INLINED { return load_once(block.template line<v>(number, t0 + t) + v * sizeof(vb)); };
+                             LF_INLINED { return load_once(block.line(number, t0 + t, v) + v() * sizeof(vb)); };
     if constexpr (code == Code::int8) {
       each<columns / 4>([&](auto q) LF_INLINED {
         each<T>([&](auto t) LF_INLINED { sums[t()].template add<q()>(line_of(q(), t()), x); });
@@ -201,9 +201,9 @@ struct Digits {
       });
     }
     each<T>([&](auto t) LF_INLINED {
-      float* const to = y + t() * kTile + v * kWidth;
-      const vf zero = zeros ? block.zero(t0 + t(), v) : vf{};
-      storef(to, loadf(to) + total(sums[t()], head, zero) * block.scale(t0 + t(), v));
+      float* const to = y + t() * kTile + v() * kWidth;
+      const vf zero = zeros ? block.zero(t0 + t(), v()) : vf{};
+      storef(to, loadf(to) + total(sums[t()], head, zero) * block.scale(t0 + t(), v()));
     });
   }
 
@@ -213,7 +213,7 @@ struct Digits {
   LF_INLINE void add_tile(const Block& block, int t, const char* x, float* y) {
     const Head& head = *(const Head*)(x + digits);
     BothSums<code, P, columns> sums;
-    sums.add(head, x, [&](int number) LF_INLINED { return block.template line<0>(number, t); });
+    sums.add(head, x, [&](int number) LF_INLINED { return block.line(number, t, Count<0>{}); });
     each<kVectors>([&](auto v) LF_INLINED {
       float* const to = y + v() * kWidth;
       const vf zero = zeros ? block.zero(t, v()) : vf{};
@@ -222,9 +222,9 @@ struct Digits {
   }
 #endif
 
-  template <int v, class Block>
-  LF_INLINE void decode(const Block& block, int t, Weights& to) {
-    each_quad<code, columns>([&](int number) LF_INLINED { return block.template line<v>(number, t) + v * sizeof(vb); },
+  template <class Block, class V>
+  LF_INLINE void decode(const Block& block, int t, V v, Weights& to) {
+    each_quad<code, columns>([&](int number) LF_INLINED { return block.line(number, t, v) + v() * sizeof(vb); },
                              [&](auto q, vb weights) LF_INLINED { to.of[q()] = weights; });
   }
   // Calls f(t, sum of the block of tile t) for T tiles and one position.
@@ -292,6 +292,21 @@ LF_INLINE void each_block(const Quantized& format, const Streams& streams, int64
   }
 }
 
+// Calls f(v) for each vector of a tile's rows. v() is a constant, but in portable code the number of a loop, which
+// compiles in a third of the time.
+struct Variable {
+  int number;
+  int operator()() const { return number; }
+};
+template <class F>
+LF_INLINE void each_vector(F f) {
+  if constexpr (kWidth > 4) {
+    each<kVectors>(f);
+  } else {
+    for (int v = 0; v < kVectors; v++) f(Variable{v});
+  }
+}
+
 // One position: multiplies T tiles of each stream and writes y [streams][T][kTile].
 template <class Format, int T, bool kFetch>
 __attribute__((noinline)) void multiply_one(const Quantized& format, const Streams& streams, const char* x,
@@ -310,11 +325,11 @@ __attribute__((noinline)) void multiply_one(const Quantized& format, const Strea
                                   }
 #endif
                                   each<T / kSide>([&](auto side) LF_INLINED {
-                                    each<kVectors>([&](auto v) LF_INLINED {
+                                    each_vector([&](auto v) LF_INLINED {
                                       // Makes each vector load the digits again: registers cannot keep them.
                                       __asm__("" : "+r"(digits));
                                       constexpr int t = side() * kSide;
-                                      Format::template add<kSide, v()>(block, t, digits, sums[s] + t * kTile);
+                                      Format::template add<kSide>(block, t, v, digits, sums[s] + t * kTile);
                                     });
                                   });
                                 });
@@ -339,12 +354,12 @@ __attribute__((noinline)) void multiply_several(const Quantized& format, const S
   each_block<Format, T, true>(format, streams, columns, way, x, positions * Format::step,
                               [&](int s, const Block<Format, true>& block, const char* digits) LF_INLINED {
                                 each<T / kSide>([&](auto side) LF_INLINED {
-                                  each<kVectors>([&](auto v) LF_INLINED {
+                                  each_vector([&](auto v) LF_INLINED {
                                     constexpr int t0 = side() * kSide;
                                     typename Format::Weights weights[kSide];
                                     vf factors[kSide], zeros[kSide] = {};
                                     each<kSide>([&](auto t) LF_INLINED {
-                                      Format::template decode<v()>(block, t0 + t(), weights[t()]);
+                                      Format::decode(block, t0 + t(), v, weights[t()]);
                                       factors[t()] = block.scale(t0 + t(), v());
                                       if constexpr (Format::zeros) zeros[t()] = block.zero(t0 + t(), v());
                                     });
