@@ -11,6 +11,10 @@
 #include <cstdint>
 #include <cstring>
 
+#if defined(LF_EMULATE_TILES) && defined(__FMA__)
+#include <immintrin.h>
+#endif
+
 namespace LF_ISA {
 namespace {
 
@@ -31,6 +35,22 @@ inline float number(uint32_t bits) {
   float x;
   std::memcpy(&x, &bits, 4);
   return flushed(x);
+}
+
+constexpr int kNumbers = kTileBytes / 4;  // of float32 in a row
+
+// sums[n] += x w[n], rounded once, for kNumbers numbers.
+inline void add_products(float x, const float* w, float* sums) {
+#if defined(__FMA__)
+  for (int n = 0; n < kNumbers; n += 8) {
+    typedef int32_t Bits __attribute__((vector_size(32)));
+    const Bits sum = (Bits)_mm256_fmadd_ps(_mm256_set1_ps(x), _mm256_loadu_ps(w + n), _mm256_loadu_ps(sums + n));
+    const Bits normal = (sum & 0x7f800000) != 0;
+    _mm256_storeu_ps(sums + n, (__m256)(sum & (normal | INT32_MIN)));  // a subnormal number keeps its sign alone
+  }
+#else
+  for (int n = 0; n < kNumbers; n++) sums[n] = flushed(__builtin_fmaf(x, w[n], sums[n]));
+#endif
 }
 
 // The registers of a thread.
@@ -67,17 +87,24 @@ class TileFile {
   void multiply(int sums, int a, int b) {
     require(sums != a && sums != b && a != b && shapes_.rows[sums] > 0 && shapes_.rows[sums] == shapes_.rows[a] &&
             shapes_.bytes[sums] == shapes_.bytes[b] && shapes_.bytes[a] / 4 == shapes_.rows[b]);
-    for (int m = 0; m < shapes_.rows[sums]; m++)
+    float even_columns[kTileRows][kNumbers], odd_columns[kTileRows][kNumbers];  // of b
+    for (int k = 0; k < shapes_.rows[b]; k++)
+      for (int n = 0; n < kNumbers; n++) {
+        even_columns[k][n] = number(words_[b][k][n] << 16);
+        odd_columns[k][n] = number(words_[b][k][n] & 0xffff0000);
+      }
+    for (int m = 0; m < shapes_.rows[sums]; m++) {
+      float even[kNumbers] = {}, odd[kNumbers] = {};
+      for (int k = 0; k < shapes_.rows[b]; k++) {
+        const uint32_t x = words_[a][m][k];
+        add_products(number(x << 16), even_columns[k], even);
+        add_products(number(x & 0xffff0000), odd_columns[k], odd);
+      }
       for (int n = 0; n < shapes_.bytes[sums] / 4; n++) {
-        float even = 0, odd = 0;
-        for (int k = 0; k < shapes_.rows[b]; k++) {
-          const uint32_t x = words_[a][m][k], w = words_[b][k][n];
-          even = flushed(__builtin_fmaf(number(x << 16), number(w << 16), even));
-          odd = flushed(__builtin_fmaf(number(x & 0xffff0000), number(w & 0xffff0000), odd));
-        }
-        const float sum = flushed(number(words_[sums][m][n]) + flushed(even + odd));
+        const float sum = flushed(number(words_[sums][m][n]) + flushed(even[n] + odd[n]));
         std::memcpy(&words_[sums][m][n], &sum, 4);
       }
+    }
   }
 
  private:
@@ -87,7 +114,7 @@ class TileFile {
   void clear(int tile) { std::memset(words_[tile], 0, sizeof words_[tile]); }
 
   TileShapes shapes_;
-  uint32_t words_[8][kTileRows][kTileBytes / 4];
+  uint32_t words_[8][kTileRows][kNumbers];
 };
 thread_local TileFile tile_file;
 
