@@ -141,7 +141,9 @@ def start(
     whether it adds its programs to the tests' cache. A process that a test kills would leave part of one there.
     """
     command = [sys.executable, "-m", "train", recipe, "--run", str(run), "--data.path", str(store), *options]
-    added = {} if compiles else {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
+    # XLA orders the sums of a program over devices, but not if it read the program from a cache: several can then wait
+    # at once, and occupy all threads of a small pool.
+    added = {} if compiles else {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9", "PJRT_NPROC": "64"}
     if limit:
         command = ["bash", "-c", f'ulimit {limit} && exec "$0" "$@"', *command]
     return subprocess.Popen(

@@ -1,7 +1,9 @@
 """Fixtures of the tests of training: a token store, an uninterrupted run of the tiny recipe, and its commands."""
 
+import dataclasses
 import shutil
 import signal
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ from tests.support.tiny_recipe import RECIPE, finish, losses, records, start, we
 from tests.support.workers import made_once
 from train.__main__ import main
 from train.metrics.records import MetricsLog
+from train.step import Trainer
 
 
 @pytest.fixture(scope="session")
@@ -41,13 +44,42 @@ def final_weights(finished):
     return weights_of(finished)
 
 
+class OneTrainer(Trainer):
+    """A trainer that compiles its step once."""
+
+    @cached_property
+    def _lowered(self):
+        return super().lower_step()
+
+    def lower_step(self):
+        return self._lowered  # which keeps the compiled program
+
+
+@pytest.fixture(scope="package")
+def trainers():
+    """A function that returns the same trainer for the same settings. A trainer has no state, only programs, which
+    several commands in one process then trace and compile only once.
+    """
+    made = {}
+
+    def trainer(config, phase, mesh, keys=("ids",)) -> Trainer:
+        settings = (repr((dataclasses.replace(config, run=None), phase)), mesh, tuple(keys))
+        if settings not in made:
+            made[settings] = OneTrainer(config, phase, mesh, keys)
+        return made[settings]
+
+    return trainer
+
+
 @pytest.fixture
-def command(store, capsys):
+def command(store, capsys, trainers):
     """Runs the command in this process: command(run, *options) -> (exit status, stdout, stderr)."""
 
     def run_command(run: Path, *options: str, path: Path = store, recipe: str = RECIPE):
         capsys.readouterr()
-        status = main([recipe, "--run", str(run), "--data.path", str(path), *options])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("train.loop.Trainer", trainers)
+            status = main([recipe, "--run", str(run), "--data.path", str(path), *options])
         return status, *capsys.readouterr()
 
     return run_command

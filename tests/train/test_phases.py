@@ -34,16 +34,21 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def begin(place):
+def options(place):
+    plain, masked = str(place / "plain"), str(place / "masked")
+    return ("--then.long.data.path", plain, "--then.instruct.data.path", plain, masked)
+
+
+@pytest.fixture(scope="module")
+def begin(place, options):
     """begin(run) starts the recipe in a separate process."""
-    paths = [
-        "--then.long.data.path",
-        str(place / "plain"),
-        "--then.instruct.data.path",
-        str(place / "plain"),
-        str(place / "masked"),
-    ]
-    return lambda run, *more, **named: start(run, place / "plain", *paths, *more, recipe=PHASED, **named)
+    return lambda run, **named: start(run, place / "plain", *options, recipe=PHASED, **named)
+
+
+@pytest.fixture
+def phases(place, options, command):
+    """phases(run) runs the recipe in this process, as `command` does."""
+    return lambda run, *more: command(run, *options, *more, path=place / "plain", recipe=PHASED)
 
 
 @pytest.fixture(scope="module")
@@ -101,14 +106,15 @@ def same(run, whole):
 
 
 @pytest.mark.slow
-def test_run_killed_in_each_phase_ends_bitwise_the_same(tmp_path, begin, whole):
+def test_run_killed_in_later_phases_ends_bitwise_the_same(tmp_path, begin, phases, whole):
+    """test_loop.py kills a run in its first phase."""
     run = tmp_path / "run"
-    for moment in (8, 27, 46):  # lines of metrics in the first, the second and the third phase
+    for moment in (27, 46):  # lines of metrics in the second phase, while it saves, and in the third phase
         status, _, err = kill_when(
             begin(run), lambda moment=moment: lines(run) >= moment and (moment != 27 or saving(run))
         )
         assert status in (-signal.SIGKILL, 0), err
-    status, _, err = finish(begin(run))
+    status, _, err = phases(run)
     assert (status, err) == (0, "")
     same(run, whole)
 
@@ -116,20 +122,20 @@ def test_run_killed_in_each_phase_ends_bitwise_the_same(tmp_path, begin, whole):
 @pytest.mark.parametrize(
     "last", [pytest.param(20, marks=pytest.mark.exhaustive), pytest.param(35, marks=pytest.mark.slow)]
 )
-def test_run_stopped_at_a_phase_border_ends_bitwise_the_same(tmp_path, begin, whole, last):
+def test_run_stopped_at_a_phase_border_ends_bitwise_the_same(tmp_path, phases, whole, last):
     """The run was killed between the last save of a phase and the first save of the next phase."""
     run = shutil.copytree(whole, tmp_path / "run")
     for step in (run / "checkpoints").iterdir():
         if int(step.name) > last:
             shutil.rmtree(step)
-    status, out, err = finish(begin(run))
+    status, out, err = phases(run)
     assert (status, err) == (0, "") and f" after step {last}" in out
     same(run, whole)
 
 
 @pytest.mark.slow
-def test_settings_of_every_phase_belong_to_the_run(begin, whole, tmp_path):
-    status, _, err = finish(begin(whole, "--then.instruct.optimizer.learning-rate", "0.5"))
+def test_settings_of_every_phase_belong_to_the_run(phases, whole, tmp_path):
+    status, _, err = phases(whole, "--then.instruct.optimizer.learning-rate", "0.5")
     assert status == 2 and "then.instruct.optimizer.learning_rate (was 0.001, now 0.5)" in err
-    status, _, err = finish(begin(tmp_path / "other", "--then.long.data.sequence-length", "4000"))
+    status, _, err = phases(tmp_path / "other", "--then.long.data.sequence-length", "4000")
     assert status == 2 and "rows of sequence_length 4000" in err and not (tmp_path / "other").exists()
