@@ -46,7 +46,7 @@ def twenty_losses(case: str) -> list[float]:
     return found
 
 
-FAST, SLOW = ("laneformer",), ("dtp(3), experts", "laneformer, experts")
+FAST, SLOW = ("laneformer",), ("dtp(3), experts",)  # test_experts.py trains layout laneformer with experts
 
 
 def _marks(case: str):

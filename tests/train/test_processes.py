@@ -1,6 +1,5 @@
 """A job of two processes has the losses of one process, stops and fails together, and resumes in one process."""
 
-import shutil
 import signal
 import subprocess
 import sys
@@ -69,15 +68,20 @@ class Job:
             process.communicate()
 
 
-@pytest.mark.slow
-def test_two_processes_stop_together_and_resume_as_one(tmp_path, store, command, finished):
-    """Only one process gets SIGTERM, but both save and stop.
+# One layer: processes of a job on CPUs compile without a cache.
+SMALL = ("--model.num-hidden-layers", "1", "--steps", "30", "--validate-every", "10")
 
-    One process with 8 devices resumes the run, with the losses of an uninterrupted one.
+
+@pytest.mark.slow
+def test_runs_continue_in_one_process_and_in_two(tmp_path, store, command, stop_at, monkeypatch):
+    """Two processes begin a run. Only one gets SIGTERM, but both save and stop. One process with 8 devices continues,
+    and two finish on a mesh of 2 x 4, where each reads half of every batch. The losses are those of an uninterrupted
+    run in one process.
     """
-    run = tmp_path / "run"
-    with Job(run, store) as job:
-        job.wait_for(lambda: lines(run) >= 12)
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert command(whole, *SMALL)[0] == 0
+    with Job(run, store, *SMALL) as job:
+        job.wait_for(lambda: lines(run) >= 7)
         job.processes[1].send_signal(signal.SIGTERM)
         first, second = job.end()
     assert first[0] == second[0] == 143, (first, second)
@@ -87,27 +91,22 @@ def test_two_processes_stop_together_and_resume_as_one(tmp_path, store, command,
         and "Traceback" not in first[2] + second[2]
     )
     assert "new run in" in first[1] and "new run in" not in second[1], "only process 0 prints"
-    assert (run / "checkpoints" / str(stopped) / "meta").is_dir() and 12 <= stopped < 60
-    status, out, _ = command(run)
-    assert status == 0 and f" after step {stopped}" in out
-    np.testing.assert_allclose(losses(run), losses(finished), rtol=1e-5)
-    ours, theirs = (
-        [line["validation"]["store"]["loss"] for line in records(r) if "validation" in line] for r in (run, finished)
-    )
-    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-
-
-@pytest.mark.slow
-def test_two_processes_resume_a_run_of_one(tmp_path, store, finished_copy, finished):
-    """On a mesh of 2 x 4, each process reads half of every batch."""
-    for step in (50, 60):
-        shutil.rmtree(finished_copy / "checkpoints" / str(step))
-    with Job(finished_copy, store, "--mesh.data", "2", "--mesh.lane", "4") as job:
+    assert (run / "checkpoints" / str(stopped) / "meta").is_dir() and 7 <= stopped < 30
+    stop_at(stopped + 1)
+    status, out, _ = command(run, *SMALL)
+    assert status == 143 and f" after step {stopped}" in out
+    monkeypatch.undo()
+    with Job(run, store, *SMALL, "--mesh.data", "2", "--mesh.lane", "4") as job:
         first, second = job.end()
     assert first[0] == second[0] == 0, (first, second)
-    assert " after step 40" in first[1] and "60 steps done" in first[1]
+    assert f" after step {stopped + 2}" in first[1] and "30 steps done" in first[1]
     assert not any(reported in second[1] for reported in ("resuming", "step ", "steps done")), "only process 0 prints"
-    np.testing.assert_allclose(losses(finished_copy), losses(finished), rtol=1e-5)
+    np.testing.assert_allclose(losses(run), losses(whole), rtol=1e-5)
+    ours, theirs = (
+        [line["validation"]["store"]["loss"] for line in records(r) if "validation" in line] for r in (run, whole)
+    )
+    np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    assert len(ours) == 3
 
 
 @pytest.mark.slow

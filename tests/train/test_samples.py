@@ -79,11 +79,14 @@ def by_fresh_engine(weights, prompts, sampling, precision=None):
 
 @pytest.mark.slow
 def test_samples_follow_the_weights_and_compile_once(mesh, tokenizer):
+    """Records have the prompt, the ids and their text."""
     samples = Samples(LiveEngine(CONFIG, mesh, Precision(), tokenizer), PROMPTS, max_new_tokens=12)
+    assert [ids.tolist()[0] for ids in samples.prompts.values()] == [256] * 3
     drawn, programs = [], set()
     for seed in (1, 2, 1):
         params = spread(weights(seed), mesh)
-        drawn.append([record["tokens"] for record in samples.draw(params)])
+        records = samples.draw(params)
+        drawn.append([record["tokens"] for record in records])
         for w in params.values():  # the next training step would donate them
             w.delete()
         backend = samples.live._engine._backend
@@ -91,19 +94,11 @@ def test_samples_follow_the_weights_and_compile_once(mesh, tokenizer):
     assert programs == {(backend, 2, 1)}, "programs for prompts of up to 16 and 32 tokens, and one decode loop"
     assert drawn[0] == drawn[2] != drawn[1]
     assert drawn[1] == by_fresh_engine(weights(2), samples.prompts.values(), SAMPLING)
-
-
-@pytest.mark.slow
-def test_records_have_prompt_text_and_ids(mesh, tokenizer):
-    prompts = PROMPTS[:2]  # both run with the program for up to 16 tokens
-    samples = Samples(LiveEngine(CONFIG, mesh, Precision(), tokenizer), prompts, max_new_tokens=12)
-    assert [ids.tolist()[0] for ids in samples.prompts.values()] == [256] * 2
-    records = samples.draw(spread(weights(1), mesh))
     made = tokenizers.Tokenizer.from_file(str(tokenizer))
-    for i, (record, prompt) in enumerate(zip(records, prompts, strict=True)):
+    for i, (record, prompt) in enumerate(zip(records, PROMPTS, strict=True)):
         assert (record["sample"], record["prompt"], record["finish_reason"]) == (i, prompt, "length")
         assert record["text"] == made.decode(record["tokens"]) and len(record["tokens"]) == 12
-    assert texts(records) == {f"samples/{i}": prompt + records[i]["text"] for i, prompt in enumerate(prompts)}
+    assert texts(records) == {f"samples/{i}": prompt + records[i]["text"] for i, prompt in enumerate(PROMPTS)}
 
 
 def test_prompts_without_tokenizer_are_ids(mesh, tmp_path):

@@ -49,7 +49,11 @@ def usual():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("data", "lane", "changes"), [(1, 8, {"remat": "block"}), (8, 1, {"accumulate": 1})], ids=str)
+@pytest.mark.parametrize(
+    ("data", "lane", "changes"),
+    [(1, 8, {"remat": "block"}), pytest.param(8, 1, {}, marks=pytest.mark.exhaustive)],
+    ids=str,
+)
 def test_meshes_and_recomputation_change_no_loss(data, lane, changes):
     np.testing.assert_allclose(run(trainer(data, lane, **changes)), usual(), rtol=2e-5)
 

@@ -109,7 +109,8 @@ def test_too_little_memory_lists_options_that_reduce_it(monkeypatch):
     monkeypatch.setattr(
         planning, "find_device", lambda name, count: dataclasses.replace(find(name, count), memory=100_000)
     )
-    config = changed(tiny(), mesh__lane=4, data__batch_size=64)  # activations are larger than gradients
+    # Activations are larger than gradients.
+    config = changed(tiny(), model__num_hidden_layers=1, mesh__lane=4, data__batch_size=64)
     found = plan(config, ONE_NODE)
     [phase] = found.phases
     assert not phase.fits

@@ -54,7 +54,7 @@ def test_exchanges_match_the_schedule():
 
 @pytest.mark.slow
 def test_accumulated_parts_are_all_counted():
-    once, twice = program(2, 4), program(2, 4, accumulate=2)
+    once, twice = (program(2, 4, model=one_layer("tp"), **parts) for parts in ({}, {"accumulate": 2}))
     assert twice.unknown_loops == once.unknown_loops == ()
     assert twice.matmul_flops == once.matmul_flops
     assert twice.sent("lane") == pytest.approx(once.sent("lane"), rel=0.02), "half the bytes, twice as often"
@@ -72,11 +72,11 @@ def test_products_are_at_least_those_of_the_weights():
 
 @pytest.mark.slow
 def test_memory_includes_the_state():
-    trainer, *_ = compiled(2, 4)
+    trainer, *_ = compiled(2, 4, model=one_layer("tp"))
     shapes = jax.tree.leaves(trainer.abstract_state())
     state = [jax.device_put(np.zeros(x.shape, x.dtype), x.sharding) for x in shapes]
     held = sum(shard.data.nbytes for x in state for shard in x.addressable_shards if shard.device.id == 0)
-    memory = program(2, 4).memory
+    memory = program(2, 4, model=one_layer("tp")).memory
     batch = 4 * 17 * 4
     assert held + batch <= memory.arguments <= held + batch + 64
     assert memory.outputs - memory.aliased < 1000, "the new state replaces the old one in memory"
