@@ -29,7 +29,7 @@ MODEL = {
         ratios=(4, 8), window=6, q_lora_rank=12, qk_rope_head_dim=4, o_groups=8, o_lora_rank=4, index_heads=2,
         index_head_dim=8, index_topk=4,
     ),
-    "residual_streams": ResidualStreams(count=3, iterations=4),
+    "residual_streams": ResidualStreams(count=2, iterations=2),
     **{"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "scoring_func": "sqrtsoftplus"},
     **{"swiglu_limit": 10.0, "swiglu_alpha": 1.0, "swiglu_plus_one": False, "shared_expert_intermediate_size": 16},
 }  # fmt: skip
