@@ -4,7 +4,6 @@
 // x86-64 only.
 #pragma once
 
-#include <cmath>
 #include <cstring>
 #include <ctime>
 
@@ -75,7 +74,7 @@ LF_DEVICE u32 permute_or_sign(u32 a, u32 b, u32 selector) {
 }
 LF_DEVICE int round_to_int(float v) {  // ties to even; saturates; 0 for NaN
   if (v != v) return 0;
-  return std::fabs(v) < 2147483648.0f ? (int)std::nearbyint(v) : v < 0 ? INT32_MIN : INT32_MAX;
+  return __builtin_fabsf(v) < 2147483648.0f ? (int)__builtin_nearbyintf(v) : v < 0 ? INT32_MIN : INT32_MAX;
 }
 template <int of_a>
 LF_DEVICE void multiply_bytes(const u32 (&a)[of_a], const u32 (&b)[of_a / 2], const u32 (&before)[4], u32 (&sums)[4]) {
@@ -166,15 +165,15 @@ constexpr float kE4M3Unit = kWarpSize == 64 ? 2 : 1;
 LF_DEVICE void unpack_e4m3(u32 word, float* out) {  // OCP's codes, or AMD's FNUZ
   for (int i = 0; i < 4; i++) {
     const u32 code = word >> 8 * i & 255, exponent = code >> 3 & 15, mantissa = code & 7;
-    const double size = exponent ? std::ldexp(8 + mantissa, (int)exponent - 10) : std::ldexp(mantissa, -9);
+    const double size = exponent ? __builtin_ldexp(8 + mantissa, (int)exponent - 10) : __builtin_ldexp(mantissa, -9);
     const bool is_nan = kWarpSize == 64 ? code == 0x80 : (code & 127) == 127;
-    out[i] = is_nan ? NAN : (float)((code >> 7 ? -size : size) / kE4M3Unit);
+    out[i] = is_nan ? __builtin_nanf("") : (float)((code >> 7 ? -size : size) / kE4M3Unit);
   }
 }
-LF_DEVICE float exp2_of(float v) { return std::exp2(v); }
-LF_DEVICE float exp_of(float v) { return std::exp(v); }
-LF_DEVICE float log_of(float v) { return std::log(v); }
-LF_DEVICE float rsqrt_of(float v) { return 1.0f / std::sqrt(v); }
+LF_DEVICE float exp2_of(float v) { return __builtin_exp2f(v); }
+LF_DEVICE float exp_of(float v) { return __builtin_expf(v); }
+LF_DEVICE float log_of(float v) { return __builtin_logf(v); }
+LF_DEVICE float rsqrt_of(float v) { return 1.0f / __builtin_sqrtf(v); }
 LF_DEVICE void add_shared(u64* p, u64 v) { *p += v; }
 
 LF_DEVICE void barrier_init(u64* barrier) { *barrier = 0; }  // counts the phases that have ended
