@@ -85,7 +85,7 @@ def driver() -> Path:
 def emulator() -> Path:
     """Path of the object file of emulator.cc, which runs a kernel's threads."""
     sources = (EMULATOR / "emulator.cc", EMULATOR / "emulator.h", gpu_build.SOURCES / "params.h")
-    return _compiled("emulator", ".o", sources, *FLAGS, "-O1", "-c", str(sources[0]))
+    return _compiled("emulator", ".o", sources, *FLAGS, "-O2", "-c", str(sources[0]))
 
 
 def compile_with(machine: Machine):

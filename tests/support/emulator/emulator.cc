@@ -1,9 +1,10 @@
 // Runs the threads of a kernel on the CPU (port_host.h). driver.cc calls laneformer_emulate for each launch. This file
 // is compiled once and linked to the kernel of each model (kernel.cc).
 //
-// A grid runs in rounds. In each round CTAs and warps run in random order, each thread until it waits or yields, and
-// copies complete at random. A run also checks that threads never all wait for each other, that no copy may overtake a
-// read of its target, and that none is in flight at the end.
+// A grid runs in rounds. In each round CTAs and warps take turns in random order, and copies complete at random. In its
+// turn, a warp runs for a random number of passes, and in each pass each thread until it waits or yields. A run also
+// checks that threads never all wait for each other, that no copy may overtake a read of its target, and that none is
+// in flight at the end.
 #include "emulator.h"
 
 #include <algorithm>
@@ -69,7 +70,8 @@ class Slots {
     }
     count_ = std::max(count_, count);
   }
-  Fiber& operator[](int i) { return *fiber_at((uintptr_t)memory_ + (uintptr_t)i * kSlotBytes); }
+  uintptr_t at(int i) { return (uintptr_t)memory_ + (uintptr_t)i * kSlotBytes; }
+  Fiber& operator[](int i) { return *fiber_at(at(i)); }
   const void** reads(int i) { return &reads_[(size_t)i * kMostReads]; }
 
  private:
@@ -109,12 +111,35 @@ struct Still {
   }
 };
 
-void leave(Fiber* self) { laneformer_switch(&self->stack_pointer, *self->main_stack); }
+// Takes the next thread of a pass.
+Fiber* next_of(Group* warp) {
+  const int lane = __builtin_ctzll(warp->pending);
+  warp->pending &= warp->pending - 1;
+  return fiber_at(warp->slots + lane * kSlotBytes);
+}
+
+// Continues with the pass of the thread's warp.
+inline void leave(Fiber* self) {
+  Group* const warp = self->warp;
+  laneformer_switch(&self->stack_pointer, warp->pending ? next_of(warp)->stack_pointer : *self->main_stack);
+}
+
+inline void meet_all(Fiber* self, Group* group) {
+  if (++group->arrived < group->size) {
+    self->warp->ready &= ~self->bit;
+    return leave(self);
+  }
+  group->arrived = 0;
+  group->generation++;
+  for (int w = 0; w < group->num_warps; w++) group->warps[w].ready = group->warps[w].all;
+}
 
 void body() {
   (reading ? laneformer_kernel.read : laneformer_kernel.run)(*parameters);
-  self()->ended = true;
-  leave(self());
+  Fiber* const fiber = self();
+  fiber->warp->ready &= ~fiber->bit;
+  fiber->block->ended++;
+  leave(fiber);
 }
 
 void arrive(const Copy& copy) {
@@ -124,18 +149,21 @@ void arrive(const Copy& copy) {
 
 }  // namespace
 
-void yield() { leave(self()); }
-
-void meet(Group* group) {
-  const uint64_t generation = group->generation;
-  if (++group->arrived == group->size) {
-    group->arrived = 0;
-    group->generation++;
-    return;
-  }
+void yield() {
   Fiber* const fiber = self();
-  *fiber->wait = {&group->generation, generation};
+  fiber->warp->yielded |= fiber->bit;
   leave(fiber);
+}
+
+void meet(Group* group) { meet_all(self(), group); }
+
+uint32_t value_of(uint32_t value, int lane) {
+  Fiber* const fiber = self();
+  Group* const warp = fiber->warp;
+  const int side = (int)(warp->generation & 1);
+  warp->values[side][fiber->lane] = value;
+  meet_all(fiber, warp);
+  return warp->values[side][lane];
 }
 
 void read(const void* from) {
@@ -172,18 +200,22 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
   num_threads = threads;
   slots.resize(count);
   Slots& fibers = slots;
-  std::vector<Wait> waits(count);
   void* main_stack = nullptr;
-  const uint64_t now = 0;
-  const Wait forever = {&now, now};
   std::vector<Group> blocks(grid), warp_groups((size_t)grid * warps);
   std::vector<char*> shared(grid);
   for (int c = 0; c < grid; c++) {
-    blocks[c] = {threads, 0, 0, {}, {}};
+    blocks[c] = {};
+    blocks[c].size = threads, blocks[c].warps = &warp_groups[(size_t)c * warps], blocks[c].num_warps = warps;
     shared[c] = (char*)std::aligned_alloc(
         128, (size_t)(shared_bytes + 127) / 128 * 128);  // not more: a sanitizer detects accesses beyond
     std::memset(shared[c], 0xff, shared_bytes);
-    for (int w = 0; w < warps; w++) warp_groups[(size_t)c * warps + w] = {warp_size, 0, 0, {}, {}};
+    for (int w = 0; w < warps; w++) {
+      Group& warp = blocks[c].warps[w];
+      warp = {};
+      warp.size = warp_size, warp.warps = &warp, warp.num_warps = 1;
+      warp.all = warp.ready = ~0ull >> (64 - warp_size);
+      warp.slots = fibers.at(c * threads + w * warp_size);
+    }
   }
   for (int i = 0; i < count; i++) {
     Fiber& f = fibers[i];
@@ -191,9 +223,9 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     f = {};
     f.main_stack = &main_stack;
     f.shared = shared[c];
-    f.thread = t, f.cta = c;
-    f.warp = &warp_groups[(size_t)c * warps + t / warp_size], f.block = &blocks[c];
-    f.wait = &waits[i];
+    f.thread = t, f.lane = t % warp_size, f.cta = c;
+    f.warp = &blocks[c].warps[t / warp_size], f.block = &blocks[c];
+    f.bit = 1ull << f.lane;
     f.reads = fibers.reads(i);
     void** top = (void**)((uintptr_t)&f & ~(uintptr_t)15);
     *--top = nullptr;  // a function's stack starts 8 bytes off a multiple of 16
@@ -201,7 +233,6 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     for (int r = 0; r < 6; r++) *--top = nullptr;
     f.stack_pointer = top;
   }
-  std::vector<int> num_ended(grid);
   std::vector<int> asleep((size_t)grid * warps);  // rounds for which a warp still sleeps
   // Whether CTAs run one after the other, because none may wait for another.
   const bool alone = !reading && laneformer_kernel.in_turn(*params);
@@ -214,13 +245,12 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     const int first = alone ? 0 : (int)(random_bits() % (uint64_t)grid);
     for (int n = 0; n < grid; n++) {
       const int c = (first + n) % grid;
-      const int begin = c * threads;
-      if (alone && c > 0 && num_ended[c - 1] < threads) break;
+      if (alone && c > 0 && blocks[c - 1].ended < threads) break;
       if (!alone && idle < 100 && still.pauses(c)) {  // after that only this CTA is left
         if (!still.lost) continue;
-        std::fill_n(waits.begin() + begin, threads, forever);
-        running -= threads - num_ended[c];
-        num_ended[c] = threads;
+        for (int w = 0; w < warps; w++) blocks[c].warps[w].ready = 0;
+        running -= threads - blocks[c].ended;
+        blocks[c].ended = threads;
       }
       if (random_bits() % 8 == 0) continue;
       const int first_warp = (int)(random_bits() % (uint64_t)warps), step = random_bits() % 2 ? 1 : warps - 1;
@@ -231,14 +261,16 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
           rounds--;
           continue;
         }
-        for (int i = begin + w * warp_size; i < begin + (w + 1) * warp_size; i++) {
-          if (!waits[i].over()) continue;
-          waits[i] = {};
-          Fiber& f = fibers[i];
-          laneformer_switch(&main_stack, f.stack_pointer);
+        Group& warp = blocks[c].warps[w];
+        warp.yielded = 0;
+        const int ended = blocks[c].ended;
+        for (int passes = 1 << random_bits() % 7; passes > 0; passes--) {
+          warp.pending = warp.ready & ~warp.yielded;
+          if (!warp.pending) break;
+          laneformer_switch(&main_stack, next_of(&warp)->stack_pointer);
           moved = true;
-          if (f.ended) waits[i] = forever, running--, num_ended[c]++;
         }
+        running -= blocks[c].ended - ended;
       }
     }
     for (size_t i = 0; i < copies.size();) {

@@ -15,22 +15,14 @@ namespace emulator {
 
 constexpr int kMostReads = 512;
 
-struct Wait {                  // what a fiber waits for, apart from it, since a round looks at those of all fibers
-  const uint64_t* generation;  // null if the fiber can run
-  uint64_t blocked_until;      // the fiber waits while the generation is this
-
-  bool over() const { return !generation || *generation != blocked_until; }
-};
-
 struct Fiber {  // a thread of a kernel
   void* stack_pointer;
   void** main_stack;  // the stack pointer of the loop that runs the fibers
   char* shared;
   struct Group *warp, *block;
-  Wait* wait;
+  uint64_t bit;        // of the thread among those of its warp
   const void** reads;  // [kMostReads] of the weights' ring, which a bulk copy may still overtake
-  int num_reads, thread, cta;
-  bool ended;
+  int num_reads, thread, lane, cta;
 };
 
 // Each fiber has a slot of kSlotBytes, aligned to its size: its Fiber, and below it its stack. A fiber thus finds
@@ -48,16 +40,25 @@ inline Fiber* self() {
 }
 
 struct Group {  // threads that synchronize: a warp or a CTA
-  int size, arrived;
+  int size, arrived, ended;
   uint64_t generation;
+  Group* warps;  // the warps of the group
+  int num_warps;
+  // Of a warp, by the bits of its threads: those that do not wait for others, those that have yielded in this turn, and
+  // those that are still to run in this pass.
+  uint64_t all, ready, yielded, pending;
+  uintptr_t slots;              // of a warp: the slot of its first thread
   uint32_t values[2][64];       // of shuffles, by the parity of the generation
   uint32_t matrices[2][64][6];  // registers of multiply_bytes
 };
 
-void yield();                 // lets others run
-void meet(Group*);            // waits for all threads of the group
-void read(const void* from);  // records a read of 16 bytes
+#pragma GCC visibility push(hidden)           // calls that need no table of addresses
+void yield();                                 // lets others run
+void meet(Group*);                            // waits for all threads of the group
+uint32_t value_of(uint32_t value, int lane);  // of a thread of the warp; all threads call it with their own value
+void read(const void* from);                  // records a read of 16 bytes
 void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* barrier);
+#pragma GCC visibility pop
 
 // kernel.cc describes its model's kernel in this form.
 struct Kernel {

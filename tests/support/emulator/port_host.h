@@ -34,21 +34,8 @@ LF_DEVICE void sync_cta() { emulator::meet(emulator::self()->block); }
 LF_DEVICE void sync_warp() { emulator::meet(emulator::self()->warp); }
 LF_DEVICE int opaque(int v) { return v; }
 LF_DEVICE int same_in_warp(int v) { return v; }
-LF_DEVICE u32 shuffle_bits(u32 v, int mask) {
-  emulator::Group* warp = emulator::self()->warp;
-  const int lane = emulator::self()->thread % kWarpSize, side = (int)(warp->generation & 1);
-  warp->values[side][lane] = v;
-  emulator::meet(warp);
-  return warp->values[side][lane ^ mask];
-}
-
-LF_DEVICE u32 broadcast(u32 v, int lane) {
-  emulator::Group* warp = emulator::self()->warp;
-  const int side = (int)(warp->generation & 1);
-  warp->values[side][emulator::self()->thread % kWarpSize] = v;
-  emulator::meet(warp);
-  return warp->values[side][lane];
-}
+LF_DEVICE u32 shuffle_bits(u32 v, int mask) { return emulator::value_of(v, emulator::self()->lane ^ mask); }
+LF_DEVICE u32 broadcast(u32 v, int lane) { return emulator::value_of(v, lane); }
 LF_DEVICE u32 shuffle_from(u32 v, int lane) { return broadcast(v, lane); }
 LF_DEVICE u32 permute(u32 a, u32 b, u32 selector) {  // NVIDIA's or AMD's, by kSelectorBits
   const u64 bytes = (u64)b << 32 | a;
@@ -79,7 +66,7 @@ LF_DEVICE int round_to_int(float v) {  // ties to even; saturates; 0 for NaN
 template <int of_a>
 LF_DEVICE void multiply_bytes(const u32 (&a)[of_a], const u32 (&b)[of_a / 2], const u32 (&before)[4], u32 (&sums)[4]) {
   emulator::Group* warp = emulator::self()->warp;
-  const int lane = emulator::self()->thread % kWarpSize, side = (int)(warp->generation & 1);
+  const int lane = emulator::self()->lane, side = (int)(warp->generation & 1);
   auto* all = warp->matrices[side];
   for (int i = 0; i < of_a; i++) all[lane][i] = a[i];
   for (int i = 0; i < of_a / 2; i++) all[lane][4 + i] = b[i];
