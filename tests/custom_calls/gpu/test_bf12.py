@@ -156,11 +156,15 @@ def same_in_both(config, plan, weights, **options) -> None:
     ("changes", "options"),
     [
         ({}, {}),
-        pytest.param({"lanes": 1, "layout": "tp"}, {"launch": "graph"}, marks=pytest.mark.slow),
-        pytest.param({}, {"machine": AMD}, marks=[emulated.only_emulated, pytest.mark.slow]),
+        pytest.param(
+            {"lanes": 1, "layout": "tp"},
+            {"launch": "graph", "machine": AMD},
+            marks=[emulated.only_emulated, pytest.mark.slow],
+        ),
+        pytest.param({"lanes": 1, "layout": "tp"}, {"launch": "graph"}, marks=pytest.mark.exhaustive),
+        pytest.param({}, {"machine": AMD}, marks=[emulated.only_emulated, pytest.mark.exhaustive]),
         pytest.param({"layout": "ladder", "lm_head_type": "lane"}, {}, marks=pytest.mark.exhaustive),
         pytest.param({"layout": "desync(2)", "tie_word_embeddings": True}, {}, marks=pytest.mark.exhaustive),
-        pytest.param({}, {"launch": "graph", "machine": AMD}, marks=[emulated.only_emulated, pytest.mark.exhaustive]),
     ],
     ids=str,
 )

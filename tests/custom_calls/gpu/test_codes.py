@@ -85,8 +85,8 @@ def unpacked(stream: np.ndarray, tiling) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("machine", "way"),
-    [  # ways alternate between the machines; those of the other machine are slow tests
-        pytest.param(machine, way, id=f"{way}-{name}", marks=() if m == n % 2 else pytest.mark.slow)
+    [  # ways alternate between the machines; those of the other machine are exhaustive tests
+        pytest.param(machine, way, id=f"{way}-{name}", marks=() if m == n % 2 else pytest.mark.exhaustive)
         for m, (name, machine) in enumerate({"H200": H200, "MI300X": MI300X}.items())
         for n, way in enumerate(WAYS)
     ],

@@ -241,7 +241,7 @@ def serve(model: Slots, seed: int, count: int = 6) -> None:
     model.serve(random_requests(rng, model.plan.ops.vocab_size, count), rng)
 
 
-SEEDS = [*range(3), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(3, 60))]
+SEEDS = [*range(2), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(2, 60))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -293,6 +293,8 @@ def test_copied_drafts_are_counted(drafting):
 
 def test_call_ends_with_its_first_request(model):
     """A request ends by its limit, a stop token or a cancellation, also while others still read their prompts."""
+    for slot in model.session.slots:
+        slot.begin()  # forgets cancellations of earlier requests
     long, short = Request([1, 2], 40, {"temperature": 1.0}), Request([3] * 20, 40, {"seed": (5, 6)})
     tokens = model.expected(Request([4], 9, {}))[0][0].tolist()
     for request, drawn, end in (
@@ -378,7 +380,7 @@ CASES = CONFIGS | MODELS | EXPERTS | SHARED_EXPERTS | LATENTS | SIGMOIDS | DELTA
 def test_configs_have_the_bits_of_each_request_alone(name, drafts):
     config = small.make_config(**CASES[name])
     model = Slots(*of_config(config), rows=3, slots=2, drafts=drafts)
-    for seed in range(3):
+    for seed in range(2):
         serve(model, seed)
 
 
