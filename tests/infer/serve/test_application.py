@@ -8,31 +8,27 @@ import pytest
 
 import infer
 from infer.text.chat_template import ChatTemplate
-from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
-from tests.support.serve_cases import BACKEND, JSON, Server
+from tests.support.checkpoints import CONTEXT
+from tests.support.serve_cases import BACKEND, JSON
 
 PROMPT = "def add(a, b):"
 TALK = [{"role": "system", "content": "Be <|im_end|> brief."}, {"role": "user", "content": "hé"}]
 DRAW = {"temperature": 1.0, "seed": 7}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML)
+@pytest.fixture
+def checkpoint(small_checkpoint):
+    return small_checkpoint
 
 
-@pytest.fixture(scope="module")
-def server(checkpoint):
-    server = Server(
-        checkpoint, "--backend", BACKEND, "--parallel", 1, "--max-waiting", 2, "--allowed-host", "my.example"
-    )
-    yield server.wait_until(200)
-    server.kill()
+@pytest.fixture
+def server(small_server):
+    return small_server
 
 
-@pytest.fixture(scope="module")
-def engine(checkpoint):
-    return infer.Engine.load(checkpoint, BACKEND)
+@pytest.fixture
+def engine(small_engine):
+    return small_engine
 
 
 def expected(engine, prompt=PROMPT, tokens=40, **more):

@@ -2,8 +2,7 @@
 
 import pytest
 
-from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
-from tests.support.serve_cases import BACKEND, Server
+from tests.support.checkpoints import CONTEXT
 
 PROMPT = "def add(a, b):"
 TALK = [{"role": "user", "content": "hé"}]
@@ -12,12 +11,9 @@ ROUTES = {"/v1/completions": {"prompt": PROMPT}, "/v1/chat/completions": {"messa
 DRAW = {"temperature": 1.0, "max_tokens": 20, "logprobs": None}
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory):
-    checkpoint = save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML)
-    server = Server(checkpoint, "--backend", BACKEND, "--parallel", 1, "--max-waiting", 1)
-    yield server.wait_until(200)
-    server.kill()
+@pytest.fixture
+def server(small_server):
+    return small_server
 
 
 def text(choice):

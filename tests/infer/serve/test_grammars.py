@@ -10,8 +10,6 @@ from infer.serve.body import ApiError
 from infer.serve.grammars import read_grammar
 from infer.serve.item_requests import read_items
 from infer.serve.protocol import read_call
-from tests.support.checkpoints import CHATML, save_checkpoint
-from tests.support.serve_cases import BACKEND, Server
 
 SCHEMA = {
     "type": "object",
@@ -76,21 +74,14 @@ def test_response_has_the_requested_form():
     assert read_call(asked.chat, chat=True).grammar == Grammar.json_schema(SCHEMA, "text.format")
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
+@pytest.fixture
+def server(small_server):
     pytest.importorskip("llguidance")
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML, lanes=2)
+    return small_server
 
 
-@pytest.fixture(scope="module")
-def server(checkpoint):
-    server = Server(checkpoint, "--backend", BACKEND)
-    yield server.wait_until(200)
-    server.kill()
-
-
-def test_answers_match_the_engine(server, checkpoint):
-    engine, fields = infer.Engine.load(checkpoint, BACKEND), {"prompt": "a = ", "response_format": OPENAI, **DRAW}
+def test_answers_match_the_engine(server, small_engine):
+    engine, fields = small_engine, {"prompt": "a = ", "response_format": OPENAI, **DRAW}
     whole = server.post("/v1/completions", n=2, **fields)[1]
     for i, choice in enumerate(whole["choices"]):
         sampling = infer.Sampling(1.0, seed=7 + i)

@@ -2,17 +2,14 @@
 
 import contextlib
 import json
-from itertools import pairwise
 
 import pytest
-import tokenizers
 
 from infer.serve.body import ApiError
 from infer.serve.item_requests import read_items
 from infer.serve.protocol import read_call
-from tests.support.checkpoints import HARMONY, HARMONY_TEMPLATE, follow, save_checkpoint
-from tests.support.serve_cases import BACKEND, JSON, Server
-from tests.support.serving.tool_model import ADD, ANSWER, QUESTION, tool_model
+from tests.support.serve_cases import JSON
+from tests.support.serving.tool_model import ADD, ANSWER, QUESTION
 
 PATH = "/v1/responses"
 TOOL = {"type": "function", **ADD["function"], "strict": True}
@@ -21,16 +18,9 @@ RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "5"}
 ASKED = {"input": QUESTION["content"], "temperature": 0, "max_output_tokens": 200, "tools": [TOOL]}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tool_model(tmp_path_factory.mktemp("checkpoints") / "tools")
-
-
-@pytest.fixture(scope="module")
-def server(checkpoint):
-    server = Server(checkpoint, "--backend", BACKEND)
-    yield server.wait_until(200)
-    server.kill()
+@pytest.fixture
+def server(tool_server):
+    return tool_server
 
 
 def ask(server, **fields):
@@ -149,47 +139,36 @@ def test_log_probabilities_are_included(server):
     assert deltas == whole["logprobs"] == events[-1]["response"]["output"][0]["content"][0]["logprobs"]
 
 
-def test_reasoning_is_an_item(tmp_path):
-    folder = save_checkpoint(tmp_path / "harmony", *HARMONY, lanes=1, layers=1)
-    start = "'<|start|>assistant"
-    (folder / "chat_template.jinja").write_text(
-        HARMONY_TEMPLATE.replace(f"{start}' }}", f"{start}<|channel|>analysis<|message|>' }}")
-    )
-    ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode
-    follow(folder, dict(pairwise(ids("<|message|>Why<|end|><|channel|>final<|message|>").ids)))
-    server = Server(folder, "--backend", BACKEND).wait_until(200)
-    try:
-        fields = {"input": "Is it?", "max_output_tokens": 14, "temperature": 0}
-        whole, events = ask(server, **fields), streamed(server, **fields)
-        assert plain(events[-1]["response"]) == plain(whole) and rebuilt(events) == events[-1]["response"]["output"]
-        thought, said = whole["output"]
-        assert (thought["type"], thought["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "Why"}])
-        assert said["content"][0]["text"] == "Why" and whole["usage"]["output_tokens_details"] == {
-            "reasoning_tokens": 11
-        }
-        again = ask(server, **{**fields, "input": [QUESTION, thought, said, QUESTION]})
-        assert again["output"][1]["content"][0]["text"] == "Why"
-    finally:
-        server.kill()
+def test_reasoning_is_an_item(thinking_server):
+    fields = {"input": "Is it?", "max_output_tokens": 14, "temperature": 0}
+    whole, events = ask(thinking_server, **fields), streamed(thinking_server, **fields)
+    assert plain(events[-1]["response"]) == plain(whole) and rebuilt(events) == events[-1]["response"]["output"]
+    thought, said = whole["output"]
+    assert (thought["type"], thought["content"]) == ("reasoning", [{"type": "reasoning_text", "text": "Why"}])
+    assert said["content"][0]["text"] == "Why"
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 11}
+    again = ask(thinking_server, **{**fields, "input": [QUESTION, thought, said, QUESTION]})
+    assert again["output"][1]["content"][0]["text"] == "Why"
 
 
-def test_errors_name_the_parameter(server):
+def test_errors_name_the_parameter(server, small_server):
     for fields, param in (
         ({"input": "a" * 30000}, "input"),
         ({"input": "a", "top_p": 2}, "top_p"),
-        ({"input": "a", "model": "gpt"}, "model"),
         ({"input": "a", "tools": [TOOL], "tool_choice": "any"}, "tool_choice"),
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
     ):
         status, body = server.post(PATH, **fields)
         assert status in (400, 404) and body["error"]["param"] == param, body
+    status, body = small_server.post(PATH, input="a", model="gpt")  # the other server answers to any name
+    assert status == 404 and body["error"]["param"] == "model", body
     status, body = server.post("/v1/embeddings", input="a", model="tools")
     assert status == 400 and body["error"]["message"].startswith("/v1/embeddings is not supported")
     deep = '{"input": [{"role": "user", "content": ' + "[" * 990 + "]" * 990 + "}]}"
     assert server.send("POST", PATH, deep, JSON)[0] == 400
 
 
-def test_openai_client_gets_responses(server, checkpoint):
+def test_openai_client_gets_responses(server):
     openai = pytest.importorskip("openai")
     with openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0) as client:
         asked = {"model": "tools", "temperature": 0, "max_output_tokens": 200, "tools": [TOOL]}

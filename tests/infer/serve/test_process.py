@@ -6,14 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import tokenizers
 
 from infer.__main__ import main
-from tests.support.checkpoints import CHATML, CONTEXT, HARMONY, HARMONY_TEMPLATE, follow, save_checkpoint
+from tests.support.checkpoints import CONTEXT
 from tests.support.serve_cases import BACKEND, JSON, PYTHON, ROOT, Server
 
 KEY = "sk-test-1234"
@@ -23,16 +21,26 @@ AUTH = {"Authorization": f"Bearer {KEY}"}
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML)
+def record(tmp_path_factory):
+    """The file that `server` writes."""
+    return tmp_path_factory.mktemp("server") / "record"
 
 
 @pytest.fixture(scope="module")
-def server(checkpoint):
-    often = ("--stream-interval-ms", 100, "--tokens-per-dispatch", 8)
-    server = Server(checkpoint, "--backend", BACKEND, "--timeout", TIMEOUT, *often, key=KEY)
+def server(small_checkpoint, record):
+    options = ("--backend", BACKEND, "--timeout", TIMEOUT, "--stream-interval-ms", 100, "--tokens-per-dispatch", 8)
+    program, environment = (
+        ("-m", "tests.support.serving.recorded_server"),
+        os.environ | {"LANEFORMER_TEST_RECORD": record},
+    )
+    server = Server(small_checkpoint, *options, key=KEY, program=program, environment=environment)
     yield server.wait_until(200)
     server.kill()
+
+
+def test_loading_leaves_no_semaphore(server, record):
+    """A named semaphore, as spawned processes make it, would leak and be reported after a kill."""
+    assert {*record.read_text(encoding="utf-8").splitlines()} == {"__main__", "__mp_main__"}
 
 
 def test_key_is_required_except_for_health(server):
@@ -96,90 +104,55 @@ def test_signal_ends_both_processes_and_fails_requests(server):
     assert not Path(f"/proc/{engine}").exists()
 
 
-def test_model_and_template_options_are_used(checkpoint, tmp_path):
-    template = tmp_path / "template.jinja"
-    template.write_text("{{ messages[0].content }}{% if thinking %}!{% endif %}{{ reasoning_effort }}")
-    options = ("--any-model-name", "--chat-template", template, "--no-prefix-cache")
-    server = Server(checkpoint, "--backend", BACKEND, *options).wait_until(200)
-    try:
-        asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "return_token_ids": True}
-        asked |= {"model": "gpt-4", "chat_template_kwargs": {"thinking": True, "other": 1}, "reasoning_effort": "l"}
-        status, body = server.post("/v1/chat/completions", **asked)
-        plain = server.post("/v1/completions", prompt="a!l", max_tokens=1, return_token_ids=True, model="")[1]
-        assert status == 200 and body["prompt_token_ids"] == plain["prompt_token_ids"]
-        assert body["model"] == "small" and body["warnings"] == ["chat_template_kwargs.other has no effect"]
-        assert server.get("/v1/models/gpt-4")[1]["id"] == "small"
-        assert server.get("/v1/models/gpt-4")[1]["conditions"]["prefix_cache"] == 0
-        usage = [server.post("/v1/completions", prompt=LONG, max_tokens=1)[1]["usage"] for _ in range(2)]
-        assert [each["prompt_tokens_details"]["cached_tokens"] for each in usage] == [0, 0]
-    finally:
-        server.kill()
+def test_model_and_template_options_are_used(thinking_server):
+    server = thinking_server
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "return_token_ids": True}
+    variables = {"bare": True, "thinking": True, "other": 1}
+    asked |= {"model": "gpt-4", "chat_template_kwargs": variables, "reasoning_effort": "l"}
+    status, body = server.post("/v1/chat/completions", **asked)
+    plain = server.post("/v1/completions", prompt="a!l", max_tokens=1, return_token_ids=True, model="")[1]
+    assert status == 200 and body["prompt_token_ids"] == plain["prompt_token_ids"]
+    assert body["model"] == "harmony" and body["warnings"] == ["chat_template_kwargs.other has no effect"]
+    assert server.get("/v1/models/gpt-4")[1]["id"] == "harmony"
+    assert server.get("/v1/models/gpt-4")[1]["conditions"]["prefix_cache"] == 0
+    usage = [server.post("/v1/completions", prompt=LONG, max_tokens=1)[1]["usage"] for _ in range(2)]
+    assert [each["prompt_tokens_details"]["cached_tokens"] for each in usage] == [0, 0]
 
 
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory):
-    """A server whose model repeats the reasoning "Why" and the answer "Why". Prompts end in the header of reasoning."""
-    folder = save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "harmony", *HARMONY, lanes=1, layers=1)
-    start = "'<|start|>assistant"
-    template = HARMONY_TEMPLATE.replace(f"{start}' }}", f"{start}<|channel|>analysis<|message|>' }}")
-    (folder / "chat_template.jinja").write_text(template)
-    ids = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).encode
-    said = ids("<|message|>Why<|end|><|channel|>final<|message|>").ids
-    return follow(folder, dict(pairwise(said)))
+def test_reasoning_is_separate_from_content(thinking_server):
+    server = thinking_server
+    asked = {"messages": [{"role": "user", "content": "Is it?"}], "max_tokens": 14, "temperature": 0}
+    status, body = server.post("/v1/chat/completions", **asked, logprobs=True)
+    [choice] = body["choices"]
+    assert (status, choice["finish_reason"]) == (200, "length"), body
+    assert choice["message"] == {"role": "assistant", "reasoning_content": "Why", "content": "Why"}
+    assert [each["token"] for each in choice["logprobs"]["content"]] == list("Why")
+    usage = {"completion_tokens": 14, "completion_tokens_details": {"reasoning_tokens": 11}}
+    assert body["usage"].items() >= usage.items()
+    with server.stream("/v1/chat/completions", **asked, stream_options={"include_usage": True}) as stream:
+        *chunks, _ = stream
+    deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
+    for name in ("reasoning_content", "content"):
+        assert "".join(delta.get(name, "") for delta in deltas) == "Why"
+    assert chunks[-1]["usage"] == body["usage"]
+    talked = [*asked["messages"], choice["message"], {"role": "user", "content": "So?"}]
+    plain = [*asked["messages"], {"role": "assistant", "content": "Why"}, {"role": "user", "content": "So?"}]
+    prompts = [
+        server.post("/v1/chat/completions", messages=messages, max_tokens=1, return_token_ids=True)[1]
+        for messages in (talked, plain)
+    ]
+    assert prompts[0]["prompt_token_ids"] == prompts[1]["prompt_token_ids"]
+    completion = server.post("/v1/completions", prompt=[258], max_tokens=14, temperature=0)[1]
+    assert completion["choices"][0]["text"] == "WhyfinalWhy", "a completion has no channels"
 
 
-def test_reasoning_is_separate_from_content(thinker):
-    server = Server(thinker, "--backend", BACKEND).wait_until(200)
-    try:
-        asked = {"messages": [{"role": "user", "content": "Is it?"}], "max_tokens": 14, "temperature": 0}
-        asked["cache_prompt"] = False  # the usage is the same both times
-        status, body = server.post("/v1/chat/completions", **asked, logprobs=True)
-        [choice] = body["choices"]
-        assert (status, choice["finish_reason"]) == (200, "length"), body
-        assert choice["message"] == {"role": "assistant", "reasoning_content": "Why", "content": "Why"}
-        assert [each["token"] for each in choice["logprobs"]["content"]] == list("Why")
-        usage = {"completion_tokens": 14, "completion_tokens_details": {"reasoning_tokens": 11}}
-        assert body["usage"].items() >= usage.items()
-        with server.stream("/v1/chat/completions", **asked, stream_options={"include_usage": True}) as stream:
-            *chunks, _ = stream
-        deltas = [choice["delta"] for chunk in chunks for choice in chunk["choices"]]
-        for name in ("reasoning_content", "content"):
-            assert "".join(delta.get(name, "") for delta in deltas) == "Why"
-        assert chunks[-1]["usage"] == body["usage"]
-        talked = [*asked["messages"], choice["message"], {"role": "user", "content": "So?"}]
-        plain = [*asked["messages"], {"role": "assistant", "content": "Why"}, {"role": "user", "content": "So?"}]
-        prompts = [
-            server.post("/v1/chat/completions", messages=messages, max_tokens=1, return_token_ids=True)[1]
-            for messages in (talked, plain)
-        ]
-        assert prompts[0]["prompt_token_ids"] == prompts[1]["prompt_token_ids"]
-        completion = server.post("/v1/completions", prompt=[258], max_tokens=14, temperature=0)[1]
-        assert completion["choices"][0]["text"] == "WhyfinalWhy", "a completion has no channels"
-    finally:
-        server.kill()
-
-
-def test_control_c_while_loading_ends_the_server(checkpoint):
-    server = Server(checkpoint)
+def test_control_c_while_loading_ends_the_server(small_checkpoint):
+    server = Server(small_checkpoint)
     server.wait_until(503)
     status, body = server.post("/v1/completions", prompt="a")
     assert status == 503 and body["error"]["code"] == "engine_loading"
     code, err, seconds = server.end(signal.SIGINT)
     assert code == 0 and err == "stopped\n" and seconds < 10
-
-
-def test_loading_leaves_no_semaphore(checkpoint):
-    """A named semaphore, as spawned processes make it, would leak and be reported after a kill."""
-    code = (
-        "import multiprocessing, sys\n"
-        "from multiprocessing import resource_tracker\n"
-        "multiprocessing.set_start_method('spawn')\n"
-        "resource_tracker.register = lambda name, kind: sys.exit(f'{kind} {name}')\n"
-        "from infer import Engine\n"
-        f"Engine.load({str(checkpoint)!r}, {BACKEND!r}).warmup(4, 4)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_missing_checkpoint_is_one_line(tmp_path):

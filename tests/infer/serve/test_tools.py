@@ -25,16 +25,9 @@ SESSIONS = json.loads((ROOT / "tests/support/serving/client_sessions.json").read
 HARMLESS = ("messages[1].provider_specific_fields has no effect",)
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return tool_model(tmp_path_factory.mktemp("checkpoints") / "tools")
-
-
-@pytest.fixture(scope="module")
-def server(checkpoint):
-    server = Server(checkpoint, "--backend", BACKEND, "--any-model-name")
-    yield server.wait_until(200)
-    server.kill()
+@pytest.fixture
+def server(tool_server):
+    return tool_server
 
 
 @pytest.fixture(scope="module")
@@ -95,11 +88,11 @@ def test_calls_are_streamed(server):
     assert last["usage"]["completion_tokens"] == ask(server, **ASKED)["usage"]["completion_tokens"]
 
 
-def test_definitions_and_calls_reach_the_template(server, checkpoint):
+def test_definitions_and_calls_reach_the_template(server, tool_checkpoint):
     call = {"id": "call_1", **MADE}
     talk = [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "5"}]}]  # fmt: skip
-    template = ChatTemplate.load(checkpoint)
+    template = ChatTemplate.load(tool_checkpoint)
     for tools, given in (([ADD], [ADD]), ([], None)):
         body = ask(server, messages=talk, tools=tools, max_tokens=1, return_token_ids=True)
         made = {**call, "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
@@ -110,8 +103,8 @@ def test_definitions_and_calls_reach_the_template(server, checkpoint):
     assert none["prompt_token_ids"] == template.encode([QUESTION], add_generation_prompt=True)
 
 
-def test_required_call_begins_in_the_prompt(server, checkpoint):
-    template = ChatTemplate.load(checkpoint)
+def test_required_call_begins_in_the_prompt(server, tool_checkpoint):
+    template = ChatTemplate.load(tool_checkpoint)
     plain = template.encode([QUESTION], add_generation_prompt=True, tools=[ADD, WEATHER])
     for choice, opening in (
         ("required", '<tool_call>\n{"name":'),

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 import numpy as np
 
 from infer.__main__ import main
-from infer.engine.generation import Token
 from infer.serve import worker as serve_worker
 
 RATE = 3000.0
@@ -56,6 +55,8 @@ class Echo(Iterator):
         self.cancelled = True
 
     def __next__(self):
+        from infer.engine.generation import Token  # imports JAX, which the web process does not need
+
         given = len(self.times)
         if self.cancelled or given == self.tokens:
             raise StopIteration
