@@ -4,6 +4,7 @@ is run at every isolating level of this machine.
 
 import os
 import platform
+import shutil
 import socket
 import subprocess
 import time
@@ -39,7 +40,10 @@ def outcomes(box, jobs):
 
 
 def test_forged_verdicts_do_not_pass(box):
-    ended = outcomes(box, {n: ((code, CHECK, LIMITS), {"entry_point": "f"}) for n, code in FORGERIES.items()})
+    """The second level runs only the programs that end or write to their process: the judge is the same."""
+    usual = box.level.name == "bwrap" or shutil.which("bwrap") is None
+    chosen = {n: code for n, code in FORGERIES.items() if usual or "os." in code or "spray" in code}
+    ended = outcomes(box, {n: ((code, CHECK, LIMITS), {"entry_point": "f"}) for n, code in chosen.items()})
     assert {name: how for name, how in ended.items() if how[0] not in ("failed", "killed")} == {}
     assert box.run(RIGHT, CHECK, LIMITS, entry_point="f").verdict == "passed"
 
