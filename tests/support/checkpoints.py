@@ -1,14 +1,17 @@
 """Checkpoints of small random models whose tokens are single bytes."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import tokenizers
 from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 
 import laneformer
+from laneformer.weights import parameter_table
 
 CONTEXT = 20000  # tokens; an answer of this length takes seconds
 HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>")
@@ -44,6 +47,19 @@ def byte_tokenizer(*special_tokens: str, words: Sequence[str] = ()) -> tokenizer
     return tokenizer
 
 
+def fresh_weights(config: laneformer.ModelConfig) -> dict[str, jax.Array]:
+    """Random weights with the deviations of `Laneformer.init`, drawn without a program for each shape."""
+    random = np.random.default_rng(1)
+    deviation = {"normal": 0.02, "embedding": 0.02, "output": 0.02 / math.sqrt(2 * config.num_hidden_layers)}
+
+    def draw(parameter):
+        if parameter.initial in ("ones", "zeros"):
+            return np.full(parameter.shape, parameter.initial == "ones", np.float32)
+        return (deviation[parameter.initial] * random.standard_normal(parameter.shape)).astype(np.float32)
+
+    return {path: jax.device_put(draw(parameter)) for path, parameter in parameter_table(config).items()}
+
+
 def save_checkpoint(
     folder: Path, *special_tokens: str, words: Sequence[str] = (), layers: int = 2, lanes: int = 8, **changes
 ) -> Path:
@@ -55,7 +71,7 @@ def save_checkpoint(
     tokenizer = byte_tokenizer(*special_tokens, words=words)
     options = {"max_position_embeddings": CONTEXT, **changes}
     config = laneformer.ModelConfig(vocab_size=tokenizer.get_vocab_size(), **{**sizes, **options})
-    laneformer.save_hf(laneformer.Laneformer.init(config, 1), folder)
+    laneformer.save_hf(laneformer.Laneformer(config, fresh_weights(config)), folder)
     tokenizer.save(str(folder / "tokenizer.json"))
     return folder
 

@@ -204,7 +204,7 @@ def test_weight_formats_take_turns(recipe, capsys, tmp_path):
 @pytest.mark.skipif(not NATIVE, reason=str(custom_calls.unavailable()))
 def test_text_is_measured_with_drafts(capsys, tmp_path):
     """Answers are forced to the text, so random weights copy a file as well as a trained model."""
-    checkpoint = save_checkpoint(tmp_path / "small", bos_token_id=0)
+    checkpoint = save_checkpoint(tmp_path / "small", bos_token_id=0, layers=1, lanes=1)
     code = "def double(x):\n    return 2 * x\n"
     (tmp_path / "old.py").write_text(code + "print(double(4))\n")
     (tmp_path / "new.py").write_text(code + "print(double(5))\n")

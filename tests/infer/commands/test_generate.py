@@ -1,10 +1,12 @@
 """python -m infer generate, as a user runs it, on a small saved checkpoint."""
 
+import contextlib
 import json
 import os
 import re
 import signal
 import subprocess
+import threading
 
 import pytest
 
@@ -27,7 +29,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(checkpoint):
-    return infer.Engine.load(checkpoint, "xla")
+    return infer.Engine.load(checkpoint)
 
 
 def command(*args):
@@ -98,25 +100,10 @@ def test_json_reports_the_stop_string_on_eight_devices(checkpoint, engine, capsy
 
 
 @pytest.mark.slow
-def test_json_has_top_logprobs_in_bfloat16(checkpoint):
-    done = run(
-        "generate",
-        "--checkpoint",
-        checkpoint,
-        "--prompt-ids",
-        "1,2",
-        "--max-new-tokens",
-        3,
-        "--backend",
-        "xla",
-        "--json",
-        "--compute",
-        "bfloat16",
-        "--top-logprobs",
-        2,
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+def test_json_has_top_logprobs_in_bfloat16(checkpoint, capsys):
+    args = ["generate", "--checkpoint", str(checkpoint), "--prompt-ids", "1,2", "--max-new-tokens", "3"]
+    assert main([*args, "--backend", "xla", "--json", "--compute", "bfloat16", "--top-logprobs", "2"]) == 0
+    report = json.loads(capsys.readouterr().out)
     engine = infer.Engine.load(checkpoint, "xla", precision=laneformer.Precision(compute="bfloat16"))
     result = engine.generate([1, 2], max_new_tokens=3, top_logprobs=2).result
     assert report["tokens"] == list(result.tokens)
@@ -130,31 +117,55 @@ def test_summary_names_the_compute_dtype(checkpoint, capsys):
     assert "weights float32, products in float16; backend xla" in capsys.readouterr().err
 
 
-def test_control_c_ends_with_a_summary(checkpoint):
-    running = subprocess.Popen(
-        command(
-            "generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 19000, "--temperature", "1"
-        ),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )
-    early = running.stdout.read(12)  # wait until it generates
-    running.send_signal(signal.SIGINT)
-    out, err = running.communicate(timeout=60)
-    assert running.returncode == 130, err
-    assert b"(cancelled)" in err and b"Traceback" not in err and len(early + out) < 19000
+@pytest.fixture
+def reader(monkeypatch):
+    """reader(n, act) makes standard output a pipe: another thread reads n bytes, calls act(), and reads the rest unless
+    act has closed the pipe. It returns a function that returns all that was read, after the end of the output.
+    """
+    with contextlib.ExitStack() as stack:
+
+        def start(count, act):
+            ours, theirs = os.pipe()
+            source = stack.enter_context(open(ours, "rb", buffering=0))
+            out = stack.enter_context(open(theirs, "w", encoding="utf-8"))
+            monkeypatch.setattr("sys.stdout", out)
+            found = []
+
+            def read():
+                while len(b"".join(found)) < count:
+                    found.append(source.read(count))
+                act(source)
+                while not source.closed and (more := source.read(1 << 16)):
+                    found.append(more)
+
+            thread = threading.Thread(target=read)
+            thread.start()
+
+            def finish():
+                out.close()
+                thread.join(60)
+                return b"".join(found)
+
+            return finish
+
+        yield start
 
 
-def test_closed_pipe_exits_quietly(checkpoint):
-    first, *rest = command(
-        "generate", "--checkpoint", checkpoint, "--prompt", PROMPT, "--max-new-tokens", 19000, "--temperature", "1"
-    )
-    running = subprocess.Popen([first, *rest], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    running.stdout.read(1)
-    running.stdout.close()
-    assert running.wait(60) == 141 and b"Traceback" not in running.stderr.read()
-    running.stderr.close()
+LONG = ("--prompt", PROMPT, "--max-new-tokens", "19000", "--temperature", "1")
+
+
+def test_control_c_ends_with_a_summary(checkpoint, capsys, reader):
+    main_thread = threading.main_thread().ident
+    finish = reader(12, lambda source: signal.pthread_kill(main_thread, signal.SIGINT))
+    assert main(["generate", "--checkpoint", str(checkpoint), *LONG]) == 130
+    err = capsys.readouterr().err
+    assert 12 <= len(finish()) < 19000 and "(cancelled)" in err and "Traceback" not in err
+
+
+def test_closed_pipe_exits_quietly(checkpoint, capsys, reader):
+    finish = reader(1, lambda source: source.close())
+    assert main(["generate", "--checkpoint", str(checkpoint), *LONG]) == 141
+    assert "Traceback" not in capsys.readouterr().err and len(finish()) < 19000
 
 
 @pytest.mark.parametrize(
