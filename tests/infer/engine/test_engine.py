@@ -22,6 +22,7 @@ from laneformer.precision import Precision
 from tests.support import small
 from tests.support.engine_cases import CASES, CONFIG, PROMPT, RANDOM, model
 from tests.support.paths import MOE, ORACLE
+from tests.support.serve_cases import BACKEND
 
 
 @pytest.fixture(scope="module")
@@ -31,13 +32,15 @@ def engine():
 
 @pytest.fixture(scope="module")
 def spread():
-    """The same model on eight devices."""
-    return Engine(model(laneformer.make_mesh(8)), "xla")
+    """A model with a head that is split over eight devices. All tests request TOP log-probabilities of it."""
+    return Engine.load(ORACLE / "case_12", "xla", devices=8)
 
+
+TOP = 7  # the number of top_logprobs in all tests, since each number compiles separate programs
 
 # A head that is split over the devices. The tests of the model cover the other cases, and below one device draws what
 # the model's logits define.
-FAST, SLOW = (("case_12", 8),), (("case_03", 8), ("case_06", 1), ("case_11", 1))
+FAST, SLOW = (("case_12", 8),), (("case_06", 1),)
 
 
 @pytest.mark.parametrize(
@@ -47,11 +50,14 @@ FAST, SLOW = (("case_12", 8),), (("case_03", 8), ("case_06", 1), ("case_11", 1))
         for case in itertools.product(CASES, (1, 8))
     ],
 )
-def test_greedy_tokens_match_the_reference_models(case, devices):
+def test_greedy_tokens_match_the_reference_models(case, devices, request):
     lanes = 8 if case in ("case_03", "case_12") else 4
     data = np.load(ORACLE / case / "io.npz")
-    engine = Engine.load(ORACLE / case, "xla", devices=min(devices, lanes))
-    generation = engine.generate(data["greedy_prompt"], max_new_tokens=12)
+    fast = (case, devices) in FAST
+    engine = (
+        request.getfixturevalue("spread") if fast else Engine.load(ORACLE / case, "xla", devices=min(devices, lanes))
+    )
+    generation = engine.generate(data["greedy_prompt"], max_new_tokens=12, top_logprobs=TOP if fast else 0)
     assert list(generation) == data["greedy_ids"].tolist()
     assert generation.result.finish_reason == "length" and engine.conditions["devices"] == min(devices, lanes)
 
@@ -86,23 +92,32 @@ def test_tokens_follow_the_definition(engine, sampling):
 
 @pytest.mark.slow
 def test_long_prompts_are_read_in_blocks(engine):
-    for n in (513, 1090):  # a block and one token; two blocks and a rest whose padding is cut at the end of the context
+    for n in (1025, 1090):  # two blocks and one token, or a rest whose padding is cut at the end of the context
         prompt = np.random.default_rng(n).integers(0, 96, n)
         expected, _ = by_definition(engine, prompt, 4, RANDOM)
         assert list(engine.generate(prompt, max_new_tokens=4, sampling=RANDOM)) == expected
 
 
-def test_seeded_tokens_do_not_depend_on_chunks_or_devices(engine, spread):
+def test_seeded_tokens_do_not_depend_on_chunks(engine):
     expected = list(engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM))
     for chunk in (1, 3, 7, 1000):
         generation = engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM, tokens_per_dispatch=chunk)
         assert list(generation) == expected
         assert set(generation.result.tokens_per_dispatch[1:-1]) <= {chunk}
-    assert list(spread.generate(PROMPT, max_new_tokens=30, sampling=RANDOM)) == expected
     other = Sampling(
         temperature=1.0, top_k=60, top_p=0.95, min_p=0.01, repetition_penalty=1.1, seed=RANDOM.seed + 2**32
     )
     assert list(engine.generate(PROMPT, max_new_tokens=30, sampling=other)) != expected
+
+
+def test_seeded_tokens_do_not_depend_on_devices(spread):
+    alone = Engine.load(ORACLE / "case_12", BACKEND)
+    ask = {"max_new_tokens": 30, "sampling": RANDOM, "top_logprobs": TOP}
+    one, eight = (engine.generate(PROMPT, **ask).result for engine in (alone, spread))
+    assert one.tokens == eight.tokens
+    one, eight = one.top_logprobs, eight.top_logprobs
+    assert [[token for token, _ in top] for top in one] == [[token for token, _ in top] for top in eight]
+    np.testing.assert_allclose(one, eight, atol=1e-4)
 
 
 def test_reused_cache_does_not_change_tokens(engine):
@@ -111,7 +126,9 @@ def test_reused_cache_does_not_change_tokens(engine):
     assert list(engine.generate(PROMPT, max_new_tokens=30, sampling=RANDOM)) == expected
 
 
-@pytest.mark.parametrize("where", [pytest.param("default device", marks=pytest.mark.slow), "third device", "mesh of 8"])
+@pytest.mark.parametrize(
+    "where", [pytest.param("default device", marks=pytest.mark.exhaustive), "third device", "mesh of 8"]
+)
 def test_cache_stays_in_place_and_programs_compile_once(where, spread):
     """The programs also served the tests before, whose requests had the same sizes."""
     device = jax.devices()[2 if where == "third device" else 0]
@@ -125,12 +142,14 @@ def test_cache_stays_in_place_and_programs_compile_once(where, spread):
             for shard in c.addressable_shards
         ]
 
-    engine.warmup(8, 8)
-    generation = engine.generate(PROMPT, max_new_tokens=8, tokens_per_dispatch=3)
+    top = TOP if where == "mesh of 8" else 0
+    engine.warmup(8, 8, top_logprobs=top)
+    generation = engine.generate(PROMPT, max_new_tokens=8, tokens_per_dispatch=3, top_logprobs=top)
     next(generation)
     before = pointers()
     assert len(generation.result.tokens) == 8 and pointers() == before
-    assert len(engine.generate(PROMPT, max_new_tokens=8).result.tokens) == 8 and pointers() == before
+    assert len(engine.generate(PROMPT, max_new_tokens=8, top_logprobs=top).result.tokens) == 8
+    assert pointers() == before
     assert (backend._begin._cache_size(), backend._decode._cache_size()) == (1, 1)
 
 
@@ -219,17 +238,18 @@ def test_16_bit_weights_become_float32_on_a_cpu(caplog):
     assert "from bfloat16 to float32" in caplog.text
     assert all(w.dtype == jnp.float32 for w in engine.model.weights().values())
     assert engine.conditions["stored_dtype"] == "bfloat16" and engine.conditions["weights_dtype"] == "float32"
-    top = next(engine.generate(PROMPT, top_logprobs=7)).top_logprobs
+    top = next(engine.generate(PROMPT, top_logprobs=TOP)).top_logprobs
     expected = np.asarray(jax.nn.log_softmax(stored(padded(PROMPT))))[0, len(PROMPT) - 1]
-    assert [token for token, _ in top] == np.argsort(-expected)[:7].tolist()
-    np.testing.assert_allclose([logprob for _, logprob in top], np.sort(-expected)[:7] * -1, atol=1e-4)
+    assert [token for token, _ in top] == np.argsort(-expected)[:TOP].tolist()
+    np.testing.assert_allclose([logprob for _, logprob in top], np.sort(-expected)[:TOP] * -1, atol=1e-4)
 
 
-def test_nan_weights_are_an_error():
+def test_nan_weights_are_an_error(engine, monkeypatch):
     weights = model().weights()
-    weights["norm"] = weights["norm"].at[0].set(jnp.nan)
+    weights["norm"] = jax.device_put(np.full(weights["norm"].shape, np.nan, np.float32))
+    monkeypatch.setattr(engine._backend, "model", laneformer.Laneformer(CONFIG, weights))  # the programs are the same
     with pytest.raises(CheckpointError, match="position 8 is not a number"):
-        next(Engine(laneformer.Laneformer(CONFIG, weights), "xla").generate(PROMPT))
+        next(engine.generate(PROMPT))
 
 
 @pytest.mark.parametrize(
@@ -282,8 +302,15 @@ def test_conditions_are_complete():
     }
 
 
-@pytest.mark.parametrize("devices", [1, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("compute", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("compute", "devices"),
+    [
+        ("bfloat16", 1),
+        pytest.param("float16", 8, marks=pytest.mark.slow),
+        pytest.param("bfloat16", 8, marks=pytest.mark.exhaustive),
+        pytest.param("float16", 1, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_products_have_the_compute_dtype(engine, compute, devices, tmp_path):
     """The log-probabilities match those of the model in this precision, which is not the default on a CPU."""
     laneformer.save_hf(model(), tmp_path)
@@ -299,16 +326,23 @@ def test_products_have_the_compute_dtype(engine, compute, devices, tmp_path):
     assert near < off / 2
 
 
-def test_top_logprobs_match_the_raw_logits(engine):
+def test_top_logprobs_match_the_raw_logits_and_compile_separate_programs(engine):
+    def compiled():
+        return engine._backend._begin._cache_size(), engine._backend._decode._cache_size()
+
     plain = engine.generate(PROMPT, max_new_tokens=20, sampling=RANDOM).result
-    tokens = list(engine.generate(PROMPT, max_new_tokens=20, sampling=RANDOM, top_logprobs=7, tokens_per_dispatch=6))
+    engine.warmup(8, 8, top_logprobs=TOP)
+    with_top = compiled()
+    tokens = list(engine.generate(PROMPT, max_new_tokens=20, sampling=RANDOM, top_logprobs=TOP, tokens_per_dispatch=6))
     assert tuple(tokens) == plain.tokens and plain.top_logprobs == ()
     logits = engine.model(padded([*PROMPT, *tokens]))
     wanted = np.asarray(jax.nn.log_softmax(logits))[0, len(PROMPT) - 1 :][: len(tokens)]
     for token, row in zip(tokens, wanted, strict=True):
         ids, logprobs = zip(*token.top_logprobs, strict=True)
-        assert list(ids) == np.argsort(-row)[:7].tolist()
+        assert list(ids) == np.argsort(-row)[:TOP].tolist()
         np.testing.assert_allclose(logprobs, row[list(ids)], atol=1e-4)
+    list(engine.generate(PROMPT, max_new_tokens=8))
+    assert compiled() == with_top and min(with_top) > 1
     few = Engine(model(vocab_size=11, num_hidden_layers=1, max_position_embeddings=16), "xla")
     everything = next(few.generate([1], top_logprobs=20)).top_logprobs
     assert sorted(token for token, _ in everything) == list(range(11))
@@ -319,27 +353,6 @@ def test_top_logprobs_order_equals_by_id():
     tokens, logprobs = jax.jit(top_logprobs, static_argnums=1)(logits, 6)
     assert tokens.tolist() == [1, 3, 0, 2, 5, 6]
     np.testing.assert_allclose(logprobs, logits[tokens] - np.log(np.exp(logits).sum()), atol=1e-6)
-
-
-@pytest.mark.slow
-def test_top_logprobs_match_on_eight_devices(engine):
-    spread = Engine(model(laneformer.make_mesh(8)), "xla")
-    one, eight = (e.generate(PROMPT, max_new_tokens=8, top_logprobs=5).result.top_logprobs for e in (engine, spread))
-    assert [[token for token, _ in top] for top in one] == [[token for token, _ in top] for top in eight]
-    np.testing.assert_allclose(one, eight, atol=1e-4)
-
-
-def test_top_logprobs_compile_separate_programs(engine):
-    def compiled():
-        return np.array([engine._backend._begin._cache_size(), engine._backend._decode._cache_size()])
-
-    engine.warmup(8, 8)
-    before = compiled()
-    engine.warmup(8, 8, top_logprobs=3)
-    assert (compiled() == before + 1).all()
-    for top in (0, 3):
-        list(engine.generate(PROMPT, max_new_tokens=8, top_logprobs=top))
-    assert (compiled() == before + 1).all()
 
 
 class Stub:
