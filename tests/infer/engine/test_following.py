@@ -122,7 +122,7 @@ def test_distributed_humaneval_needs_a_checkpoint(tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML)
+    return save_checkpoint(tmp_path_factory.mktemp("checkpoints") / "small", *CHATML, layers=1, lanes=2)
 
 
 JOB = ("--backend", "xla", "--devices", 2, "--distributed")

@@ -79,14 +79,14 @@ def check(engine, answers) -> None:
             assert getattr(result, name) == getattr(expected, name)[:count]
 
 
-def client(seed: int, vocab: int, requests: int) -> list[dict]:
+def client(seed: int, vocab: int, requests: int, lengths=(1, 9, 70, 200)) -> list[dict]:
     """The requests of a client: prompts for the kernel or for blocks of XLA, with various settings, stop tokens and
     lengths. Some are cancelled.
     """
     rng = np.random.default_rng(seed)
     return [
         {
-            "prompt": rng.integers(0, vocab, int(rng.choice([1, 9, 70, 200]))).tolist(),
+            "prompt": rng.integers(0, vocab, int(rng.choice(lengths))).tolist(),
             "max_new_tokens": int(rng.choice([1, 6, 18])),
             "sampling": [Sampling(), Sampling(temperature=1.0, seed=seed), ALL][rng.integers(3)],
             "stop_tokens": [int(rng.integers(vocab))],
@@ -169,13 +169,20 @@ def test_long_prompt_is_read_between_calls(engines, monkeypatch):
         assert ours.generate([4], max_new_tokens=3, stop_tokens=()).result.finish_reason == "length"
 
 
-@pytest.mark.slow
-def test_recurrent_states_and_kernel_prompts_change_no_bit():
+REQUESTS = [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.exhaustive)]
+
+
+@pytest.mark.parametrize("requests", REQUESTS)
+def test_recurrent_states_change_no_bit(requests):
     ours, alone = make_engines(small.make_config(**DELTA_NET["delta net"]), parallel=3)
-    vocab = ours.config.vocab_size
-    check(alone, ask_together(ours, [client(n, vocab, 4) for n in range(4)]))
+    check(alone, ask_together(ours, [client(n, ours.config.vocab_size, requests) for n in range(4)]))
+
+
+@pytest.mark.parametrize("requests", REQUESTS)
+def test_prompts_of_the_kernel_change_no_bit(requests):
     ours, alone = make_engines(small.windowed_model()[0], absorb=False)
-    check(alone, ask_together(ours, [client(n, vocab, 4) for n in range(3)]))
+    lengths = (1, 9, 70)  # the emulated kernel reads one token at a time
+    check(alone, ask_together(ours, [client(n, ours.config.vocab_size, requests, lengths) for n in range(3)]))
 
 
 @pytest.mark.slow
@@ -183,7 +190,7 @@ def test_several_devices_of_a_process_change_no_bit(tmp_path):
     laneformer.save_hf(model_of(small.windowed_model()[0]), tmp_path)
     options = {"devices": 3} | emulated.engine_options()
     ours, alone = (infer.Engine.load(tmp_path, "cuda", parallel=n, **options) for n in (2, 1))
-    check(alone, ask_together(ours, [client(n, ours.config.vocab_size, 2) for n in range(3)]))
+    check(alone, ask_together(ours, [client(n, ours.config.vocab_size, 2, (1, 9, 70)) for n in range(3)]))
 
 
 def test_device_error_ends_the_running_generations(engines, monkeypatch):
