@@ -66,9 +66,12 @@ def test_generation_config_has_the_end_of_a_turn(tmp_path):
     assert ends == [*laneformer.load(LANED).config.eos_token_id, tokenizer.token_to_id(TURN_END)]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "command", ["scripts.convert {run} {run}/out", "infer generate --checkpoint {run} --prompt-ids 1,2"]
+    "command",
+    [
+        pytest.param("infer generate --checkpoint {run} --prompt-ids 1,2", marks=pytest.mark.slow),
+        pytest.param("scripts.convert {run} {run}/out", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_damaged_run_is_one_line(tmp_path, command):
     """Threads of Orbax must not print tracebacks."""

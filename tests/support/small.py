@@ -1,6 +1,7 @@
 """Small models for the tests of decode kernels: random weights for any config, sessions, and their calls."""
 
 import dataclasses
+import functools
 import math
 import types
 from collections.abc import Iterable
@@ -165,16 +166,28 @@ def make_inputs(
 
 def make_state(config: ModelConfig, capacity: int, dtype="float32", mesh=None) -> State:
     """An empty state for `capacity` positions. dtype: that of its caches."""
-    replicated = None if mesh is None else jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    if mesh is None:
+        return zeros(state_shapes(config, capacity, jnp.dtype(dtype).name))
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     plan = make_plan(decoder_ops(config), config.schedule, cache_dtype=dtype)
-    seen = jnp.zeros(config.vocab_size, jnp.uint8, device=replicated)
-    return State.of(seen, zero_layers(plan, capacity) if mesh is None else empty_layers(plan, capacity, mesh))
+    return State.of(jnp.zeros(config.vocab_size, jnp.uint8, device=replicated), empty_layers(plan, capacity, mesh))
+
+
+@functools.cache  # tests make thousands of states
+def state_shapes(config: ModelConfig, capacity: int, dtype: str) -> State:
+    plan = make_plan(decoder_ops(config), config.schedule, cache_dtype=dtype)
+    seen = jax.ShapeDtypeStruct((config.vocab_size,), jnp.uint8)
+    return State.of(seen, jax.eval_shape(partial(empty_layers, plan, capacity)))
+
+
+def zeros(shapes):
+    """A tree of arrays of these shapes on one device, made without a program for each shape."""
+    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), may_alias=False), shapes)
 
 
 def zero_layers(plan: Plan, capacity: int) -> list[dict[str, jax.Array]]:
-    """The arrays of `empty_layers` on one device, without a program for each shape."""
-    shapes = jax.eval_shape(partial(empty_layers, plan, capacity))
-    return jax.tree.map(lambda x: jax.device_put(np.zeros(x.shape, x.dtype), may_alias=False), shapes)
+    """The arrays of `empty_layers` on one device."""
+    return zeros(jax.eval_shape(partial(empty_layers, plan, capacity)))
 
 
 def jitted(session: Session, mesh=None, **sizes):
