@@ -94,7 +94,7 @@ def sources(tmp_path, tokenizer):
     [
         ("files", [signal.SIGKILL, signal.SIGINT]),
         ("parts of a file", [signal.SIGKILL]),
-        pytest.param("rows", [signal.SIGKILL], marks=pytest.mark.slow),
+        pytest.param("rows", [signal.SIGKILL], marks=pytest.mark.exhaustive),
         ("chats", [signal.SIGKILL]),
     ],
 )

@@ -171,17 +171,17 @@ def test_forked_child_cannot_report(box):
     assert verdict(box, fork, "assert True")[0] == "failed"
 
 
-def test_hostile_exception_text_fails(box):
+def test_hostile_exception_text_fails(usual_box):
     code = "class E(Exception):\n    def __str__(self):\n        {}\nraise E"
-    assert verdict(box, code.format("raise SystemExit"))[0] == "failed"
-    assert verdict(box, code.format("import os; os._exit(0)"))[0] == "failed"
-    assert len(verdict(box, code.format("return 'x' * 10**7"))[1]) <= 500
+    assert verdict(usual_box, code.format("raise SystemExit"))[0] == "failed"
+    assert verdict(usual_box, code.format("import os; os._exit(0)"))[0] == "failed"
+    assert len(verdict(usual_box, code.format("return 'x' * 10**7"))[1]) <= 500
 
 
-def test_replaced_functions_do_not_change_the_verdict(box):
+def test_replaced_functions_do_not_change_the_verdict(usual_box):
     spoil = "import os, json, builtins, time\nos.write = os.pread = os._exit = json.dumps = time.process_time = None\n"
-    assert verdict(box, spoil, "assert True") == ("passed", "")
-    assert verdict(box, spoil + "builtins.print = None", "assert False")[0] == "failed"
+    assert verdict(usual_box, spoil, "assert True") == ("passed", "")
+    assert verdict(usual_box, spoil + "builtins.print = None", "assert False")[0] == "failed"
 
 
 # ---- limits
@@ -262,7 +262,7 @@ def test_fork_bomb_is_stopped(box):
         pytest.skip("here the limit counts all processes of the user, and none of root's")
     attack(box, FORKS)
     bomb = "import os\nwhile True:\n    try: os.fork()\n    except OSError: pass"
-    assert box.run(bomb, "", SHORT).verdict == "timeout"
+    assert box.run(bomb, "", Limits(cpu_seconds=1, wall_seconds=0.4)).verdict == "timeout"
     attack(box, "import os\nif os.fork() == 0: os._exit(0)\nos.wait()")  # the next run is not affected
 
 
@@ -350,14 +350,17 @@ def test_other_files_are_hidden(shut, tmp_path):
     secret = tmp_path / "secret"
     secret.write_text("hidden")
     secret.chmod(0o644)
-    for path in (secret, tmp_path, Path(__file__), "/etc/passwd", "/etc/shadow", "/var", "/run", "/sys", "/boot"):
-        attack(shut, f"import os\nassert not os.path.exists({str(path)!r})")
-    attack(shut, "import os\nassert os.listdir('/tmp') == []")
+    hidden = (secret, tmp_path, Path(__file__), "/etc/passwd", "/etc/shadow", "/var", "/run", "/sys", "/boot")
+    attack(
+        shut,
+        f"import os\nfor path in {[*map(str, hidden)]}: assert not os.path.exists(path), path\n"
+        "assert os.listdir('/tmp') == []",
+    )
 
 
 def test_only_the_scratch_folder_is_writable(shut):
     python = str(levels.interpreter())
-    for path in (
+    paths = [
         "/x",
         "/usr/x",
         "/usr/bin/env",
@@ -367,8 +370,11 @@ def test_only_the_scratch_folder_is_writable(shut):
         "/site/x",
         python,
         os.path.dirname(python) + "/x",
-    ):
-        attack(shut, f"try: open({path!r}, 'ab')\nexcept OSError: pass\nelse: raise SystemExit")
+    ]
+    attack(
+        shut,
+        f"for path in {paths}:\n    try: open(path, 'ab')\n    except OSError: pass\n    else: raise ValueError(path)",
+    )
     fill = (
         "n = 0\ntry:\n    for n in range(100): open(f'/dev/shm/{n}', 'wb').write(b'x' * (4 << 20))\nexcept OSError:"
         " pass\n"
@@ -390,9 +396,9 @@ def test_concurrent_runs_beside_jax_threads(box):
     """
     busy = jax.jit(lambda x: x @ x)
     with ThreadPoolExecutor(4) as pool:
-        jobs = [pool.submit(box.run, f"x = {n}", f"assert x % 2 == 0, {n}", LIMITS) for n in range(16)]
+        jobs = [pool.submit(box.run, f"x = {n}", f"assert x % 2 == 0, {n}", LIMITS) for n in range(8)]
         busy(jax.numpy.ones((500, 500))).block_until_ready()
-        assert [job.result().verdict for job in jobs] == ["passed", "failed"] * 8
+        assert [job.result().verdict for job in jobs] == ["passed", "failed"] * 4
 
 
 def test_close_kills_programs_and_removes_the_folder():
