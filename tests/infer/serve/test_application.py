@@ -110,7 +110,7 @@ def test_drafts_change_no_answer_and_are_counted(server, engine):
     """Without noise, random weights repeat themselves. The number of drafts depends on the times of passes meanwhile,
     but the engine tries some at least every few hundred passes.
     """
-    fields = {"max_tokens": 200, "temperature": 0, "return_token_ids": True}
+    fields = {"max_tokens": 200, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
     prediction = {"type": "content", "content": [{"type": "text", "text": PROMPT + " return a + b"}]}
     tokens = list(engine.generate(PROMPT, max_new_tokens=200).result.tokens)
     before, sums = counted(server), [0] * 6
