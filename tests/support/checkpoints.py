@@ -57,7 +57,9 @@ def fresh_weights(config: laneformer.ModelConfig) -> dict[str, jax.Array]:
             return np.full(parameter.shape, parameter.initial == "ones", np.float32)
         return (deviation[parameter.initial] * random.standard_normal(parameter.shape)).astype(np.float32)
 
-    return {path: jax.device_put(draw(parameter)) for path, parameter in parameter_table(config).items()}
+    return {
+        path: jax.device_put(draw(parameter), may_alias=False) for path, parameter in parameter_table(config).items()
+    }
 
 
 def save_checkpoint(
