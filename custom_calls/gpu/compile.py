@@ -18,7 +18,9 @@ SOURCES = HERE / "gpu" / "kernel"
 SHARED = (HERE / "common" / "activation.h", HERE / "gpu" / "bench" / "read.h")
 PERSISTENT, STEPS = "decode.cu", "steps.cu"
 KERNEL = "kernel.cu"  # the name under which either of them is compiled
-NVIDIA_FLAGS = ("-std=c++17", "--diag-suppress=186")
+# Without fused multiply-adds except those that the source names (fma in kernel/port.h): otherwise a compiler chooses
+# which to fuse by the code around them, and the bits of a result depend on that.
+NVIDIA_FLAGS = ("-std=c++17", "--diag-suppress=186", "--fmad=false")
 HIP_FLAGS = (
     "-x",
     "hip",
@@ -28,7 +30,7 @@ HIP_FLAGS = (
     "--no-gpu-bundle-output",
     "-O3",
     "-std=c++17",
-    "-ffp-contract=fast",
+    "-ffp-contract=off",
     "-mllvm",
     "-disable-machine-licm",  # values moved out of the loop over passes do not fit in registers
     "-mllvm",

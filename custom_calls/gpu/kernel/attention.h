@@ -122,7 +122,7 @@ struct Attention {
     float sum = 0;
     for (int i = opaque(thread()); i < n; i += kThreads) {
       const float value = wait_for(board + i, tag, watch, kAtAttention, i);
-      sum += value * value;
+      sum = fma(value, value, sum);
     }
     sum = sum_over_warp(sum);
     if (warp_lane() == 0) squares[warp()] = sum;
@@ -155,7 +155,7 @@ struct Attention {
                         : factor_of_all(squares, kHeads * kHeadDim, Op::kQNormEps);
       } else if (normed) {
         float sum = 0;
-        for (int i = warp_lane(); i < kHeadDim; i += kWarpSize) sum += x[i] * x[i];
+        for (int i = warp_lane(); i < kHeadDim; i += kWarpSize) sum = fma(x[i], x[i], sum);
         factor = rsqrt_of(sum_over_warp(sum) / (float)kHeadDim + (is_key ? Op::kKNormEps : Op::kQNormEps));
       }
       for (int i = warp_lane(); i < kHeadDim / 2; i += kWarpSize) {
@@ -163,8 +163,8 @@ struct Attention {
         if (normed) even *= gains[2 * i], odd *= gains[2 * i + 1];
         const float cosine = Op::kRotated ? rotation[i] : 1.0f, sine = Op::kRotated ? rotation[kHeadDim / 2 + i] : 0.0f;
         const float scale = is_key ? 1.0f : Op::kScale;
-        x[2 * i] = (even * cosine - odd * sine) * scale;
-        x[2 * i + 1] = (even * sine + odd * cosine) * scale;
+        x[2 * i] = fma(even, cosine, -(odd * sine)) * scale;
+        x[2 * i + 1] = fma(even, sine, odd * cosine) * scale;
       }
     }
   }
@@ -182,14 +182,14 @@ struct Attention {
       float *x = heads + h * kHeadDim, *turning = x + kValueDim, factor = scale;
       if (is_key) {
         float sum = 0;
-        for (int i = warp_lane(); i < kValueDim; i += kWarpSize) sum += x[i] * x[i];
+        for (int i = warp_lane(); i < kValueDim; i += kWarpSize) sum = fma(x[i], x[i], sum);
         factor = rsqrt_of(sum_over_warp(sum) / (float)kValueDim + Op::kNormEps);
       }
       for (int i = warp_lane(); i < kValueDim; i += kWarpSize) x[i] *= is_key ? factor * gains[i] : factor;
       for (int i = warp_lane(); i < half; i += kWarpSize) {
         const float even = turning[2 * i], odd = turning[2 * i + 1], cosine = rotation[i], sine = rotation[half + i];
-        turning[2 * i] = (even * cosine - odd * sine) * scale;
-        turning[2 * i + 1] = (even * sine + odd * cosine) * scale;
+        turning[2 * i] = fma(even, cosine, -(odd * sine)) * scale;
+        turning[2 * i + 1] = fma(even, sine, odd * cosine) * scale;
       }
     }
   }
@@ -366,8 +366,8 @@ struct Attention {
     LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
       const float* q = heads + smaller(h0 + h, kGroupHeads - 1) * kHeadDim;
       score[h] = 0;
-      LF_UNROLL for (int i = 0; i < kOwn; i++) if (kKvPieces % kKeyThreads == 0 || own_element(i) < kHeadDim)
-          score[h] += q[own_element(i)] * k[i];
+      LF_UNROLL for (int i = 0; i < kOwn; i++) if (kKvPieces % kKeyThreads == 0 || own_element(i) < kHeadDim) score[h] =
+          fma(q[own_element(i)], k[i], score[h]);
       LF_UNROLL for (int mask = 1; mask < kKeyThreads; mask *= 2) score[h] += shuffle(score[h], mask);
     }
   }
@@ -379,8 +379,8 @@ struct Attention {
     LF_UNROLL for (int h = 0; h < kHeadsAtOnce; h++) {
       const float top = larger(largest[h], score[h]), keep = exp2_of(largest[h] - top), own = exp2_of(score[h] - top);
       largest[h] = top;
-      weight[h] = weight[h] * keep + own;
-      LF_UNROLL for (int i = 0; i < kOwn; i++) sum[h][i] = sum[h][i] * keep + own * v[i];
+      weight[h] = fma(weight[h], keep, own);
+      LF_UNROLL for (int i = 0; i < kOwn; i++) sum[h][i] = fma(own, v[i], sum[h][i] * keep);
     }
   }
 
@@ -412,8 +412,8 @@ struct Attention {
       LF_UNROLL for (int w = 0; w < kWarps; w++) {
         const float* part = sums + (w * kHeadsAtOnce + h) * (kValueDim + 2);
         const float keep = exp2_of(part[kValueDim] - top);
-        weight += keep * part[kValueDim + 1];
-        sum += keep * part[element];
+        weight = fma(keep, part[kValueDim + 1], weight);
+        sum = fma(keep, part[element], sum);
       }
       u64* out = parts + ((head + h) * kMaxSplits + split) * kPartWords;
       store_word(out + element, word_of(sum, tag));
@@ -465,8 +465,8 @@ struct Attention {
         LF_UNROLL for (int i = 0; i < each; i++) {
           if (s0 + i >= splits.count) continue;
           const float keep = exp2_of(own[2 * (s0 + i)] - top);
-          weight += keep * own[2 * (s0 + i) + 1];
-          sum += keep * values[i];
+          weight = fma(keep, own[2 * (s0 + i) + 1], weight);
+          sum = fma(keep, values[i], sum);
         }
       }
       float value = sum / weight;

@@ -187,8 +187,8 @@ struct Codes {
       if constexpr (code == Code::kE2M1) unpack_e2m1(word, w);
     }
     float part = kScaled ? 0.0f : sum;
-    LF_UNROLL for (int i = 0; i < kPer; i++) part += w[i] * x[i];
-    if constexpr (kScaled) part = sum + part * scales.value[at];
+    LF_UNROLL for (int i = 0; i < kPer; i++) part = fma(w[i], x[i], part);
+    if constexpr (kScaled) part = fma(part, scales.value[at], sum);
     return part;
   }
 

@@ -271,8 +271,9 @@ class Decoder : public ChosenOps {
           [](int v, int) { return 2 * v * kThreads; }, values, watch_, kAtVector);
       LF_UNROLL for (int m = 0; m < most; m++) {
         float sum = 0;
-        LF_UNROLL for (int i = 0; i < each; i++) sum +=
-            values[m][i][0] * values[m][i][0] + values[m][i][1] * values[m][i][1];
+        LF_UNROLL for (int i = 0; i < each; i++) {
+          LF_UNROLL for (int k = 0; k < 2; k++) sum = fma(values[m][i][k], values[m][i][k], sum);
+        }
         sum = sum_over_warp(sum);
         if (warp_lane() == 0) squares[m * kWarps + warp()] = sum;
       }

@@ -23,7 +23,7 @@ struct Numbers {  // functions of float32 for activation.h
 LF_DEVICE float log_of_one_and(float x) {
   const float y = x / (2 + x), square = y * y;
   float sum = 1.0f / 15;
-  LF_UNROLL for (int i = 13; i > 0; i -= 2) sum = sum * square + 1.0f / i;
+  LF_UNROLL for (int i = 13; i > 0; i -= 2) sum = fma(sum, square, 1.0f / i);
   return 2 * y * sum;
 }
 

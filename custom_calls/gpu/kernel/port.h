@@ -122,6 +122,8 @@ LF_DEVICE u64 clock_ns() { return __builtin_amdgcn_s_memrealtime() * 10; }  // t
 LF_DEVICE void pause() { __builtin_amdgcn_s_sleep(1); }
 LF_DEVICE void join_launches() {}
 
+// a b + c, rounded once. Compilers may not fuse anything else (compile.py), so the source decides each bit.
+LF_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 LF_DEVICE float bits_to_float(u32 v) { return __builtin_bit_cast(float, v); }
 LF_DEVICE u32 float_to_bits(float v) { return __builtin_bit_cast(u32, v); }
 LF_DEVICE float half_to_float(u16 v) { return (float)__builtin_bit_cast(_Float16, v); }
@@ -232,6 +234,7 @@ LF_DEVICE void join_launches() {
   asm volatile("griddepcontrol.launch_dependents;\n\tgriddepcontrol.wait;" ::: "memory");
 }
 
+LF_DEVICE float fma(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 LF_DEVICE float bits_to_float(u32 v) { return __uint_as_float(v); }
 LF_DEVICE u32 float_to_bits(float v) { return __float_as_uint(v); }
 LF_DEVICE float half_to_float(u16 v) {

@@ -101,7 +101,7 @@ struct Floats {
         float w[per];
         weights.template read<n>(lines, at * vectors + v, w);
         LF_UNROLL for (int m = 0; m < rows; m++) {
-          LF_UNROLL for (int i = 0; i < per; i++) sums[m] += w[i] * x[m][v][i];
+          LF_UNROLL for (int i = 0; i < per; i++) sums[m] = fma(w[i], x[m][v][i], sums[m]);
         }
       }
     }
@@ -276,7 +276,7 @@ struct NormedFromBoard {
       float sum = 0;
       LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
         LF_UNROLL for (int i = 0; i < kPer<Shape>; i++) {
-          sum += x[m][v][i] * x[m][v][i];
+          sum = fma(x[m][v][i], x[m][v][i], sum);
           x[m][v][i] *= gain[v][i];
         }
       }

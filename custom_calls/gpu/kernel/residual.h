@@ -98,7 +98,7 @@ struct Residual {
     for (int e = kEventsAt[time]; e < kEventsAt[time + 1]; e++) {
       const Event& event = kEvents[e];
       if (event.landing < 0) {
-        each(run, [&](int m, int r) { stream(m, r) += event.weight * output(event.module, m, r); });
+        each(run, [&](int m, int r) { stream(m, r) = fma(event.weight, output(event.module, m, r), stream(m, r)); });
         continue;
       }
       const Sum& sum = kSums[event.landing];
@@ -122,7 +122,7 @@ struct Residual {
           return;
         }
         for (int i = event.parts; i < event.parts + event.num_parts; i++)
-          total -= kParts[i].weight * output(kParts[i].module, m, r);
+          total = fma(-kParts[i].weight, output(kParts[i].module, m, r), total);
         stream(m, r) += total;
       });
     }
@@ -143,8 +143,8 @@ struct Residual {
     LF_UNROLL for (int s = 0; s < kStreams; s++) own[s] = one_stream(m, s, r);
     LF_UNROLL for (int to = 0; to < kStreams; to++) {
       float sum = 0;
-      LF_UNROLL for (int from = 0; from < kStreams; from++) sum += own[from] * between[from * kStreams + to];
-      one_stream(m, to, r) = sum + output * post[to];
+      LF_UNROLL for (int from = 0; from < kStreams; from++) sum = fma(own[from], between[from * kStreams + to], sum);
+      one_stream(m, to, r) = fma(output, post[to], sum);
     }
   }
 
@@ -159,7 +159,7 @@ struct Residual {
       float sum = 0;
       each(run, [&](int, int r) {
         out[r] = first + r < width ? value(0, r) : 0.0f;
-        sum += out[r] * out[r];
+        sum = fma(out[r], out[r], sum);
       });
       publish_squares(sum, board, tag);
       const float factor = norm_factor(board, width, eps, tag);
@@ -171,7 +171,7 @@ struct Residual {
       const Run<1> one = {0};
       for (int m = 0; m < run.count(); m++) {
         float sum = 0;
-        each(one, [&](int, int r) { sum += out[m * stride + r] * out[m * stride + r]; });
+        each(one, [&](int, int r) { sum = fma(out[m * stride + r], out[m * stride + r], sum); });
         publish_squares(sum, board + (i64)m * kLaneWords, tag);
         sync_cta();  // before the scratch is used again
       }
@@ -221,7 +221,7 @@ struct Residual {
   LF_DEVICE float share(const Sum& sum, int m, int r) const {
     float total = 0;
     for (int i = sum.parts; i < sum.parts + sum.num_parts; i++)
-      total += kParts[i].weight * output(kParts[i].module, m, r);
+      total = fma(kParts[i].weight, output(kParts[i].module, m, r), total);
     return sum.stream_mean ? total + stream(m, r) / (float)kLanes : total;
   }
 

@@ -311,7 +311,7 @@ struct Sampler {
     float total = 0;
     Best found = {kLowest, -1};
     LF_UNROLL for (int i = 0; i < each; i++) {
-      if (packets[i][1] != 0) total += packets[i][1] * exp_of(packets[i][0] - largest);
+      if (packets[i][1] != 0) total = fma(packets[i][1], exp_of(packets[i][0] - largest), total);
       found = better(found, {packets[i][2], (int)float_to_bits(packets[i][3])});
     }
     sum = sum_over_cta(total, warps());

@@ -172,9 +172,9 @@ class Digits {
       }
       LF_UNROLL for (int i = 0; i < 2; i++) {
         const int block = halves == 1 ? 2 * tile + i : tile;
-        const float product = bits_to_float(sums[terms][3 * i]) * part.power[block] + part.less[block];
+        const float product = fma(bits_to_float(sums[terms][3 * i]), part.power[block], part.less[block]);
         if constexpr (Weights::kScaled) {
-          sum += product * scales.value[(at * tiles * 2 + 2 * tile + i) / Weights::kJoined];
+          sum = fma(product, scales.value[(at * tiles * 2 + 2 * tile + i) / Weights::kJoined], sum);
         } else {
           sum += product;
         }

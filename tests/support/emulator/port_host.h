@@ -118,6 +118,7 @@ LF_DEVICE u64 clock_ns() {
 LF_DEVICE void pause() { emulator::yield(); }
 LF_DEVICE void join_launches() {}
 
+LF_DEVICE float fma(float a, float b, float c) { return __builtin_fmaf(a, b, c); }
 LF_DEVICE float bits_to_float(u32 v) {
   float f;
   std::memcpy(&f, &v, 4);
@@ -158,9 +159,28 @@ LF_DEVICE void unpack_e4m3(u32 word, float* out) {  // OCP's codes, or AMD's FNU
   }
 }
 LF_DEVICE float exp2_of(float v) { return __builtin_exp2f(v); }
-LF_DEVICE float exp_of(float v) { return __builtin_expf(v); }
-LF_DEVICE float log_of(float v) { return __builtin_logf(v); }
 LF_DEVICE float rsqrt_of(float v) { return 1.0f / __builtin_sqrtf(v); }
+// exp and log as nvcc 13 computes them, with the same bits except for those of the GPU's own 2^x.
+LF_DEVICE float exp_of(float v) {
+  // The lowest byte of `power` is one above the biased exponent of the power of two next to exp(v), or 0.
+  const float part = fma(v, bits_to_float(0x3bbb989d), 0.5f), within = part > 0 ? part < 1 ? part : 1.0f : 0.0f;
+  const float power = (float)(12582913 + __builtin_floor(252.0 * within));
+  const float rest = fma(v, bits_to_float(0x32a57060), fma(v, bits_to_float(0x3fb8aa3b), -(power - 12583039.0f)));
+  return __builtin_exp2f(rest) * bits_to_float(float_to_bits(power) << 23);
+}
+LF_DEVICE float log_of(float v) {
+  const bool tiny = v < 0x1p-126f;
+  if (tiny) v *= 0x1p23f;
+  const u32 bits = float_to_bits(v), exponent = (bits - 0x3f2aaaab) & 0xff800000;
+  const float power = fma((float)(int)exponent, 0x1p-23f, tiny ? -23.0f : 0.0f), x = bits_to_float(bits - exponent) - 1;
+  constexpr u32 factors[] = {0xbe055027, 0x3e1039f6, 0xbdf8cdcc, 0x3e0f2955, 0xbe2ad8b9,
+                             0x3e4ced0b, 0xbe7fff22, 0x3eaaaa78, 0xbf000000};
+  float sum = bits_to_float(factors[0]);
+  for (int i = 1; i < 9; i++) sum = fma(sum, x, bits_to_float(factors[i]));
+  const float result = fma(power, bits_to_float(0x3f317218), fma(x * sum, x, x));
+  if (v == 0) return -__builtin_inff();
+  return bits < 0x7f800000 ? result : fma(v, __builtin_inff(), __builtin_inff());
+}
 LF_DEVICE void add_shared(u64* p, u64 v) { *p += v; }
 
 LF_DEVICE void barrier_init(u64* barrier) { *barrier = 0; }  // counts the phases that have ended

@@ -163,7 +163,7 @@ struct CompressedAttention : CompressedIndex<Op, most> {
   // Divides a query by its root mean square, rotates and scales it, by one warp.
   LF_DEVICE void finish_query(float* x, int position) const {
     float sum = 0;
-    for (int i = opaque(warp_lane()); i < kHeadDim; i += kWarpSize) sum += x[i] * x[i];
+    for (int i = opaque(warp_lane()); i < kHeadDim; i += kWarpSize) sum = fma(x[i], x[i], sum);
     const float factor = rsqrt_of(sum_over_warp(sum) / (float)kHeadDim + Op::kNormEps) * Op::kScale;
     for (int i = opaque(warp_lane()); i < kHeadDim; i += kWarpSize) x[i] *= factor;
     sync_warp();
@@ -183,7 +183,7 @@ struct CompressedAttention : CompressedIndex<Op, most> {
         if (turning >= 0) {  // rotates back
           const float other = merged(m, head, still + (turning ^ 1), splits), cosine = rotation[turning / 2],
                       sine = rotation[kRotating / 2 + turning / 2];
-          value = turning % 2 == 0 ? value * cosine + other * sine : value * cosine - other * sine;
+          value = fma(value, cosine, turning % 2 == 0 ? other * sine : -(other * sine));
         }
         store_word(boards_of_first + Op::kTo + (i64)m * kLaneWords + at, word_of(value, tag));
       }
@@ -213,8 +213,8 @@ struct CompressedAttention : CompressedIndex<Op, most> {
       LF_UNROLL for (int i = 0; i < each; i++) {
         if (s0 + i >= splits) continue;
         const float now = larger(top, found[i][1]), before = exp2_of(top - now), own = exp2_of(found[i][1] - now);
-        weight = weight * before + own * found[i][2];
-        sum = sum * before + own * found[i][0];
+        weight = fma(own, found[i][2], weight * before);
+        sum = fma(own, found[i][0], sum * before);
         top = now;
       }
     }

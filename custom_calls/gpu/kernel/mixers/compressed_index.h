@@ -74,9 +74,10 @@ struct CompressedIndex : CompressedRows<Op, most> {
       const float *query = scratch + h * kIndexStride, weight = scratch[kWeightsAt + h];
       float scores[kWarpKeys] = {};
       for (int c = 0; c < n; c++) {
-        LF_UNROLL for (int j = 0; j < kWarpKeys; j++) scores[j] += query[c] * keys[c * kWarpKeys + j];
+        LF_UNROLL for (int j = 0; j < kWarpKeys; j++) scores[j] = fma(query[c], keys[c * kWarpKeys + j], scores[j]);
       }
-      LF_UNROLL for (int j = 0; j < kWarpKeys; j++) sums[j] += weight * larger(0.0f, scores[j]);  // NaN stays NaN
+      LF_UNROLL for (int j = 0; j < kWarpKeys; j++) sums[j] =
+          fma(weight, larger(0.0f, scores[j]), sums[j]);  // NaN stays NaN
     }
     LF_UNROLL for (int j = 0; j < kWarpKeys; j++) {
       const float sum = sum_over_warp(sums[j]);

@@ -22,8 +22,8 @@ LF_DEVICE void rotate_last(float* x, const float* rotation) {
   for (int i = opaque(warp_lane()); i < half; i += kWarpSize) {
     float* pair = x + n - rotating + 2 * i;
     const float even = pair[0], odd = pair[1], cosine = rotation[i], sine = rotation[half + i];
-    pair[0] = even * cosine - odd * sine;
-    pair[1] = even * sine + odd * cosine;
+    pair[0] = fma(even, cosine, -(odd * sine));
+    pair[1] = fma(even, sine, odd * cosine);
   }
 }
 
@@ -105,7 +105,7 @@ struct Compressing {
         LF_UNROLL for (int j = 0; j < each; j++) {
           if (i0 + j * kWarps >= count) continue;
           const float weight = exp_of(gate[j] - now);
-          total += weight, sum += weight * value[j];
+          total += weight, sum = fma(weight, value[j], sum);
         }
       }
       float* sums = scratch + opaque(thread());
@@ -124,7 +124,7 @@ struct Compressing {
     LF_UNROLL for (int w = 0; w < kWarps; w++) top = larger(top, first[w * kWarpSize]);
     LF_UNROLL for (int w = 0; w < kWarps; w++) {
       const float *sums = first + w * kWarpSize, keep = exp_of(sums[0] - top);
-      total += keep * sums[kThreads], sum += keep * sums[2 * kThreads];
+      total = fma(keep, sums[kThreads], total), sum = fma(keep, sums[2 * kThreads], sum);
     }
     watch.delay();
     u64* board = boards_of_first + Op::kTo + (i64)m * kLaneWords + Own::kPlace;
@@ -212,7 +212,7 @@ struct CompressedRows {
     constexpr int n = Own::kChannels;
     const float* gains = small(Own::norm(layer), Own::kNormStride);
     float sum = 0;
-    for (int i = opaque(warp_lane()); i < n; i += kWarpSize) sum += x[i] * x[i];
+    for (int i = opaque(warp_lane()); i < n; i += kWarpSize) sum = fma(x[i], x[i], sum);
     const float factor = rsqrt_of(sum_over_warp(sum) / (float)n + Own::kNormEps);
     for (int i = opaque(warp_lane()); i < n; i += kWarpSize) x[i] *= factor * gains[i];
     sync_warp();

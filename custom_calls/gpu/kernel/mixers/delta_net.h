@@ -208,7 +208,7 @@ struct DeltaNet {
         const u32 own = float_to_bits(keys.of[i][j % 4]);
         const float key = bits_to_float(shuffle_from(own, warp_lane() / kQuarters * kQuarters + j / 4));
         const float* delta = scratch + kDeltasAt + j * kTile + first_row();
-        LF_UNROLL for (int r = 0; r < 4; r++) matrix.of[i][r] += key * delta[r];
+        LF_UNROLL for (int r = 0; r < 4; r++) matrix.of[i][r] = fma(key, delta[r], matrix.of[i][r]);
       }
     }
     sync_cta();
@@ -259,8 +259,8 @@ struct DeltaNet {
       if (i >= kMixed) continue;
       const float input = rounded_to<kCache>(x[i]);
       float sum = 0;
-      LF_UNROLL for (int b = 0; b < kBefore; b++) sum += channels.weight[n][b] * channels.before[n][b];
-      sum += channels.weight[n][kBefore] * input;
+      LF_UNROLL for (int b = 0; b < kBefore; b++) sum = fma(channels.weight[n][b], channels.before[n][b], sum);
+      sum = fma(channels.weight[n][kBefore], input, sum);
       x[i] = activated<Activation::kSilu, Numbers>(sum);
       LF_UNROLL for (int b = 0; b + 1 < kBefore; b++) channels.before[n][b] = channels.before[n][b + 1];
       if (kBefore > 0) channels.before[n][kBefore - 1] = input;
@@ -280,10 +280,10 @@ struct DeltaNet {
       const int at = piece(i), c = smaller(column(at), kKeyDim - 1);
       const float k = real(at) ? key[c] : 0.0f, q = real(at) ? query[c] : 0.0f;
       LF_UNROLL for (int r = 0; r < 4; r++) {
-        sums[0][r] += matrix.of[i][r] * k, sums[1][r] += matrix.of[i][r] * q;
-        sums[2][r] += keys.of[i][r] * k, sums[3][r] += keys.of[i][r] * q;
+        sums[0][r] = fma(matrix.of[i][r], k, sums[0][r]), sums[1][r] = fma(matrix.of[i][r], q, sums[1][r]);
+        sums[2][r] = fma(keys.of[i][r], k, sums[2][r]), sums[3][r] = fma(keys.of[i][r], q, sums[3][r]);
       }
-      squares[0] += k * k, squares[1] += q * q, squares[2] += k * q;
+      squares[0] = fma(k, k, squares[0]), squares[1] = fma(q, q, squares[1]), squares[2] = fma(k, q, squares[2]);
     }
     float* out = scratch + kSumsAt + warp() * kSums;
     const auto over_columns = [](float sum) {
@@ -342,15 +342,15 @@ struct DeltaNet {
     float of_deltas = 0, result = 0;
     LF_UNROLL for (int j = 0; j < kEntries; j++) {
       const float delta = scratch[kDeltasAt + j * kTile + own];
-      of_deltas += bits_to_float(shuffle_from(float_to_bits(by_key), j)) * delta;
-      result += bits_to_float(shuffle_from(float_to_bits(by_query), j)) * delta;
+      of_deltas = fma(bits_to_float(shuffle_from(float_to_bits(by_key), j)), delta, of_deltas);
+      result = fma(bits_to_float(shuffle_from(float_to_bits(by_query), j)), delta, result);
     }
     const float of_state = decayed(-1, at);
     const bool real = own < own_channels(tile);
     const float value = real ? x[2 * kKeyDim + own] : 0.0f;
-    const float delta = beta * (value - of_state * (sum_of(kStateKey + own) * of_key) - of_deltas);
-    result += of_state * (sum_of(kStateQuery + own) * of_query);
-    result += bits_to_float(shuffle_from(float_to_bits(by_query), at)) * delta;
+    const float delta = beta * (fma(-of_state, sum_of(kStateKey + own) * of_key, value) - of_deltas);
+    result = fma(of_state, sum_of(kStateQuery + own) * of_query, result);
+    result = fma(bits_to_float(shuffle_from(float_to_bits(by_query), at)), delta, result);
     const bool first = warp_lane() < kTile;
     if (first) {
       scratch[kDeltasAt + at * kTile + own] = delta;

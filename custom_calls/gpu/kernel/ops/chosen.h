@@ -28,8 +28,8 @@ class ChosenOps : public StreamOps {
     each_of_rows<Op::kRows>(run, count, [&](int m, int r) {
       if constexpr (Op::kNormed && most > 1) factor = norm_factor(squares(turn_) + m * kWarps, Op::kNormEps);
       const bool is_gate = Op::kAllRows > Op::kExperts && first + r == Op::kExperts;
-      float value = row_sum<Op, most>(partial, r, m) * factor;
-      if (!is_gate) value = biased<Op>(value, layer, first + r);
+      const float sum = row_sum<Op, most>(partial, r, m);
+      float value = is_gate ? sum * factor : biased<Op>(sum, factor, layer, first + r);
       if (Op::kIsSigmoidRoute || is_gate) {
         value = sigmoid<Numbers>(value);
       } else if (Op::kIsRootRoute) {
@@ -140,7 +140,7 @@ class ChosenOps : public StreamOps {
       float sum = row_sum<Op>(partial, r);
       if constexpr (Op::kBiased) {
         const float* biases = small(Op::bias(layer), Op::kBiasStride) + residual.first + r;
-        LF_UNROLL for (int j = 0; j < Op::kUsed; j++) sum += share[j] * biases[(i64)expert[j] * Op::kAllRows];
+        LF_UNROLL for (int j = 0; j < Op::kUsed; j++) sum = fma(share[j], biases[(i64)expert[j] * Op::kAllRows], sum);
       }
       residual.output(2 * layer + Op::kModule, row, r) = sum;
     });

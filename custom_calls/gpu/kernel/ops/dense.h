@@ -85,10 +85,11 @@ class DenseOps {
   // A small weight of this lane.
   LF_DEVICE const float* small(int offset, int stride) const { return p_.small + offset + (i64)lane_ * stride; }
 
+  // A row's sum times a factor, plus its bias.
   template <class Op>
-  LF_DEVICE float biased(float value, int layer, int row) const {
-    if constexpr (Op::kBiased) return value + small(Op::bias(layer), Op::kBiasStride)[row];
-    return value;
+  LF_DEVICE float biased(float sum, float factor, int layer, int row) const {
+    if constexpr (Op::kBiased) return fma(sum, factor, small(Op::bias(layer), Op::kBiasStride)[row]);
+    return sum * factor;
   }
 
   // The object that computes ATTENDED for an op (Attending in shared.h).
@@ -133,8 +134,8 @@ class DenseOps {
       if constexpr (most == 1) scale = scale_of<Op>(0, layer, tag);
       residual.set_output(run, time, [&](int m, int r) {
         if constexpr (most > 1) scale = scale_of<Op>(m, layer, tag);
-        const float value = biased<Op>(row_sum<Op, most>(partial, r, m), layer, residual.first + r);
-        return Op::kAdds ? residual.output(time, m, r) + scale * value : value;
+        const float value = biased<Op>(row_sum<Op, most>(partial, r, m), 1, layer, residual.first + r);
+        return Op::kAdds ? fma(scale, value, residual.output(time, m, r)) : value;
       });
       if constexpr (Op::kEndsModule) end_module<Op>(run, layer, tag, sequence);
     } else {
@@ -232,8 +233,8 @@ class DenseOps {
   template <class Op, int most = 1>
   LF_DEVICE float finished(const float* partial, int r, float factor, int layer, int row, int up_row, int m = 0) const {
     if constexpr (Op::kGated) {  // rows of gate and up alternate
-      float gate = biased<Op>(row_sum<Op, most>(partial, 2 * r, m) * factor, layer, row),
-            up = biased<Op>(row_sum<Op, most>(partial, 2 * r + 1, m) * factor, layer, up_row + row);
+      float gate = biased<Op>(row_sum<Op, most>(partial, 2 * r, m), factor, layer, row),
+            up = biased<Op>(row_sum<Op, most>(partial, 2 * r + 1, m), factor, layer, up_row + row);
       if constexpr (Op::kLimited) {  // NaN stays NaN
         gate = gate > Op::kLimit ? Op::kLimit : gate;
         up = up > Op::kLimit ? Op::kLimit : up < -Op::kLimit ? -Op::kLimit : up;
@@ -241,7 +242,7 @@ class DenseOps {
       if constexpr (Op::kUpOffset != 0) up += Op::kUpOffset;
       return activated<Op::kActivation, Numbers>(gate) * up;
     } else {
-      return activated<Op::kActivation, Numbers>(biased<Op>(row_sum<Op, most>(partial, r, m) * factor, layer, row));
+      return activated<Op::kActivation, Numbers>(biased<Op>(row_sum<Op, most>(partial, r, m), factor, layer, row));
     }
   }
 

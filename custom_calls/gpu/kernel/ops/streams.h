@@ -25,7 +25,7 @@ struct SquaredFromShared {
     LF_UNROLL for (int m = 0; m < rows; m++) {
       float sum = 0;
       LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
-        LF_UNROLL for (int i = 0; i < kPer<Shape>; i++) sum += x[m][v][i] * x[m][v][i];
+        LF_UNROLL for (int i = 0; i < kPer<Shape>; i++) sum = fma(x[m][v][i], x[m][v][i], sum);
       }
       LF_UNROLL for (int mask = 1; mask < Shape::kGroup; mask *= 2) sum += shuffle(sum, mask);
       float& own = squares[m * kWarps + warp()];
@@ -46,7 +46,7 @@ LF_DEVICE void balance(float (&x)[n][n], int iterations, float eps) {
     LF_UNROLL for (int j = 1; j < n; j++) largest = larger(largest, x[i][j]);
     LF_UNROLL for (int j = 0; j < n; j++) sum += x[i][j] = exp_of(x[i][j] - largest);
     const float factor = inverse(sum);
-    LF_UNROLL for (int j = 0; j < n; j++) x[i][j] = x[i][j] * factor + eps;
+    LF_UNROLL for (int j = 0; j < n; j++) x[i][j] = fma(x[i][j], factor, eps);
   }
   for (int iteration = 0; iteration < iterations; iteration++) {
     LF_UNROLL for (int i = 0; i < n && iteration > 0; i++) {  // the softmax has divided the rows already
@@ -124,13 +124,13 @@ class StreamOps : public DenseOps {
       float total = 0, square = 0;
       LF_UNROLL for (int g = 0; g < groups; g++) total += own[g * words + w], square += own[g * words + rows];
       const float norm = rsqrt_of(square / (float)(kStreams * kHidden) + Op::kNormEps),
-                  value = total * norm * factors[w] + offsets[w], share = sigmoid<Numbers>(value);
+                  value = fma(total * norm, factors[w], offsets[w]), share = sigmoid<Numbers>(value);
       mixture[m * words + w] = part_of(w) == 0 ? share + Op::kEps : part_of(w) == 1 ? 2 * share : value;
     });
     sync_cta();
     residual.each(run, [&](int m, int r) {
       float sum = 0;
-      LF_UNROLL for (int s = 0; s < kStreams; s++) sum += residual.one_stream(m, s, r) * mixture[m * words + s];
+      LF_UNROLL for (int s = 0; s < kStreams; s++) sum = fma(residual.one_stream(m, s, r), mixture[m * words + s], sum);
       residual.stream(m, r) = sum;
     });
     residual.publish(run, stream_board(time), tag + time);
