@@ -3,6 +3,7 @@ on disk.
 """
 
 import ctypes
+import functools
 import hashlib
 import importlib.util
 import os
@@ -89,7 +90,8 @@ def compiler(architecture: str) -> Callable[[Path, Path, str], None]:
         return _clang
     if nvcc() is not None:
         return _nvcc
-    if nvrtc() is not None:
+    if (library := nvrtc()) is not None:
+        load_nvrtc(library)  # reports missing parts before anything is compiled
         return _nvrtc
     raise BuildError("neither nvcc nor NVRTC is installed: pip install nvidia-cuda-nvrtc, or install the CUDA toolkit")
 
@@ -120,14 +122,54 @@ def clang() -> str | None:
 
 
 def nvrtc() -> Path | None:
-    """Path of NVRTC's library in the wheel that JAX installs, or in a CUDA toolkit; None if it is not installed."""
+    """Path of NVRTC's library in the wheel that JAX installs, or in a CUDA toolkit: the newest that the driver can run
+    code of. None if there is none.
+    """
     spec = importlib.util.find_spec("nvidia")
     folders = [Path(place) for place in (spec.submodule_search_locations or ())] if spec else []
     folders.append(Path("/usr/local/cuda"))
-    return next(
-        (path for folder in folders for path in sorted(folder.glob("**/libnvrtc.so*")) if "builtins" not in path.name),
-        None,
-    )
+    found = [path for folder in folders for path in folder.glob("**/libnvrtc.so.*")]
+    newest = driver_version()
+    usable = [path for path in found if newest is None or _major(path) <= newest]
+    return max(usable, key=_major, default=None)
+
+
+def _major(library: Path) -> int:
+    """The CUDA version of libnvrtc.so.VERSION."""
+    return int(library.name.removeprefix("libnvrtc.so.").split(".")[0])
+
+
+def driver_version() -> int | None:
+    """The newest major version of CUDA whose code the installed driver runs; None without a driver."""
+    version = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return version.value // 1000 if status == 0 else None
+
+
+@functools.cache
+def load_nvrtc(library: Path) -> ctypes.CDLL:
+    """Loads NVRTC and, before it looks for it, the library of its built-in functions. Wheels have both in a folder that
+    the dynamic linker does not search. Raises BuildError if either cannot be loaded.
+    """
+    try:
+        loaded = ctypes.CDLL(str(library))
+    except OSError as error:
+        raise BuildError(f"NVRTC cannot be loaded: {error}") from None
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    loaded.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    builtins = library.resolve().with_name(f"libnvrtc-builtins.so.{major.value}.{minor.value}")
+    try:
+        ctypes.CDLL(str(builtins), ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        package = "nvidia-cuda-nvrtc" + ("-cu12" if major.value == 12 else "")
+        raise BuildError(
+            f"NVRTC {major.value}.{minor.value} cannot load its built-in functions: {error}; reinstall the CUDA"
+            f" toolkit, or: pip install --force-reinstall --no-deps {package}"
+        ) from None
+    return loaded
 
 
 def _run(command: list[str]) -> str:
@@ -158,7 +200,7 @@ def _clang(folder: Path, out: Path, architecture: str) -> None:
 
 
 def _nvrtc(folder: Path, out: Path, architecture: str) -> None:
-    lib = ctypes.CDLL(str(nvrtc()))
+    lib = load_nvrtc(nvrtc())
     program = ctypes.c_void_p()
 
     def check(status: int) -> None:
