@@ -148,6 +148,11 @@ def launches() -> int:
     return _count("emulated_launches")
 
 
+def delayed() -> int:
+    """Number of calls so far for which a real driver may have waited for kernels that were running."""
+    return _count("emulated_delayed")
+
+
 def _count(name: str) -> int:
     function = getattr(ctypes.CDLL(str(driver())), name)
     function.restype = ctypes.c_int64

@@ -55,6 +55,7 @@ Driver::Driver(const std::string& name, const char* library) : hip_(name == "hip
   find(load_, "cuModuleLoadData", "hipModuleLoadData");
   find(unload_, "cuModuleUnload", "hipModuleUnload");
   find(function_, "cuModuleGetFunction", "hipModuleGetFunction");
+  if (!hip_) load_function_ = (int (*)(void*))dlsym(handle, "cuFuncLoad");  // CUDA 12.4 or newer
   find(set_attribute_, "cuFuncSetAttribute", nullptr);
   find(occupancy_, "cuOccupancyMaxActiveBlocksPerMultiprocessor", "hipModuleOccupancyMaxActiveBlocksPerMultiprocessor");
   find(allocate_, "cuMemAlloc_v2", "hipMalloc");
@@ -132,6 +133,7 @@ void Driver::unload(void* module) const { unload_(module); }
 void* Driver::function(void* module, const char* name, int shared_bytes) const {
   void* function = nullptr;
   check(function_(&function, module, name), "find the kernel");
+  if (load_function_) check(load_function_(function), "load the kernel");
   if (!hip_) check(set_attribute_(function, kDynamicShared, shared_bytes), "set the kernel's shared memory");
   return function;
 }

@@ -28,8 +28,9 @@ class Driver {
   void use(int device) const;  // makes it the device of this thread
   int multiprocessors(int device) const;
 
-  void* load(const void* image) const;  // loads a whole module, so that nothing is loaded while a kernel runs
+  void* load(const void* image) const;
   void unload(void* module) const;
+  // Finds a function and loads its code, which CUDA would otherwise do at the first launch, while other kernels run.
   void* function(void* module, const char* name, int shared_bytes) const;
   int resident(void* function, int threads, int shared_bytes) const;  // CTAs that fit on a multiprocessor
 
@@ -75,6 +76,7 @@ class Driver {
   int (*load_)(void**, const void*) = nullptr;
   int (*unload_)(void*) = nullptr;
   int (*function_)(void**, void*, const char*) = nullptr;
+  int (*load_function_)(void*) = nullptr;
   int (*set_attribute_)(void*, int, int) = nullptr;
   int (*occupancy_)(int*, void*, int, size_t) = nullptr;
   int (*allocate_)(Address*, size_t) = nullptr;

@@ -187,31 +187,54 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   if (model_.drafting) give_texts_to(device, params);
   lock.unlock();
   driver_.use(device.ordinal);
-  params.op = kStepBegin, params.layer = -1;
-  void* arguments[] = {&params};
-  driver_.launch(device.function, model_.grid, model_.threads, model_.shared_bytes, stream, arguments);
-  if (!model_.steps.empty()) launch_steps(device, params, passes, stream);
+  void* pass = model_.steps.empty() ? nullptr : record_pass(device, params);
+  try {
+    meet();
+    params.op = kStepBegin, params.layer = -1;
+    void* arguments[] = {&params};
+    driver_.launch(device.function, model_.grid, model_.threads, model_.shared_bytes, stream, arguments);
+    if (pass) launch_steps(pass, params.pass_tag, passes, stream);
+  } catch (...) {
+    if (pass) driver_.release_recorded(pass);
+    throw;
+  }
+  if (pass) driver_.release_recorded(pass);
 }
 
-// Enqueues as many passes as the call may take, because only the device determines how many it needs. A launch after
-// the end of the call returns at once.
-void Session::launch_steps(const Device& device, Params& params, int64_t passes, void* stream) {
+// Waits until all devices of this process have come to their launches. A kernel waits for the other devices, and a
+// driver may wait for a kernel when it loads programs or makes a graph, so nothing of the kind may follow a launch.
+void Session::meet() {
+  std::unique_lock<std::mutex> lock(meeting_);
+  const uint64_t meeting = meetings_;
+  if (++arrived_ == devices_.size()) {
+    arrived_ = 0, meetings_++;
+    all_arrived_.notify_all();
+    return;
+  }
+  const auto limit = std::chrono::milliseconds(timeout_ms(kAtCheckIn));
+  if (all_arrived_.wait_for(lock, limit, [&] { return meetings_ != meeting; })) return;
+  const size_t arrived = arrived_--;
+  throw std::runtime_error(std::to_string(arrived) + " of the " + std::to_string(devices_.size()) +
+                           " devices began the call within " + std::to_string(limit.count()) +
+                           " ms: see the errors of the others");
+}
+
+void* Session::record_pass(const Device& device, Params params) const {
   void* arguments[] = {&params};
-  void* pass = driver_.record([&](void* recording) {
+  return driver_.record([&](void* recording) {
     for (size_t i = 0; i < model_.steps.size(); i += 2) {
       params.op = model_.steps[i], params.layer = model_.steps[i + 1];
       const bool overlapping = model_.overlapping && i > 0;
       driver_.add(device.function, model_.grid, model_.threads, model_.shared_bytes, recording, arguments, overlapping);
     }
   });
-  const auto ended = [&] { return *(volatile unsigned*)&host_->ended == params.pass_tag; };
-  try {
-    for (int64_t i = 0; i + 1 < passes && !ended(); i++) driver_.launch_recorded(pass, stream);
-  } catch (...) {
-    driver_.release_recorded(pass);
-    throw;
-  }
-  driver_.release_recorded(pass);
+}
+
+// Enqueues as many passes as the call may take, because only the device determines how many it needs. A launch after
+// the end of the call returns at once.
+void Session::launch_steps(void* pass, uint32_t tag, int64_t passes, void* stream) const {
+  const auto ended = [&] { return *(volatile unsigned*)&host_->ended == tag; };
+  for (int64_t i = 0; i + 1 < passes && !ended(); i++) driver_.launch_recorded(pass, stream);
 }
 
 // Allocates memory for the tokens of each slot: prompt, answer and `texts` tokens of other texts.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -30,8 +31,8 @@ class Session {
   void connect(const Handle* handles);        // handles: one for each device of all processes, by place
   void leave();                               // call it when no call runs and none will follow
 
-  // Enqueues a call of one device on its stream. params: the operands; this function sets the other fields. passes:
-  // most passes that the call may take.
+  // Enqueues a call of one device on its stream, once every device of this process has called this on a thread of its
+  // own. params: the operands; this function sets the other fields. passes: most passes that the call may take.
   void launch(int device, Params params, int64_t passes, void* stream);
 
   // Streaming, as on the CPU (cpu/decoder.h). If calls have several slots, use `begin` before a slot's next request and
@@ -86,7 +87,9 @@ class Session {
   void give_texts_to(const Device&, Params&);
   void forget_texts();
   void give_room(Device&, size_t texts);
-  void launch_steps(const Device&, Params&, int64_t passes, void* stream);
+  void* record_pass(const Device&, Params) const;  // a graph of the launches of a pass
+  void launch_steps(void* pass, uint32_t tag, int64_t passes, void* stream) const;
+  void meet();
   void free_all();
 
   const Model model_;
@@ -103,7 +106,10 @@ class Session {
   int64_t max_spans_ = 0;
   int passes_ = 0;
   bool armed_ = false;
-  std::mutex launching_;
+  std::mutex launching_, meeting_;
+  std::condition_variable all_arrived_;
+  size_t arrived_ = 0;                            // devices of the call that wait for the others
+  uint64_t meetings_ = 0;                         // meetings of all devices so far
   std::atomic<int64_t> clock_offset_{INT64_MAX};  // nanoseconds from the device's clock to the host's
 };
 

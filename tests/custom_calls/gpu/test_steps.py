@@ -72,6 +72,22 @@ def test_two_devices_have_the_same_bits():
     both(config, small.make_weights(config), mesh=mesh, chaos_us=20)
 
 
+@emulated.only_emulated
+@pytest.mark.parametrize("launch", ["persistent", "graph"])
+def test_driver_loads_nothing_while_a_kernel_waits_for_another_device(launch):
+    """All programs are loaded, and graphs made, before any device launches: a real driver could wait for the kernel."""
+    config = small.make_config(lanes=2)
+    mesh = jax.make_mesh(
+        (1, 2), ("data", "lane"), axis_types=(jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:2]
+    )
+    session = emulated.make_session(config, small.make_weights(config), mesh=mesh, launch=launch)
+    call = jitted(session, mesh, room=8)
+    before = emulated.delayed()
+    for _ in range(3):
+        call(small.make_inputs([3], 2), small.make_state(config, 64, mesh=mesh))
+    assert session.failure is None and emulated.delayed() == before
+
+
 @pytest.fixture(scope="module")
 def session(model):
     return emulated.make_session(*model, launch="graph")

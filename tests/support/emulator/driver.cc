@@ -16,6 +16,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <set>
 #include <utility>
 #include <vector>
 
@@ -27,6 +28,11 @@ constexpr int kDevices = 8;
 using Emulate = int (*)(const void*, int, int64_t, uint64_t);
 std::atomic<uint64_t> launches{0};
 std::atomic<int64_t> allocations{0};
+std::atomic<int> running{0};      // kernels
+std::atomic<int64_t> delayed{0};  // calls for which a real driver may wait for kernels that were running
+
+// Functions that a real driver may delay until running kernels have ended call this.
+void may_wait() { delayed += running > 0; }
 
 // A launch of a graph. A stream is the list of the launches that it records.
 struct Recorded {
@@ -83,9 +89,21 @@ int number(const char* variable, int otherwise) {
   return value ? std::atoi(value) : otherwise;
 }
 
+std::mutex loaded_lock;
+auto& loaded = *new std::set<void*>;  // functions with code on the device; others are loaded when they are launched
+
+int load(void* function) {
+  const std::lock_guard<std::mutex> lock(loaded_lock);
+  if (loaded.insert(function).second) may_wait();
+  return 0;
+}
+
 int launch(void* function, unsigned grid, unsigned shared, const void* params) {
+  load(function);
+  running++;
   const int result =
       ((Emulate)function)(params, (int)grid, shared, (uint64_t)number("EMULATOR_SEED", 1) + 1000 * launches++);
+  running--;
   if (result)
     std::fprintf(stderr, "the emulated kernel %s\n",
                  result == 1 ? "is deadlocked" : "ended with bulk copies in flight");
@@ -115,6 +133,7 @@ int cuDevicePrimaryCtxRetain(void** context, int device) {
 }
 int cuCtxSetCurrent(void* context) { return context == nullptr; }
 int cuModuleLoadData(void** module, const void* image) {
+  may_wait();
   *module = dlopen((const char*)image, RTLD_NOW | RTLD_LOCAL);
   if (!*module) std::fprintf(stderr, "%s\n", dlerror());
   return *module == nullptr;
@@ -125,16 +144,21 @@ int cuModuleGetFunction(void** function, void* module, const char* name) {
       dlsym(module, std::strcmp(name, "laneformer_read") == 0 ? "laneformer_emulate_read" : "laneformer_emulate");
   return *function == nullptr;
 }
+int cuFuncLoad(void* function) { return load(function); }
 int cuFuncSetAttribute(void*, int, int) { return 0; }
 int cuOccupancyMaxActiveBlocksPerMultiprocessor(int* ctas, void*, int, size_t) {
   *ctas = 1;
   return 0;
 }
 int cuMemAlloc_v2(uint64_t* address, size_t bytes) {
+  may_wait();
   const int file = memfd_create("emulated device", 0);
   return file < 0 || ftruncate(file, (off_t)bytes) != 0 || map(address, {getpid(), file, bytes});
 }
-int cuMemFree_v2(uint64_t address) { return unmap(address); }
+int cuMemFree_v2(uint64_t address) {
+  may_wait();
+  return unmap(address);
+}
 int cuIpcGetMemHandle(Handle* handle, uint64_t address) {
   const std::lock_guard<std::mutex> lock(memory_lock);
   const auto found = memories.find(address);
@@ -153,6 +177,7 @@ int cuIpcOpenMemHandle_v2(uint64_t* address, Handle handle, unsigned) {
 }
 int cuIpcCloseMemHandle(uint64_t address) { return unmap(address); }
 int cuMemsetD8_v2(uint64_t address, unsigned char value, size_t bytes) {
+  may_wait();
   std::memset((void*)address, value, bytes);
   return 0;
 }
@@ -161,6 +186,7 @@ int cuMemcpyDtoH_v2(void* to, uint64_t from, size_t bytes) {
   return 0;
 }
 int cuMemHostAlloc(void** memory, size_t bytes, unsigned) {
+  may_wait();
   allocations++;
   *memory = std::malloc(bytes);
   return *memory == nullptr;
@@ -170,7 +196,10 @@ int cuMemFreeHost(void* memory) {
   std::free(memory);
   return 0;
 }
-int cuCtxSynchronize() { return 0; }
+int cuCtxSynchronize() {
+  may_wait();
+  return 0;
+}
 int cuDeviceCanAccessPeer(int* can, int, int) {
   *can = number("EMULATOR_PEERS", 1);
   return 0;
@@ -198,6 +227,7 @@ int cuStreamEndCapture(void* stream, void** graph) {
   return 0;
 }
 int cuGraphInstantiateWithFlags(void** executable, void* graph, uint64_t) {
+  may_wait();
   allocations++;
   *executable = new Graph(*(Graph*)graph);
   return 0;
@@ -217,4 +247,5 @@ int cuGraphLaunch(void* executable, void*) {
 
 int64_t emulated_allocations() { return allocations; }
 uint64_t emulated_launches() { return launches; }
+int64_t emulated_delayed() { return delayed; }
 }
