@@ -14,15 +14,17 @@ import numpy as np
 from infer.engine.backend import device_name, on_host
 
 ROOT = Path(__file__).resolve().parents[2]
+TELLING = ("memory_bytes", "clocks", "driver")
 GOVERNOR = Path("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor")
 
 
 def hardware() -> dict:
     """Facts about host and accelerators, except the accelerators' name and number. A value is None if unknown."""
-    gpu = {} if on_host() else _nvidia()
+    gpu = {} if on_host() else nvidia()
     return {
         "host_cpu": device_name(jax.devices("cpu")[0]),
         "host_cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": gpu.get("memory_bytes"),
         "interconnect": None,
         "driver": gpu.get("driver"),
         "power_cap_w": gpu.get("power_cap_w"),
@@ -51,18 +53,25 @@ def utc_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def _nvidia() -> dict:
-    """Driver, power cap and clocks of the first NVIDIA GPU; {} without nvidia-smi."""
-    fields = "driver_version,power.limit,clocks.sm,clocks.max.sm,clocks.mem"
+def accelerator() -> dict:
+    """What tells the first device from others: its name, memory in bytes, clocks and driver; None for unknown ones."""
+    known = {} if on_host() else nvidia()
+    return {"device": device_name(jax.devices()[0])} | {name: known.get(name) for name in TELLING}
+
+
+def nvidia() -> dict:
+    """Driver, power cap, memory and clocks of the first NVIDIA GPU; {} without nvidia-smi."""
+    fields = "driver_version,power.limit,memory.total,clocks.sm,clocks.max.sm,clocks.mem"
     line = _output("nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits", "--id=0")
     try:
-        driver, cap, sm, most, memory = (word.strip() for word in (line or "").split(","))
+        driver, cap, mebibytes, sm, most, memory = (word.strip() for word in (line or "").split(","))
     except ValueError:
         return {}
     watts = float(cap) if cap.replace(".", "", 1).isdigit() else None
     return {
         "driver": driver,
         "power_cap_w": watts,
+        "memory_bytes": int(mebibytes) << 20 if mebibytes.isdigit() else None,
         "clocks": f"SM {sm} of {most} MHz, memory {memory} MHz, after the runs",
     }
 

@@ -76,6 +76,7 @@ FIELDS = {
             "multiply_adds_per_s": Null(NUMBER),
             "multiply_adds_source": Null(str),
             "interconnect": Null(str),
+            "memory_bytes": Null(int),
             "host_cpu": str,
             "host_cores": int,
             "driver": Null(str),

@@ -38,6 +38,7 @@ NULLABLE = {
             "effective_source",
             "multiply_adds_per_s",
             "multiply_adds_source",
+            "memory_bytes",
             "interconnect",
             "driver",
             "power_cap_w",
@@ -274,11 +275,14 @@ def test_commit_is_that_of_the_source_tree():
 
 def test_gpu_is_described_by_nvidia_smi(tmp_path, monkeypatch):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho '580.1, 700.00, 1980, 1980, 3201'\n")
+    tool.write_text("#!/bin/sh\necho '580.1, 700.00, 143771, 1980, 1980, 3201'\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(machine, "on_host", lambda: False)
     found = machine.hardware()
     assert found["driver"] == "580.1" and found["power_cap_w"] == 700.0 and "SM 1980 of 1980 MHz" in found["clocks"]
+    assert found["memory_bytes"] == 143771 * 2**20
+    told = machine.accelerator()
+    assert told == {name: found[name] for name in machine.TELLING} | {"device": told["device"]}
     tool.write_text("#!/bin/sh\nexit 9\n")
     assert machine.hardware()["driver"] is None
