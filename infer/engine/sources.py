@@ -4,20 +4,24 @@ import dataclasses
 import math
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
 from configs.models import MODELS, PACKED, PackedModel
-from infer.engine.backend import model_of
+from infer.engine.backend import model_of, on_host
 from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
+from laneformer.mesh import put_weight
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
 from laneformer.quantized import E2M1, Quantized
@@ -53,6 +57,10 @@ class RandomSource:
         """Each weight repeats one block of normal numbers from a different offset, with the standard deviation of
         `initial_weights`. Records are made of random codes directly, not by rounding floats.
         """
+        return self._made(_repeated)
+
+    def _made(self, repeated: "Repeat") -> Iterator[tuple[str, Any]]:
+        """The weights. repeated: makes an array that repeats a block."""
         size = min(BLOCK, max(math.prod(p.shape) for p in parameter_table(self.config).values()))
         normal = np.random.default_rng(0).standard_normal(size, np.float32)
         outputs = 0.02 / math.sqrt(2 * self.config.num_hidden_layers)
@@ -61,13 +69,12 @@ class RandomSource:
         codes = {kind: _random_codes(kind, normal) for kind in set(self._formats.values())}
         table = parameter_table(self.config)
         for path in packing_order(self.config):
-            parameter = table[path]
+            parameter, offset = table[path], zlib.crc32(path.encode()) % size
             if kind := self._formats.get(path):
-                block = np.roll(codes[kind], zlib.crc32(path.encode()) % size)
-                yield path, _record(kind, block, parameter.shape, deviations[parameter.initial])
+                repeat = partial(repeated, codes[kind], offset)
+                yield path, _record(kind, repeat, parameter.shape, deviations[parameter.initial])
             elif parameter.initial in scaled:
-                block = np.roll(scaled[parameter.initial], zlib.crc32(path.encode()) % size)
-                yield path, np.resize(block, parameter.shape)
+                yield path, repeated(scaled[parameter.initial], offset, parameter.shape)
             elif parameter.below is not None:  # a table of the experts of each token: consecutive ones
                 rows, used = parameter.shape
                 first = used * np.arange(rows, dtype=parameter.dtype)[:, None]
@@ -76,8 +83,36 @@ class RandomSource:
                 yield path, np.full(parameter.shape, parameter.initial == "ones", self.stored_dtype)
 
     def model(self) -> Laneformer:
-        """The model as JAX arrays, on the mesh."""
-        return model_of(self)
+        """The model as JAX arrays, on the mesh. On one accelerator they are made there, because the host would need
+        longer to make and send them; the values are the same.
+        """
+        if self.mesh is not None or on_host():
+            return model_of(self)
+        return Laneformer(self.config, dict(self._on_device()), self.precision, None)
+
+    def _on_device(self) -> Iterator[tuple[str, jax.Array | Quantized]]:
+        """The weights on the first device. Blocks are sent again for each weight: they are small."""
+
+        def repeated(block: np.ndarray, offset: int, shape: tuple[int, ...]) -> jax.Array:
+            return _repeat(block, np.int32(offset), shape)
+
+        for path, weight in self._made(repeated):
+            yield path, put_weight(weight, parameter_table(self.config)[path].spec, None)
+
+
+Repeat = Callable[[np.ndarray, int, tuple[int, ...]], Any]
+"""(block, offset, shape) -> an array of the shape that repeats the block, which is rolled by the offset."""
+
+
+def _repeated(block: np.ndarray, offset: int, shape: tuple[int, ...]) -> np.ndarray:
+    return np.resize(np.roll(block, offset), shape)
+
+
+@partial(jax.jit, static_argnums=2)
+def _repeat(block: jax.Array, offset: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """`_repeated` on the block's device."""
+    total = math.prod(shape)
+    return jnp.tile(jnp.roll(block, offset), -(-total // len(block)))[:total].reshape(shape)
 
 
 def _quantized(config: ModelConfig, formats: Mapping[str, str]) -> dict[str, str]:
@@ -97,17 +132,17 @@ def _random_codes(kind: str, normal: np.ndarray) -> np.ndarray:
     raise ConfigError(f"unknown format {kind!r} of random weights; choose mxfp4 or fp8")
 
 
-def _record(kind: str, codes: np.ndarray, shape: tuple[int, ...], deviation: float) -> Quantized:
-    """A record of this shape that repeats the bytes `codes`. Its weights have the standard deviation `deviation`; for
-    mxfp4 this holds to the nearest power of 2.
+def _record(kind: str, repeat: Callable[[tuple[int, ...]], Any], shape: tuple[int, ...], deviation: float) -> Quantized:
+    """A record of this shape. Its weights have the standard deviation `deviation`; for mxfp4 this holds to the nearest
+    power of 2. repeat: makes an array of random codes, uint8.
     """
     *lead, rows, columns = shape
     if kind == "mxfp4":
         exponent = 127 + round(math.log2(deviation / np.sqrt(np.mean(E2M1**2))))
         scales = np.full((*lead, rows, -(-columns // 32)), exponent, np.uint8)
-        return Quantized(kind, np.resize(codes, (*lead, rows, columns // 2)), scales, (1, 32), columns)
+        return Quantized(kind, repeat((*lead, rows, columns // 2)), scales, (1, 32), columns)
     scales = np.full((*lead, -(-rows // 128), -(-columns // 128)), deviation, ml_dtypes.bfloat16)
-    return Quantized(kind, np.resize(codes, shape), scales, (128, 128), columns)
+    return Quantized(kind, repeat(shape), scales, (128, 128), columns)
 
 
 def is_recipe(name: str) -> bool:

@@ -4,6 +4,7 @@ import gzip
 import json
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -256,6 +257,21 @@ def test_random_model_has_the_random_weights(devices):
     for path, array in source.weights():
         np.testing.assert_array_equal(model.weights()[path], array)
     assert source.precision.param == "float32" and len(model.tok_embeddings[...].devices()) == devices
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
+def test_model_made_on_an_accelerator_has_the_same_weights(kind, monkeypatch):
+    source = RandomSource(EXPERTS_ALONE, formats={"feed_forward.w1": kind})
+    monkeypatch.setattr("infer.engine.sources.on_host", lambda: False)
+    monkeypatch.setattr("infer.engine.sources.model_of", None)  # which sends weights that the host made
+    model = source.model()
+    for path, weight in source.weights():
+        own = model.weights()[path]
+        for one, other in ((own.arrays, weight.arrays),) if path in source.quantized else (({"": own}, {"": weight}),):
+            assert one.keys() == other.keys()
+            for name, array in other.items():
+                assert isinstance(one[name], jax.Array) and one[name].dtype == array.dtype
+                np.testing.assert_array_equal(one[name], array)
 
 
 def test_recipes_are_found_by_name_and_file(tmp_path):
