@@ -23,12 +23,13 @@ import tyro
 import custom_calls
 from custom_calls.gpu.session import GpuSession
 from custom_calls.plan import Plan
-from infer.engine.backend import device_name
+from infer.bench.machine import accelerator
 from infer.engine.native import plan_of
 from infer.engine.sources import RandomSource, recipe_config
 from laneformer.errors import ConfigError, run_command
 from laneformer.precision import Precision
 from laneformer.processes import Group
+from scripts.gpu_decode import require_gpu, wait_for
 
 PROMPT = 63  # tokens; the longest prompt that the kernel reads without a block of XLA
 
@@ -55,8 +56,7 @@ class Options:
 
 def run(options: Options) -> str:
     """Measures everything and returns the table. Raises ConfigError without a GPU, or if rows change an answer."""
-    if jax.default_backend() != "gpu":
-        raise ConfigError(f"JAX found no GPU, only {jax.default_backend()}; run this on a machine with a GPU")
+    require_gpu()
     records = measure(options)
     if options.json:
         options.json.write_text(json.dumps(records, indent=1), encoding="utf-8")
@@ -100,7 +100,7 @@ def measure(options: Options, **session_options) -> list[dict]:
                 "recipe": options.recipe,
                 "weights": f"random {options.dtype}",
                 "batch": 1,
-                "device": device_name(jax.devices()[0]),
+                **accelerator(),
                 "jax": jax.__version__,
             }
         )
@@ -151,9 +151,7 @@ class Measured:
         jax.block_until_ready(state)
         session.begin()
         began = time.perf_counter()
-        outputs, _ = jax.block_until_ready(self._decode(inputs, state, session.operands))
-        if session.failure is not None:
-            raise ConfigError(session.failure)
+        outputs, _ = wait_for(session, lambda: self._decode(inputs, state, session.operands))
         times, passes = session.drawn(0, options.tokens).times, options.tokens - 1
         if most:
             passes, self.tokens_per_pass = session.drafting.passes, session.drafting.tokens_per_pass

@@ -58,12 +58,12 @@ def test_bf12_weights_run(tmp_path, monkeypatch):
     if not emulated.REAL:
         devices["machine"] = MACHINE
     options = Options(weights="bf12", context=8, tokens=2)
-    session = gpu_rank.open_session(config, options, 0, **devices)
+    session = gpu_rank.open_lane(config, options, 0, **devices)
     held = session.bf12_weights
     assert 0 < held.exceptions < 1e-3 * held.weights
-    assert gpu_rank.time_per_token(session, config, options, 0) > 0
+    assert gpu_rank.Calls(session, options.context, options.tokens).answer(0).seconds > 0
     with pytest.raises(ConfigError, match="needs bfloat16 weights, got float16"):
-        gpu_rank.open_session(config, Options(weights="bf12", dtype="float16"), 0)
+        gpu_rank.open_lane(config, Options(weights="bf12", dtype="float16"), 0)
 
 
 @pytest.mark.slow
@@ -74,9 +74,9 @@ def test_random_codes_run(tmp_path, monkeypatch):
     config = recipe_config(f"{file}:small")
     devices = {"compile_with": emulated.compile_with(MACHINE), "driver": emulated.driver(), "machine": MACHINE}
     options = Options(weights="nvfp4", context=8, tokens=2)
-    session = gpu_rank.open_session(config, options, 0, **({} if emulated.REAL else devices))
-    assert gpu_rank.held_as(session, options) == "nvfp4 group 16 and nvfp4 row"
-    assert gpu_rank.time_per_token(session, config, options, 0) > 0
+    session = gpu_rank.open_lane(config, options, 0, **({} if emulated.REAL else devices))
+    assert gpu_rank.held_as(session, options.dtype) == "nvfp4 group 16 and nvfp4 row"
+    assert gpu_rank.Calls(session, options.context, options.tokens).answer(0).seconds > 0
     packed = np.asarray(session.operands[0])
     assert packed.any(-1).all(), "every warp has weights"
 
