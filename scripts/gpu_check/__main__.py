@@ -1,7 +1,9 @@
-"""`python -m scripts.gpu_check`: checks and measures everything that one GPU allows, in stages with a budget of seconds
-each; a failed stage is reported and the others continue. With --budget it pretrains a model there instead.
+"""`python -m scripts.gpu_check`: checks and measures the decode kernel on a GPU, in two calls of at most 420 and 300 s.
+With --budget it pretrains a model there instead.
 
-scripts/gpu_check.sh runs this. It needs only Python: `--wheels` supplies packages on a machine without a network.
+A failed stage is reported and the others continue; if the ladder of small models fails, its diagnosis ends the check.
+All results are written after every stage, so a kill leaves those of the stages before. scripts/gpu_check.sh runs this.
+It needs only Python: `--wheels` supplies packages on a machine without a network.
 """
 
 import argparse
@@ -10,16 +12,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from laneformer.errors import ConfigError, LaneformerError
-from scripts.gpu_check import pretraining
-from scripts.gpu_check.pretraining import RESERVE, Progress, corpus_folders, follow, plan
+from scripts.gpu_check import cores, pretraining
+from scripts.gpu_check.pack import pack
+from scripts.gpu_check.pretraining import Progress, corpus_folders, follow, plan
 from scripts.gpu_check.report import bench_table, records, report
+from scripts.gpu_check.screen import Screen
 from scripts.gpu_check.stage import PYTHON, SEARCH, Outcome, Stage, filled, missing, run
-from scripts.gpu_check.stages import rehearsed, stages
+from scripts.gpu_check.stages import CALLS, rehearsed, stages
 
+RESERVE = 10  # seconds of a call for ending commands and for the last report
+USUAL_SECONDS = 530  # of a command with --budget or --stages
 UNFINISHED = 75  # exit status EX_TEMPFAIL of sysexits.h: try again
 
 
@@ -47,13 +53,19 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses the command line. Ends the process with one line for a mistake."""
     parser = argparse.ArgumentParser(prog="scripts/gpu_check.sh", description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, default=Path("gpu_results"), help="folder for the results")
-    parser.add_argument("--stages", help="comma-separated stages to run (default: all usual ones)")
+    parser.add_argument(
+        "--call", type=int, choices=tuple(CALLS), help="run only this call (default: both, one after the other)"
+    )
+    parser.add_argument("--stages", help="comma-separated stages to run instead of a call")
+    limits = " and ".join(f"{seconds} for call {call}" for call, seconds in CALLS.items())
     parser.add_argument(
         "--seconds",
         type=int,
-        default=530,
-        help="time limit of this command in seconds; stages without time are left out, or with --budget left to the"
-        " next command",
+        help=f"time limit in seconds (default: {limits}, otherwise {USUAL_SECONDS}); stages without time are left out,"
+        " or with --budget left to the next command",
+    )
+    parser.add_argument(
+        "--pack", type=Path, metavar="FILE.tgz", help="write what matters, below 16 MiB, to this file too"
     )
     parser.add_argument(
         "--budget",
@@ -84,9 +96,9 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"{path} does not exist; name another file or folder")
     if options.budget is None and (options.humaneval or options.corpus):
         parser.error("--humaneval and --corpus need --budget")
-    if options.budget is not None and options.stages:
-        parser.error("give either --stages or --budget")
-    if options.seconds < 1:
+    if sum(bool(given) for given in (options.budget is not None, options.stages, options.call)) > 1:
+        parser.error("give one of --call, --stages and --budget")
+    if options.seconds is not None and options.seconds < 1:
         parser.error(f"--seconds must be at least 1, got {options.seconds}")
     try:
         options.plan = _plan(options)
@@ -95,84 +107,179 @@ def options_of(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def _plan(options: argparse.Namespace) -> list[Stage]:
-    """The stages that the options select. Raises ConfigError for an unknown stage, or a budget that is too small."""
+def _plan(options: argparse.Namespace) -> dict[int, list[Stage]]:
+    """The stages that the options select, by the number of their call; 0 for stages without one. Raises ConfigError for
+    an unknown stage, or a budget that is too small.
+    """
     if options.budget is not None:
         what = pretraining.REHEARSAL if options.rehearse else pretraining.GPU
         folders = [str(path.resolve()) for path in options.corpus] if options.corpus else corpus_folders()
         problems = options.humaneval and options.humaneval.resolve()
-        return plan(what, options.budget, folders, problems, options.sandbox)
-    known = {stage.name: stage for stage in (rehearsed() if options.rehearse else stages())}
+        return {0: plan(what, options.budget, folders, problems, options.sandbox)}
+    options.known = known = {stage.name: stage for stage in (rehearsed() if options.rehearse else stages())}
     if options.stages is None:
-        return [stage for stage in known.values() if stage.usual]
+        numbers = [options.call] if options.call else sorted({stage.call for stage in known.values()} - {0})
+        return {number: [stage for stage in known.values() if stage.call == number] for number in numbers}
     names = options.stages.split(",")
     if unknown := [name for name in names if name not in known]:
         raise ConfigError(f"--stages {options.stages}: unknown stage {unknown[0]}; choose from {', '.join(known)}")
-    return [known[name] for name in names]
+    return {0: [known[name] for name in names]}
 
 
-def check(listed: list[Stage], words: dict[str, object], deadline: float, environment: dict[str, str]) -> list[Outcome]:
-    """Runs the stages until `deadline`, a time of time.monotonic(), and writes the report after each.
+def check(
+    listed: list[Stage],
+    known: dict[str, Stage],
+    words: dict[str, object],
+    deadline: float,
+    environment: dict[str, str],
+    after: Callable[[list[Outcome]], None],
+) -> list[Outcome]:
+    """Runs the stages until `deadline`, a time of time.monotonic(). A stage starts only if half of its limit is left.
 
-    After a failed stage the stages that diagnose it are next. words: values of the `{name}` in commands.
+    After a failed stage those of `known` that diagnose it are next. words: values of the `{name}` in commands. after:
+    called with all outcomes when a stage starts or ends.
     """
-    out, outcomes, waiting = Path(str(words["out"])), [], list(listed)
+    outcomes, waiting = [], list(listed)
     while waiting:
         stage = waiting.pop(0)
-        left = deadline - RESERVE - time.monotonic()
-        late = left < min(10, stage.seconds)
-        seconds = min(left, stage.seconds)
-        outcome = Outcome(stage.name, "left out", 0, "no time") if late else run(stage, words, seconds, environment)
+        left = deadline - RESERVE - time.monotonic() - (cores.SECONDS if stage.dumps else 0)
+        if left < stage.seconds / 2:
+            outcome = Outcome(stage.name, "left out", 0, f"no time: {max(0, left):.0f} s left of {stage.seconds} s")
+        else:
+            after([*outcomes, Outcome(stage.name, "running", 0)])
+            start = time.monotonic()
+            try:
+                seconds = left if stage.takes_rest else min(left, stage.seconds)
+                outcome = run(stage, words, seconds, environment)
+            except BaseException:  # this process is stopped
+                after([*outcomes, Outcome(stage.name, "stopped", time.monotonic() - start)])
+                raise
         outcomes.append(outcome)
         if outcome.bad:
-            waiting.sort(key=lambda other: other.name not in stage.if_failed)
-        print(f"{stage.name}: {outcome.status}, {outcome.seconds:.0f} s {outcome.detail}", flush=True)
-        report(out, outcomes)  # after each stage, since a later one may be interrupted
+            diagnosing = [known[name] for name in stage.if_failed]
+            rest = [other for other in waiting if other.name not in stage.if_failed]
+            if stage.ends:
+                outcomes += (Outcome(other.name, "left out", 0, f"{stage.name} failed") for other in rest)
+                rest = []
+            waiting = diagnosing + rest
+        after(outcomes)
     return outcomes
+
+
+def dry_run(options: argparse.Namespace, words: dict[str, object]) -> None:
+    """Prints what would run, and what this machine lacks."""
+    for call, listed in options.plan.items():
+        if call:
+            print(f"call {call}: ends within {options.seconds or CALLS[call]} s")
+        for stage in listed:
+            _print_stage(stage, words, "")
+            for name in stage.if_failed:
+                _print_stage(options.known[name], words, f"if {stage.name} fails, ")
+
+
+def _print_stage(stage: Stage, words: dict[str, object], when: str) -> None:
+    planned = f"about {stage.expected} s, " if stage.expected else ""
+    limit = "all seconds that are left" if stage.takes_rest else f"at most {stage.seconds} s"
+    each = f", each command at most {stage.each} s" if stage.each else ""
+    lacks = "".join(f"; not found: {program}" for program in missing(stage))
+    print(f"{when}{stage.name}: {planned}{limit}{each}{lacks}")
+    for command in stage.commands:
+        print("  " + " ".join(filled(command, words)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit status: 0, 1 if a stage failed, 2 for a user's mistake, 75 if --budget has stages left."""
-    options = options_of(arguments)
+    start, options = time.monotonic(), options_of(arguments)
     out = options.out.resolve()
-    words = {"out": out, "device": "cpu" if options.rehearse else device()}
+    device_name = "cpu" if options.rehearse else device()
+    words = {"out": out, "device": device_name, "xla_flags": os.environ.get("XLA_FLAGS", "")}
     if options.dry_run:
-        for stage in options.plan:
-            lacks = "".join(f"; not found: {program}" for program in missing(stage))
-            print(f"{stage.name}: at most {stage.seconds} s{lacks}")
-            for command in stage.commands:
-                print("  " + " ".join(filled(command, words)))
+        dry_run(options, words)
         return 0
-    start = time.monotonic()
     out.mkdir(parents=True, exist_ok=True)
     platforms = "cpu" if options.rehearse else "cuda,cpu"
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "PATH": SEARCH, "JAX_PLATFORMS": platforms}
+    # Line numbers for the profiler and for core dumps; the machine code is the same.
+    environment["NVCC_APPEND_FLAGS"] = f"{os.environ.get('NVCC_APPEND_FLAGS', '')} -lineinfo".strip()
+    screen = Screen()
     try:
-        progress = None
         if options.budget is not None:
-            asked = {"budget": options.budget, "humaneval": str(options.humaneval), "rehearse": options.rehearse}
-            progress = Progress.open(out, asked)
+            return pretrain(options, out, words, start, environment, screen)
         if options.wheels:
             with_wheels(options.wheels, out, environment)
-        left, done = options.seconds - (time.monotonic() - start), True
-        if progress is None:
-            outcomes = check(options.plan, words, start + options.seconds, environment)
-        else:
-            done = follow(options.plan, progress, words, left, environment, lambda: report(out, progress.all))
-            outcomes = progress.all
+        outcomes: list[Outcome] = []
+        for call, listed in options.plan.items():
+            outcomes += _call(options, call, listed, words, start, environment, screen, list(outcomes))
+            start = time.monotonic()
+            if any(outcome.bad and options.known[outcome.stage].ends for outcome in outcomes):
+                break
     except LaneformerError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; with --budget the same command resumes", file=sys.stderr)
         return 130
-    benches = records(out)
-    print(report(out, outcomes, bench_table(benches, environment) if benches else ""))
-    print(f"Full report: {out / 'report.md'}")
+    screen.say(report(out, outcomes))
+    screen.last(f"Full report: {out / 'report.md'}" + (f", packed in {options.pack}" if options.pack else ""))
+    return 1 if any(outcome.bad for outcome in outcomes) else 0
+
+
+def _call(
+    options: argparse.Namespace,
+    call: int,
+    listed: list[Stage],
+    words: dict[str, object],
+    start: float,
+    environment: dict[str, str],
+    screen: Screen,
+    earlier: list[Outcome],
+) -> list[Outcome]:
+    """Runs the stages of a call that began at `start`, and writes all results when one starts or ends."""
+    out, shown = Path(str(words["out"])), 0
+    seconds = options.seconds or CALLS.get(call, USUAL_SECONDS)
+
+    def after(outcomes: list[Outcome]) -> None:
+        nonlocal shown
+        report(out, [*earlier, *outcomes])
+        if options.pack:
+            pack(out, options.pack)
+        for outcome in outcomes[shown:]:
+            if outcome.status != "running":
+                screen.outcome(out, outcome)
+                shown += 1
+
+    return check(listed, options.known, words, start + seconds, environment, after)
+
+
+def pretrain(
+    options: argparse.Namespace,
+    out: Path,
+    words: dict[str, object],
+    start: float,
+    environment: dict[str, str],
+    screen: Screen,
+) -> int:
+    """Runs the plan of --budget, as far as this command's time allows; returns the exit status."""
+    asked = {"budget": options.budget, "humaneval": str(options.humaneval), "rehearse": options.rehearse}
+    progress = Progress.open(out, asked)
+    if options.wheels:
+        with_wheels(options.wheels, out, environment)
+
+    def after(outcome: Outcome) -> None:
+        screen.outcome(out, outcome)
+        report(out, progress.all)
+        if options.pack:
+            pack(out, options.pack)
+
+    left = (options.seconds or USUAL_SECONDS) - (time.monotonic() - start)
+    done = follow(options.plan[0], progress, words, left, environment, after)
+    benches, outcomes = records(out), progress.all
+    screen.say(report(out, outcomes, bench_table(benches, environment) if benches else ""))
+    screen.last(f"Full report: {out / 'report.md'}")
     if any(outcome.bad for outcome in outcomes):
         return 1
     if not done:
-        print(f"stages are left; run the same command again (exit status {UNFINISHED})")
+        screen.last(f"stages are left; run the same command again (exit status {UNFINISHED})")
     return 0 if done else UNFINISHED
 
 

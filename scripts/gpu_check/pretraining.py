@@ -202,12 +202,12 @@ def follow(
     words: dict[str, object],
     seconds: float,
     environment: dict[str, str],
-    after: Callable[[], None],
+    after: Callable[[Outcome], None],
 ) -> bool:
     """Runs stages that are not done while `seconds` last; returns whether no stage is left to run.
 
     A stage that cannot resume starts only if its whole limit is left, or if it is the first of this command. after:
-    called when a stage has ended.
+    called with the outcome of a stage that has ended.
     """
     start, out, first = time.monotonic(), Path(str(words["out"])), True
     for stage in stages:
@@ -229,8 +229,7 @@ def follow(
             raise
         outcome = progress.add(outcome)
         progress.save(out)
-        print(f"{stage.name}: {outcome.status}, {outcome.seconds:.0f} s {outcome.detail}", flush=True)
-        after()
+        after(outcome)
         if outcome.bad and stage.name in NEEDED_BY_ALL:
             return True
         if not outcome.bad and not progress.is_done(stage):
