@@ -204,7 +204,7 @@ def _others(sizes: Sizes) -> list[Stage]:
 
 def rehearsed() -> list[Stage]:
     """The stages that need no GPU, in tiny sizes on a CPU."""
-    names = ("decode", "trace", "train", "experts", "hybrids", "sampled", "rows")
+    names = ("decode", "trace", "train", "experts", "hybrids", "rows")
     busy = 600  # seconds for a stage, enough on a busy machine
     return [replace(stage, seconds=busy, expected=0, call=1) for stage in stages(REHEARSAL) if stage.name in names]
 
