@@ -9,6 +9,8 @@ from scripts.gpu_check import figures
 from scripts.gpu_check.stage import PYTHON, ROOT, Outcome, text_of
 from scripts.gpu_check.training_report import pretraining_page, training_table
 
+DESCRIPTION = "machine-3.log"  # of the command of stage machine that prints versions and tools
+
 
 def micro_table(lines: Iterable[dict]) -> list[str]:
     """Rows of a Markdown table: measurement, conditions, figures."""
@@ -65,7 +67,7 @@ def report(out: Path, outcomes: Sequence[Outcome], decoding: str = "") -> str:
     write(out / "report.json", json.dumps(data, indent=1) + "\n")
     stages = ["# GPU check", "", "| stage | result | seconds | |", "|---|---|---|---|"]
     stages += [f"| {o.stage} | {o.status} | {o.seconds:.0f} | {o.detail} |" for o in outcomes]
-    text: list[str] = []
+    text = text_of(out / DESCRIPTION).strip().splitlines()[-2:]
     if measured := figures.figures_table(figures.figures(out), rate):
         text += ["", "## Times per token", "", *measured]
     text += ["", *shown] if (shown := [*figures.micro_rows(lines), *figures.tests(out)]) else []

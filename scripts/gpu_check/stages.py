@@ -39,6 +39,11 @@ TEST_FILES = (
 PYTEST = (PYTHON, "-m", "pytest", "-vv", "-W", "default", "-p", "no:cacheprovider", "-p", "no:benchmark")
 RUNGS = ("tiny", "laneformer", "tp", "dtp")  # of ladder.py, which needs JAX
 VARIANTS = ("none", "out-of-line", "triples", "spare-writer")  # of the kernel; the first is the kernel as it is
+TOOLS = ("nvcc", "ncu", "compute-sanitizer", "cuda-gdb", "cuobjdump")
+DESCRIBE = (
+    "import platform, shutil, jax; print('Python', platform.python_version(), 'JAX', jax.__version__, jax.devices());"
+    " print('Tools not found:', *[tool for tool in {tools} if not shutil.which(tool)] or ['none'])"
+)
 SECTIONS = ("SpeedOfLight", "WarpStateStats", "MemoryWorkloadAnalysis", "SourceCounters")
 NO_PROFILER = ("ERR_NVGPUCTRPERM", "LibraryNotLoaded", "Device not supported")
 
@@ -250,7 +255,7 @@ def _kernel(sizes: Sizes, dtype: int, name: str, *options: str) -> tuple[str, ..
 
 def _machine(sizes: Sizes) -> list[Stage]:
     """Stages that describe the machine, compile everything of call 1, and measure the speed of its parts."""
-    name = (PYTHON, "-c", "import jax; print(jax.__version__, jax.devices())")
+    known = (PYTHON, "-c", DESCRIBE.format(tools=TOOLS))
     state = ("nvidia-smi", "-q", "-d", "CLOCK,ECC,PAGE_RETIREMENT")
     kernels = tuple((PYTHON, "-m", "scripts.gpu_check.ladder", rung, "--compile-only") for rung in RUNGS)
     alone = (PYTHON, "-m", "scripts.gpu_decode", sizes.dense, "--dtype", sizes.dtypes[0], "--compile-only")
@@ -260,7 +265,7 @@ def _machine(sizes: Sizes) -> list[Stage]:
     build = ((PYTHON, "-m", "custom_calls"), _nvcc("micro", RINGS["micro"]), *kernels)
     quick = ("{out}/micro", "--quick", "ring", "copy", "edge", "lanes")
     return [
-        Stage("machine", 30, (("nvidia-smi",), state, ("nvcc", "--version"), name), expected=10, call=1),
+        Stage("machine", 30, (("nvidia-smi",), state, ("nvcc", "--version"), known), expected=10, call=1),
         Stage("build", 70, build, expected=25, together=True, call=1),
         Stage("micro", 40, (quick,), expected=15, call=1),
     ]

@@ -48,6 +48,8 @@ def python():
     module = words[1] if words[0] == "-m" else ""
     if module == "scripts.gpu_check.ladder" and "--compile-only" not in words:
         ladder(words[2])
+    if words[0] == "-c":
+        print("JAX 0.0 [CudaDevice(id=0)]")
     if wrong == "stall" and module == "infer":
         print("it started", flush=True)
         (Path(after("--json")).parent / "started").write_text(str(os.getpid()))

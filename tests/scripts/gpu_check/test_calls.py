@@ -88,6 +88,7 @@ def test_both_calls_run_and_are_packed(machine, tmp_path, capsys):
         "| 90.0% | `LDG.E.128 R4, [R2.64]` | long_sb 80, membar 10 |",
         "Device: NVIDIA H200, 151 GB, SM 1980 of 1980 MHz",
         "ring 4,100 GB/s",
+        "JAX 0.0 [CudaDevice(id=0)]",
         "Tests: 1 passed, 1 failed: tests/a.py::test_two[1]",
         "| qkv | 1.0 |",
     ):

@@ -2,6 +2,7 @@
 stop the others, and the report contains the measurements.
 """
 
+import itertools
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from scripts import gpu_decode, gpu_rank, gpu_rows
 from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check import figures, ladder, report, stage, torch_graph
 from scripts.gpu_check.stage import PYTHON, ROOT, Stage, filled
-from scripts.gpu_check.stages import CALLS, GPU, RINGS, RUNGS, TESTS, stages
+from scripts.gpu_check.stages import CALLS, GPU, RINGS, RUNGS, TESTS, TOOLS, stages
 from train import bench as train_bench
 from train.planning.plan import DryRun
 from train.recipes import parse
@@ -180,6 +181,16 @@ def test_named_files_and_tests_exist():
     words = [word for stage in stages() for command in stage.commands for word in command]
     files = [word for word in words if word.startswith("-I") or (word.endswith((".py", ".cu")) and "*" not in word)]
     assert files and all((ROOT / word.removeprefix("-I")).exists() for word in files)
+
+
+def test_machine_is_described(tmp_path):
+    """Also on a machine without a GPU: the versions, and the tools that are missing."""
+    words = [word for s in stages() for command in s.commands for word in command]
+    (code,) = (word for before, word in itertools.pairwise(words) if before == "-c")
+    environment = {"PATH": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    versions, tools = done.stdout.splitlines()
+    assert "CpuDevice" in versions and tools == f"Tools not found: {' '.join(TOOLS)}"
 
 
 @pytest.mark.parametrize("name", RINGS)
