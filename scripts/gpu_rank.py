@@ -5,10 +5,11 @@ emulate the other lanes, which answer after a delay (custom_calls/gpu/kernel/pee
 on a layout waits for its exchanges. It is not a measurement of several GPUs.
 """
 
+import itertools
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,7 @@ from infer.engine.sources import recipe_config
 from laneformer.config import ModelConfig
 from laneformer.errors import run_command
 from scripts.gpu_decode import (
+    PLAIN,
     Calls,
     Weights,
     compile_kernel,
@@ -30,6 +32,7 @@ from scripts.gpu_decode import (
     model_options,
     open_session,
     require_gpu,
+    variants,
 )
 
 PEER_CTAS = 4  # an H100 or H200 has 132 multiprocessors; the lane uses 128 of them
@@ -46,6 +49,8 @@ class Options:
     """Layouts to run, each with the recipe's other settings."""
     delays: tuple[int, ...] = (0, 1, 2, 5, 10, 20)
     """Delays in microseconds from a push to the peers' answers."""
+    variants: tuple[str, ...] = (PLAIN,)
+    """Variants of the kernel, as for gpu_decode."""
     context: int = 512
     """Positions in the cache at the start, filled with zeros."""
     tokens: int = 200
@@ -67,7 +72,7 @@ class Options:
 def run(options: Options) -> str:
     """Measures everything and returns the table. Raises ConfigError without a GPU."""
     if options.compile_only:
-        return "\n".join(f"{layout}, {compiled(options, layout)}" for layout in options.layouts)
+        return "\n".join(line for layout in options.layouts for line in compiled(options, layout))
     require_gpu()
     records = []
     for layout in options.layouts:
@@ -77,27 +82,32 @@ def run(options: Options) -> str:
     return table(records)
 
 
-def compiled(options: Options, layout: str) -> str:
-    """Compiles the kernel of a layout; returns its name and size."""
+def compiled(options: Options, layout: str) -> Iterator[str]:
+    """Compiles the kernels of a layout; returns a line for each."""
     config = recipe_config(options.recipe).replace(layout=layout)
-    return compile_kernel(model_options(config, options.dtype, options.weights), peer_ctas=PEER_CTAS)
+    made = model_options(config, options.dtype, options.weights)
+    for variant in options.variants:
+        with variants(variant):
+            yield f"{layout}, {variant}, {compile_kernel(made, peer_ctas=PEER_CTAS)}"
 
 
 def measure(options: Options, layout: str, **session_options) -> list[dict]:
-    """Measures one layout; returns a record per delay. session_options: options of GpuSession, for tests.
+    """Measures one layout; returns a record per variant and delay. session_options: options of GpuSession, for tests.
 
     Raises ConfigError if context and tokens do not fit the model.
     """
     config = fitting(options.recipe, options.context, options.tokens).replace(layout=layout)
     records = []
-    for delay in options.delays:
-        session = open_lane(config, options, delay, **session_options)
+    for variant, delay in itertools.product(options.variants, options.delays):
+        with variants(variant):
+            session = open_lane(config, options, delay, **session_options)
         calls = Calls(session, options.context, options.tokens)
         per_token = [calls.answer(seed).seconds for seed in range(options.runs + 1)][1:]
         records.append(
             {
                 "status": LABEL.format(lanes=config.num_lanes),
                 "layout": layout,
+                "variant": variant,
                 "delay_us": delay,
                 "us_per_token": {
                     "median": 1e6 * statistics.median(per_token),
@@ -118,7 +128,7 @@ def measure(options: Options, layout: str, **session_options) -> list[dict]:
         )
         session.close()
         print(
-            f"{layout}, delay {delay} us: {records[-1]['us_per_token']['median']:.1f} us per token",
+            f"{layout}, {variant}, delay {delay} us: {records[-1]['us_per_token']['median']:.1f} us per token",
             file=sys.stderr,
             flush=True,
         )
@@ -137,9 +147,9 @@ def table(records: list[dict]) -> str:
     for r in records:
         time = r["us_per_token"]
         share = f"{r['read_pass_us'] / time['median']:.1%}"
+        name = r["layout"] if r["variant"] == PLAIN else f"{r['layout']}, {r['variant']}"
         lines.append(
-            f"| {r['layout']} | {r['delay_us']} | {time['median']:.1f} ({time['min']:.1f} to {time['max']:.1f}) |"
-            f" {share} |"
+            f"| {name} | {r['delay_us']} | {time['median']:.1f} ({time['min']:.1f} to {time['max']:.1f}) | {share} |"
         )
     r = records[0]
     conditions = (

@@ -38,7 +38,10 @@ TEST_FILES = (
 # errors here, because JAX's about a GPU say nothing about the kernel.
 PYTEST = (PYTHON, "-m", "pytest", "-vv", "-W", "default", "-p", "no:cacheprovider", "-p", "no:benchmark")
 RUNGS = ("tiny", "laneformer", "tp", "dtp")  # of ladder.py, which needs JAX
-VARIANTS = ("none", "out-of-line", "triples", "spare-writer")  # of the kernel; the first is the kernel as it is
+# Variants of the kernel; the first is the kernel as it is. No multiprocessor is left for the spare writer beside
+# emulated lanes.
+VARIANTS = ("none", "out-of-line", "triples", "spare-writer")
+RANK_VARIANTS = VARIANTS[:3]
 TOOLS = ("nvcc", "ncu", "compute-sanitizer", "cuda-gdb", "cuobjdump")
 DESCRIBE = (
     "import platform, shutil, jax; print('Python', platform.python_version(), 'JAX', jax.__version__, jax.devices());"
@@ -152,7 +155,7 @@ def _first(sizes: Sizes) -> list[Stage]:
         Stage("trace", 20, (plot,), expected=5, call=1),
         Stage("baseline", 60, ((*torch, "--json", "{out}/torch.json"),), expected=25, optional=True, call=1),
         Stage("rank", 90, (_rank(sizes),), expected=45, call=1),
-        Stage("variants", 60, (_kernel(sizes, 0, "variants", "--variants", *VARIANTS),), expected=25, call=1),
+        Stage("variants", 90, _variants(sizes), expected=40, call=1),
         *_compared(sizes),
         _profile(sizes),
     ]
@@ -262,6 +265,7 @@ def _machine(sizes: Sizes) -> list[Stage]:
     kernels += (*((*alone, "--variants", variant) for variant in VARIANTS), (*alone, "--launch", "graph"))
     lane = (PYTHON, "-m", "scripts.gpu_rank", sizes.dense, "--compile-only", "--layouts")
     kernels += tuple((*lane, layout) for layout in RANKED)
+    kernels += tuple((*lane, RANKED[0], "--variants", variant) for variant in RANK_VARIANTS[1:])
     build = ((PYTHON, "-m", "custom_calls"), _nvcc("micro", RINGS["micro"]), *kernels)
     quick = ("{out}/micro", "--quick", "ring", "copy", "edge", "lanes")
     return [
@@ -336,6 +340,17 @@ def _training(sizes: Sizes) -> tuple[tuple[str, ...], ...]:
 def _rank(sizes: Sizes) -> tuple[str, ...]:
     options = ("--layouts", *RANKED, "--delays", "0", "5", "20", "--runs", "3", "--json", "{out}/rank.json")
     return (PYTHON, "-m", "scripts.gpu_rank", sizes.dense, *options)
+
+
+def _variants(sizes: Sizes) -> tuple[tuple[str, ...], ...]:
+    """Commands that measure variants beside the kernel as it is: the whole model, and one of eight lanes, in which
+    exchanges and edges weigh more.
+    """
+    lane = (PYTHON, "-m", "scripts.gpu_rank", sizes.dense, "--layouts", RANKED[0], "--delays", "0", "--runs", "3")
+    return (
+        _kernel(sizes, 0, "variants", "--variants", *VARIANTS),
+        (*lane, "--variants", *RANK_VARIANTS, "--json", "{out}/variants-rank.json"),
+    )
 
 
 def _checker(name: str) -> Stage:

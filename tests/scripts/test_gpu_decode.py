@@ -74,7 +74,7 @@ def test_compiled_kernels_are_those_of_the_backends(monkeypatch):
         lambda: CudaGraphBackend(source, absorb=False),
         lambda: gpu_decode.compile_kernel(gpu_decode.model_options(source.config, "float16", None), "graph"),
         lambda: gpu_rank.open_lane(recipe_config(lane.recipe).replace(layout="tp"), lane, 5),
-        lambda: gpu_rank.compiled(lane, "tp"),
+        lambda: list(gpu_rank.compiled(lane, "tp")),
     ):
         with pytest.raises(ConfigError, match="compiled"):
             make()

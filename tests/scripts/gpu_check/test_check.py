@@ -154,6 +154,8 @@ def test_stages_of_the_kernel_have_valid_options():
 
 def test_rank_stage_has_valid_options_and_is_reported(tmp_path):
     (command,) = of("rank").commands
+    beside = tyro.cli(gpu_rank.Options, args=of("variants").commands[1][3:])
+    assert beside.layouts == ("laneformer",) and beside.variants[0] == "none" and len(beside.variants) == 3
     options = tyro.cli(gpu_rank.Options, args=command[3:])
     assert options.recipe == GPU.dense and str(options.json) == "{out}/rank.json" and options.delays == (0, 5, 20)
     (tmp_path / "rank.log").write_text(

@@ -35,7 +35,7 @@ def python(name, seconds, code, **options):
 
 def run(out, stages, seconds):
     progress = Progress.open(out, {"budget": 100})
-    done = follow(stages, progress, {"out": out}, seconds, {}, lambda: None)
+    done = follow(stages, progress, {"out": out}, seconds, {}, lambda outcome: None)
     return done, {outcome.stage: outcome.status for outcome in Progress.open(out, {"budget": 100}).all}
 
 
