@@ -90,7 +90,7 @@ class Outcome:
     """passed, failed, out of time, no verdict, unfinished (of a stage that resumes), left out, running or stopped"""
     seconds: float
     detail: str = ""
-    logs: tuple[str, ...] = ()
+    logs: list[str] = field(default_factory=list)
     """Names of the files with the output of commands that failed."""
 
     @property
@@ -186,7 +186,7 @@ def run(stage: Stage, words: Mapping[str, object], seconds: float, environment: 
     for excuse in stage.excuses:
         if any(each.code and excuse in text_of(out / stage.log(each.number)) for each in ended):
             return Outcome(stage.name, "left out", took, f"this machine does not allow it: {excuse}")
-    bad = tuple(stage.log(each.number) for each in ended if each.code != 0)
+    bad = [stage.log(each.number) for each in ended if each.code != 0]
     outcome = Outcome(stage.name, *_verdict(stage, ended, seconds, took))
     return replace(outcome, logs=bad) if outcome.bad else outcome
 
