@@ -46,6 +46,8 @@ class Options:
     """GPUs of each concurrent process, as in CUDA_VISIBLE_DEVICES: --devices 0 1 2 3, or --devices 0,1 2,3."""
     seeds: tuple[int, ...] = ()
     """Seeds to train, instead of the recipe's."""
+    orders: tuple[int, ...] = ()
+    """Seeds of the order of the data, each with every seed, instead of the recipe's."""
     only: tuple[str, ...] = ()
     """Patterns of names of variants to train and report, in addition to the reference: --only 'dtp*' none."""
     dry_run: Annotated[tyro.conf.FlagCreatePairsOff[bool], tyro.conf.arg(aliases=("--list",))] = False
@@ -96,9 +98,8 @@ def read(arguments: Sequence[str]) -> tuple[Options, Grid]:
             raise ConfigError(f"--only {' '.join(options.only)} matches no variant; choose from {known}")
     kept = {v.name for v in variants}
     probes = {name: delays for name, delays in grid.probe.items() if name in kept}
-    return options, dataclasses.replace(
-        grid, base=base, variants=variants, seeds=options.seeds or grid.seeds, probe=probes
-    )
+    seeds = {"seeds": options.seeds or grid.seeds, "orders": options.orders or grid.orders}
+    return options, dataclasses.replace(grid, base=base, variants=variants, probe=probes, **seeds)
 
 
 def run(options: Options, grid: Grid, arguments: Sequence[str]) -> int:

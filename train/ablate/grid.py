@@ -14,7 +14,7 @@ from pathlib import Path
 from infer.roofline.sweeps import layouts_of
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
-from train.config import TrainConfig, recorded
+from train.config import PhaseConfig, TrainConfig, recorded
 
 CELLS = "cells"  # in a grid's folder: folder with one training run per cell
 # Fields of a run that change neither its losses nor its measurements.
@@ -60,8 +60,10 @@ class Grid:
     """The training run that all cells share: data, order, tokens, optimizer. Variants change its model."""
     variants: tuple[Variant, ...]
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Seeds of the initial weights, which are the same for all variants with equal shapes. The data keep the base's
-    seed.
+    """Seeds of the initial weights, which are the same for all variants with equal shapes."""
+    orders: tuple[int, ...] = ()
+    """Seeds of the order of the data: every variant is trained with every seed and every order. By default the base's
+    alone.
     """
     reference: str = "tp"
     """The variant that the others are compared with."""
@@ -76,7 +78,9 @@ class Grid:
         names = [v.name for v in self.variants]
         if not names or not self.seeds:
             raise ConfigError(f"grid {self.name} has no variants or no seeds; give at least one of each")
-        for what, given in (("variants", names), ("folders", list(map(_slug, names))), ("seeds", self.seeds)):
+        folders = list(map(_slug, names))
+        different = {"variants": names, "folders": folders, "seeds": self.seeds, "orders": self.orders}
+        for what, given in different.items():
             if twice := next((x for x in given if given.count(x) > 1), None):
                 raise ConfigError(f"grid {self.name} has two {what} {twice!r}; make them different")
         for name in (self.reference, *self.probe):
@@ -90,7 +94,8 @@ class Grid:
 
         Raises ConfigError for a variant that does not fit the base.
         """
-        return tuple(Cell(self, v, seed) for seed in self.seeds for v in self.variants)
+        orders = self.orders or (None,)
+        return tuple(Cell(self, v, seed, order) for seed in self.seeds for order in orders for v in self.variants)
 
     @property
     def folder(self) -> Path:
@@ -107,25 +112,40 @@ class Grid:
 
 
 class Cell:
-    """One variant with one seed: an ordinary training run in its own folder."""
+    """One variant with one seed and one order of the data: an ordinary training run in its own folder."""
 
-    def __init__(self, grid: Grid, v: Variant, seed: int):
-        self.grid, self.variant, self.seed = grid, v, seed
+    def __init__(self, grid: Grid, v: Variant, seed: int, order: int | None = None):
+        """order: seed of the order of the data; None for the base's."""
+        self.grid, self.variant, self.seed, self.order = grid, v, seed, order
         config = dataclasses.replace(grid.base, name=self.name, model=grid.model(v), seed=seed)
+        if order is not None:
+            then = {name: _in_order(phase, order) for name, phase in config.then.items()}
+            config = dataclasses.replace(_in_order(config, order), then=then)
         settings = {name: value for name, value in recorded(config).items() if name not in _FREE}
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+        of_order = "" if order is None else f"-order{order}"
         # The folder's name has a digest of the settings, so that a changed grid finds the cells that did not change.
-        self.folder = grid.folder / CELLS / f"{_slug(v.name)}-seed{seed}-{digest}"
+        self.folder = grid.folder / CELLS / f"{_slug(v.name)}-seed{seed}{of_order}-{digest}"
         self.config = dataclasses.replace(config, run=self.folder)
 
     @property
     def name(self) -> str:
-        return f"{self.variant.name} #{self.seed}"
+        return f"{self.variant.name} #{run_name(self.seed, self.order)}"
 
     @property
     def probe(self) -> tuple[int, ...]:
-        """The delays of `Grid.probe`; only the first seed is probed."""
-        return self.grid.probe.get(self.variant.name, ()) if self.seed == self.grid.seeds[0] else ()
+        """The delays of `Grid.probe`; only the first seed and order is probed."""
+        first = self.seed == self.grid.seeds[0] and self.order in (None, *self.grid.orders[:1])
+        return self.grid.probe.get(self.variant.name, ()) if first else ()
+
+
+def run_name(seed: int, order: int | None) -> str:
+    """The name of a run among those of its variant: the seed, as in 2, or the seed and the data's order, as in 2/0."""
+    return str(seed) if order is None else f"{seed}/{order}"
+
+
+def _in_order(phase: PhaseConfig, order: int) -> PhaseConfig:
+    return dataclasses.replace(phase, data=dataclasses.replace(phase.data, seed=order))
 
 
 def _changed(model: ModelConfig, v: Variant) -> ModelConfig:

@@ -17,11 +17,12 @@ def listing(grid: Grid, slots: Sequence[dict[str, str]], *, short: bool = False)
     started = sum(state.startswith("step") for state in states.values())
     tokens = sum(phase.steps * phase.tokens_per_step for phase in grid.base.phases)
     minutes, source = _minutes(grid, [cell for cell in grid.cells if cell not in todo])
+    of_orders = f" x {len(grid.orders)} orders" if grid.orders else ""
     lines = [
         (
-            f"{grid.name}: {len(grid.variants)} variants x {len(grid.seeds)} seeds = {len(grid.cells)} cells of"
-            f" {tokens:,} tokens ({grid.base.total_steps} steps), {lf.parameter_count(grid.base.model):,} parameters;"
-            f" in {grid.folder}"
+            f"{grid.name}: {len(grid.variants)} variants x {len(grid.seeds)} seeds{of_orders} = {len(grid.cells)} cells"
+            f" of {tokens:,} tokens ({grid.base.total_steps} steps), {lf.parameter_count(grid.base.model):,}"
+            f" parameters; in {grid.folder}"
         ),
         f"{len(grid.cells) - len(todo)} cells are finished, {started} to resume, {len(todo) - started} new"
         + (f"; {other} folders with other settings are left alone" if (other := others(grid)) else ""),

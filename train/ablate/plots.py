@@ -164,11 +164,9 @@ def _curves_minus(grid: Grid, found: Sequence[Summary]) -> Panel:
         shown = [s for s in found if s is not reference and s.differences]
         ends = []
         for s in shown:
-            seeds = sorted(s.losses.keys() & reference.losses.keys())
-            pairs = [
-                [next(r for r in side.results if r.seed == seed).curve for seed in seeds] for side in (s, reference)
-            ]
-            mine, theirs = (np.array(curves, float).reshape(len(seeds), -1, 2)[:, :, 1] for curves in pairs)
+            runs = sorted(s.losses.keys() & reference.losses.keys())
+            pairs = [[next(r for r in side.results if r.run == run).curve for run in runs] for side in (s, reference)]
+            mine, theirs = (np.array(curves, float).reshape(len(runs), -1, 2)[:, :, 1] for curves in pairs)
             minus = (mine - theirs).mean(0)
             axes.plot(_mean_curve(s)[0], minus, _style(s), marker=".", markersize=4, color=color(s), linewidth=1.3)
             ends.append(minus[-1])
@@ -305,9 +303,7 @@ def _frontier(grid: Grid, found: Sequence[Summary], device: str) -> Panel:
         best.sort(key=lambda s: speed[s.name])
         axes.plot([speed[s.name] for s in best], [s.difference for s in best], "-", color="0.75", linewidth=4, zorder=0)
         for s in shown:
-            axes.errorbar(
-                speed[s.name], s.difference, yerr=s.difference_spread, fmt="none", color=color(s), capsize=3, alpha=0.45
-            )
+            axes.errorbar(speed[s.name], s.difference, yerr=s.margin, fmt="none", color=color(s), capsize=3, alpha=0.45)
             axes.plot(speed[s.name], s.difference, "o", color=color(s), markersize=6)
         axes.axhline(0, color="#222222", linewidth=0.8)
         devices = shown[0].devices if shown else PER_NODE

@@ -23,6 +23,7 @@ from train.ablate.results import (
     Result,
     Summary,
     collect,
+    missing,
     read_measured,
     summarize,
     within_models,
@@ -38,7 +39,7 @@ def write_report(grid: Grid, measured: Path | None = None) -> str:
     results = collect(grid)
     found = summarize(grid, results, read_measured(measured, grid))
     try:
-        pictures = plots.draw(grid, found, grid.folder)
+        pictures = plots.draw(grid, found, grid.folder) if found else {}
         shown = [f"![{title}]({file.name})" for file, title in pictures.items()]
     except InputError as error:  # a report without pictures is better than none
         shown = [f"No pictures: {error}."]
@@ -47,7 +48,7 @@ def write_report(grid: Grid, measured: Path | None = None) -> str:
         "",
         *_conditions(grid, results),
         "",
-        *table(grid, found),
+        *table(grid, found, results),
         "",
         *_legend(grid),
         "",
@@ -60,18 +61,19 @@ def write_report(grid: Grid, measured: Path | None = None) -> str:
     part = grid.folder / (REPORT + ".part")
     part.write_text("\n".join(lines), encoding="utf-8")
     os.replace(part, grid.folder / REPORT)
-    return "\n".join([*table(grid, found), "", f"{grid.folder / REPORT}, {RESULTS} next to it, {len(shown)} pictures"])
+    written = f"{grid.folder / REPORT}, {RESULTS} next to it, {len(shown)} pictures"
+    return "\n".join([*table(grid, found, results), "", written])
 
 
 def _conditions(grid: Grid, results: Sequence[Result]) -> list[str]:
     base, phases = grid.base, grid.base.phases
     tokens = sum(phase.steps * phase.tokens_per_step for phase in phases)
-    missing = len(grid.cells) - len(results)
+    left = len(grid.cells) - len(results)
     return [
         f"{len(results)} of {len(grid.cells)} cells are finished"
-        + (f"; **{missing} are missing**" if missing else "")
+        + (f"; **{left} are missing**" if left else "")
         + f". Every cell: {tokens:,} tokens in {base.total_steps:,} steps, the same rows of"
-        f" {', '.join(map(str, base.data.path))} in the same order; the seed affects only the initial weights. Model:"
+        f" {', '.join(map(str, base.data.path))}, {_orders(grid)}; the seed affects only the initial weights. Model:"
         f" {lf.parameter_count(base.model):,} parameters, {base.model.num_hidden_layers} layers, hidden size"
         f" {base.model.hidden_size}, {base.model.num_lanes} lanes unless stated otherwise; {base.optimizer.kind},"
         f" learning rate {base.optimizer.learning_rate:g}. Written {time.strftime('%Y-%m-%d')} with jax"
@@ -80,8 +82,14 @@ def _conditions(grid: Grid, results: Sequence[Result]) -> list[str]:
     ]
 
 
-def table(grid: Grid, found: Sequence[Summary]) -> list[str]:
-    """One row per variant, as Markdown."""
+def _orders(grid: Grid) -> str:
+    if not grid.orders:
+        return "in the same order"
+    return f"in {len(grid.orders)} order{'s' * (len(grid.orders) > 1)} for every seed"
+
+
+def table(grid: Grid, found: Sequence[Summary], results: Sequence[Result]) -> list[str]:
+    """One row per variant, as Markdown. A run that failed, diverged or is not finished is named with the reason."""
     measured = any(s.measured is not None for s in found)
     heads = [
         "layout",
@@ -89,11 +97,14 @@ def table(grid: Grid, found: Sequence[Summary]) -> list[str]:
         "delay",
         "validation loss",
         f"minus {grid.reference}",
-        "seeds",
+        "runs",
         "reduces per pass",
         "exposed",
     ]
     heads += [f"tok/s {PER_NODE}x {name}, projected" for name in DEVICES.values()] + ["tok/s measured"] * measured
+    reasons = {v.name: _reasons(missing(grid, v, results)) for v in grid.variants}
+    if any(reasons.values()):
+        heads.append("not counted")
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for s in found:
         alone = f" ({s.devices} devices)" if s.devices != PER_NODE else ""
@@ -108,13 +119,24 @@ def table(grid: Grid, found: Sequence[Summary]) -> list[str]:
             str(len(s.schedule.exposed)),
             *(f"{s.speed[name]:,.0f}{alone}" for name in DEVICES),
             *([f"{s.measured:,.0f}" if s.measured else ""] * measured),
+            *([reasons[s.name]] * any(reasons.values())),
         ]
         lines.append(f"| {' | '.join(cells)} |")
+    for name in reasons.keys() - {s.name for s in found}:  # no run counts
+        lines.append(f"| {' | '.join([name, *[''] * (len(heads) - 2), reasons[name]])} |")
     return lines
 
 
+def _reasons(missing: dict[str, str]) -> str:
+    """Why runs are not counted, in a cell of a table; runs with equal reasons together."""
+    runs: dict[str, list[str]] = {}
+    for run, reason in missing.items():
+        runs.setdefault(reason, []).append(run)
+    return "; ".join(f"seed {', '.join(those)}: {reason}" for reason, those in runs.items()).replace("|", "/")
+
+
 def number(mean: float, spread: float | None, sign: str = "") -> str:
-    """A mean and its spread, as in 4.1234 ± 0.0056."""
+    """A mean and its spread or half of its interval, as in 4.1234 ± 0.0056."""
     return f"{mean:{sign}.4f}" + ("" if spread is None else f" ± {spread:.4f}")
 
 
@@ -125,7 +147,7 @@ def _difference(grid: Grid, s: Summary) -> str:
 def _marked(s: Summary) -> str:
     if s.difference is None:
         return ""
-    text = number(s.difference, s.difference_spread, "+")
+    text = number(s.difference, s.margin, "+")
     return f"**{text}**" if s.clear else text
 
 
@@ -154,12 +176,16 @@ def _legend(grid: Grid) -> list[str]:
     return [
         (
             "- **validation loss**: nats per token on the held-out text after the last step, mean ± standard deviation"
-            " over seeds. Lower is better."
+            " over runs. Lower is better."
         ),
         (
-            f"- **minus {grid.reference}**: mean ± standard deviation over seeds of the difference to {grid.reference}"
-            " with the same seed. Bold where its 95 % interval, by Student's t over at least three seeds, excludes 0;"
+            f"- **minus {grid.reference}**: mean difference to {grid.reference} with the same seed and order of the"
+            " data, ± half of its 95 % interval by Student's t, from three runs on. Bold where the interval excludes 0;"
             " of twenty equal variants one is bold by chance."
+        ),
+        (
+            "- **runs**: runs that count in the means. **not counted**: the others by seed (and order of the data),"
+            " with the reason. A variant of which some runs diverged is worse than its means say."
         ),
         ("- **delay**: modules (half layers) until the other lanes have a module's output, at the longest."),
         (

@@ -10,21 +10,21 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+from scipy.special import stdtrit
+
 from infer.roofline.devices import make_node
 from infer.roofline.model import Work, token
 from laneformer.errors import InputError
 from laneformer.layout import Schedule, parse_layout
-from train.ablate.grid import Cell, Grid, Variant
+from train.ablate.grid import Cell, Grid, Variant, run_name
 from train.ablate.probe import PROBE
-from train.ablate.run import finished
+from train.ablate.run import finished, why_unfinished
 from train.metrics.records import read_lines
 from train.metrics.run_log import METRICS
 
 RESULTS = "results.jsonl"
 DEVICES = {"h200": "H200", "mi300x": "MI300X"}  # devices on which the speed is projected
 PER_NODE = 8
-# 97.5 % quantile of Student's t by number of seeds.
-STUDENT = {3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306}
 LAST = 20  # last steps over which figures of experts are averaged
 CONTEXT = 1536  # positions before the projected token, as in `infer roofline`
 
@@ -37,6 +37,8 @@ class Result:
 
     variant: str
     seed: int
+    order: int | None
+    """Seed of the order of the data; None for the base's."""
     layout: str
     lanes: int
     model: dict
@@ -62,6 +64,16 @@ class Result:
     """Wall time of the cell's processes, compiling and measuring included."""
     folder: str
 
+    @property
+    def run(self) -> str:
+        """The name of the run among those of its variant."""
+        return run_name(self.seed, self.order)
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the loss is not a number, so that no mean can contain it."""
+        return not math.isfinite(self.loss)
+
 
 def read_result(cell: Cell) -> Result | None:
     """Result of a cell; None if it is not finished. Raises InputError for a damaged record."""
@@ -81,6 +93,7 @@ def read_result(cell: Cell) -> Result | None:
     return Result(
         variant=cell.variant.name,
         seed=cell.seed,
+        order=cell.order,
         layout=cell.config.model.layout,
         lanes=cell.config.model.num_lanes,
         model=cell.variant.model,
@@ -124,8 +137,8 @@ def collect(grid: Grid) -> list[Result]:
 
 @dataclass(frozen=True)
 class Summary:
-    """One variant over its seeds, compared with the reference. Spreads are sample standard deviations, None with fewer
-    than two seeds.
+    """One variant over its runs (seeds and orders of the data), compared with the reference. Runs that diverged count
+    in no mean. Spreads are sample standard deviations, None with fewer than two runs.
     """
 
     variant: Variant
@@ -135,10 +148,10 @@ class Summary:
     schedule: Schedule
     delay: int | None
     """Longest delay in modules, from `delay_of`."""
-    losses: dict[int, float]
-    """Final loss by seed."""
-    reference: dict[int, float]
-    """Final loss of the reference by seed."""
+    losses: dict[str, float]
+    """Final loss by run."""
+    reference: dict[str, float]
+    """Final loss of the reference by run."""
     speed: dict[str, float]
     """Projected tokens per second, by device of DEVICES."""
     devices: int
@@ -160,22 +173,23 @@ class Summary:
 
     @cached_property
     def differences(self) -> list[float]:
-        """Loss minus the reference's loss with the same seed."""
-        return [loss - self.reference[seed] for seed, loss in self.losses.items() if seed in self.reference]
+        """Loss minus the reference's loss with the same seed and order of the data."""
+        return [loss - self.reference[run] for run, loss in self.losses.items() if run in self.reference]
 
     @cached_property
     def difference(self) -> float | None:
         return statistics.mean(self.differences) if self.differences else None
 
     @cached_property
-    def difference_spread(self) -> float | None:
-        return _spread(self.differences)
+    def margin(self) -> float | None:
+        """Half of the 95 % interval of the mean difference, by Student's t; None with fewer than three runs."""
+        n = len(self.differences)
+        return float(stdtrit(n - 1, 0.975)) * _spread(self.differences) / math.sqrt(n) if n >= 3 else None
 
     @cached_property
     def clear(self) -> bool:
-        """Whether the 95 % interval of the mean difference (Student's t, at least three seeds) excludes 0."""
-        n = len(self.differences)
-        return n >= 3 and abs(self.difference) > STUDENT.get(n, 2.2) * self.difference_spread / math.sqrt(n)
+        """Whether the 95 % interval of the mean difference excludes 0."""
+        return self.margin is not None and abs(self.difference) > self.margin
 
     def mean_by_time(self, key: str) -> list[float | None]:
         """Mean over seeds of `similarity` or `landed_over_own`, by time in the schedule."""
@@ -189,10 +203,12 @@ def _spread(values) -> float | None:
 
 
 def summarize(grid: Grid, results: Sequence[Result], measured: dict[str, float] | None = None) -> list[Summary]:
-    """The variants that have results, in the grid's order. measured: tokens per second by variant."""
+    """The variants that have results that did not diverge, in the grid's order. measured: tokens per second by
+    variant.
+    """
     found = []
     for v in grid.variants:
-        mine = tuple(result for result in results if result.variant == v.name)
+        mine = tuple(result for result in results if result.variant == v.name and not result.diverged)
         if not mine:
             continue
         model, projected = grid.model(v), grid.projected_model(v)
@@ -205,14 +221,33 @@ def summarize(grid: Grid, results: Sequence[Result], measured: dict[str, float] 
                 model.num_lanes,
                 model.schedule,
                 delay_of(model.schedule),
-                {result.seed: result.loss for result in mine},
-                {result.seed: result.loss for result in results if result.variant == grid.reference},
+                {result.run: result.loss for result in mine},
+                {
+                    result.run: result.loss
+                    for result in results
+                    if result.variant == grid.reference and not result.diverged
+                },
                 {name: token(projected, make_node(name, devices), work).rate for name in DEVICES},
                 devices,
                 (measured or {}).get(v.name),
                 mine,
             )
         )
+    return found
+
+
+def missing(grid: Grid, v: Variant, results: Sequence[Result]) -> dict[str, str]:
+    """Why runs of a variant are not counted, by run."""
+    found = {}
+    known = {(result.variant, result.run): result for result in results}
+    for cell in grid.cells:
+        if cell.variant is v:
+            run = run_name(cell.seed, cell.order)
+            result = known.get((v.name, run))
+            if result is None:
+                found[run] = why_unfinished(cell)
+            elif result.diverged:
+                found[run] = f"diverged, validation loss {result.loss}"
     return found
 
 

@@ -19,6 +19,7 @@ from train.metrics.run_log import METRICS
 from train.run_folder import TokenStore
 
 LOG = "log.txt"  # file in a cell's folder: the output of its process
+FAILED = "failed.txt"  # file in a cell's folder: why its last process failed
 POLL = 0.5  # seconds between polls of the processes
 PRINT_EVERY = 60  # seconds between lines about progress without a terminal
 TAIL = 8192  # bytes at the end of metrics.jsonl that hold the last records
@@ -65,6 +66,17 @@ def finished(cell: Cell) -> bool:
     if not (cell.folder / "checkpoints" / str(total)).is_dir() or progress(cell).step < total:
         return False
     return _same_tokens(cell) and (not cell.probe or (cell.folder / PROBE).exists())
+
+
+def why_unfinished(cell: Cell) -> str:
+    """One line on why a cell is not finished."""
+    try:
+        return f"failed, {(cell.folder / FAILED).read_text(encoding='utf-8').strip()}"
+    except OSError:
+        step, total = progress(cell).step, cell.config.total_steps
+    if not step:
+        return "not trained yet"
+    return f"at step {step} of {total}" if step < total else "trained on other tokens, or not probed"
 
 
 def _same_tokens(cell: Cell) -> bool:
@@ -126,6 +138,7 @@ class Runner:
             cell = self.waiting.pop(0)
             cell.folder.mkdir(parents=True, exist_ok=True)
             before = progress(cell).step
+            (cell.folder / FAILED).unlink(missing_ok=True)
             with open(cell.folder / LOG, "ab") as log:
                 process = subprocess.Popen(
                     self.command(cell),
@@ -152,6 +165,7 @@ class Runner:
                 )
             else:
                 self.failed[job.cell] = reason = _reason(job)
+                (job.cell.folder / FAILED).write_text(reason + "\n", encoding="utf-8")
                 self.board.print(f"{job.cell.name}: FAILED, {reason} (see {job.cell.folder / LOG})")
 
     def _stop(self, received: list[int]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from configs.ablations import RECIPES
 from laneformer import LAYOUTS, ConfigError
@@ -184,8 +185,8 @@ def test_report_has_known_numbers(tmp_path):
     # 2 layers are 4 modules: tp waits for each of 4 exchanges; dtp(1) sends 3 and waits for none.
     assert rows["tp"][1:8] == ["4", "0", "3.1000 ± 0.1000", "", "3", "4", "4"]
     assert rows["dtp(1)"][1:8] == ["4", "1", "3.6000 ± 0.1000", "**+0.5000 ± 0.0000**", "3", "3", "0"]
-    assert rows["dtp(1), 2 lanes"][1:8] == ["2", "1", "3.2000 ± 0.2000", "+0.1000 ± 0.1732", "3", "3", "0"]
-    assert "twice" not in rows, "a variant without finished cells has no row"
+    assert rows["dtp(1), 2 lanes"][1:8] == ["2", "1", "3.2000 ± 0.2000", "+0.1000 ± 0.4303", "3", "3", "0"]
+    assert rows["twice"][1:-1] == [""] * 9 and rows["twice"][-1].endswith("not trained yet")
     speeds = [float(rows[name][8].split()[0].replace(",", "")) for name in ("tp", "dtp(1)")]
     assert speeds[0] < speeds[1] and "(4 devices)" in rows["tp"][8] and "(2 devices)" in rows["dtp(1), 2 lanes"][8]
     written = (tmp_path / "report.md").read_text()
@@ -265,9 +266,60 @@ def test_difference_is_clear_only_if_seeds_agree(tmp_path):
         pretend(cell, [noise[cell.variant.name][cell.seed]])
     other = summarize(made, collect(made))[1]
     assert np.isclose(other.difference, 0.35 / 3) and not other.clear
-    again = dataclasses.replace(other, losses={0: 3.09, 1: 3.1, 2: 3.11})
+    again = dataclasses.replace(other, losses={"0": 3.09, "1": 3.1, "2": 3.11})
     assert np.isclose(again.difference, 0.1) and again.clear, "t = 17"
-    assert not dataclasses.replace(other, losses={0: 3.1, 1: 3.1}).clear, "two seeds are too few"
+    assert not dataclasses.replace(other, losses={"0": 3.1, "1": 3.1}).clear, "two seeds are too few"
+
+
+@pytest.mark.parametrize("n", [3, 4, 9, 10, 11, 30, 200])
+def test_interval_is_that_of_scipy(tmp_path, n):
+    """A difference that is a little more or less than the quantile times its standard error."""
+    made = at(tmp_path, seeds=(0,), probe={})
+    for cell in made.cells:
+        pretend(cell, [3.0])
+    summary = summarize(made, collect(made))[1]
+    noise = np.random.default_rng(n).standard_normal(n)
+    reference = {str(run): 3.0 for run in range(n)}
+    low, high = stats.t.interval(0.95, n - 1, loc=noise.mean(), scale=stats.sem(noise))
+    for shift, clear in ((1.001, True), (0.999, False)):
+        losses = {str(run): 3 + x - noise.mean() + shift * (high - low) / 2 for run, x in enumerate(noise.tolist())}
+        found = dataclasses.replace(summary, losses=losses, reference=reference)
+        assert np.isclose(found.margin, (high - low) / 2) and found.clear == clear
+
+
+def test_runs_that_do_not_count_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(ablate_plots, "draw", lambda *_: {})
+    made = at(tmp_path, variants=tuple(variant("tp", name) for name in ("tp", "b", "c")), seeds=(0, 1, 2), probe={})
+    for cell in made.cells:
+        if cell.name not in ("b #1", "b #2", "c #0", "c #1"):
+            pretend(cell, [float("nan") if cell.name == "c #2" else 3.0 + cell.seed])
+    broken = next(cell for cell in made.cells if cell.name == "b #1")
+    broken.folder.mkdir(parents=True)
+    (broken.folder / "failed.txt").write_text("10 steps in a row were skipped | see log\n")
+    rows = [[part.strip() for part in line.strip("|").split("|")] for line in write_report(made).splitlines()]
+    counted = {row[0]: (row[3], row[5], row[-1]) for row in rows if row[0] in ("tp", "b", "c")}
+    assert counted["tp"] == ("4.0000 ± 1.0000", "3", "")
+    failed = "seed 1: failed, 10 steps in a row were skipped / see log"
+    assert counted["b"] == ("3.0000", "1", f"{failed}; seed 2: not trained yet")
+    assert counted["c"] == ("", "", "seed 0, 1: not trained yet; seed 2: diverged, validation loss nan")
+
+
+def test_orders_of_the_data_are_a_second_kind_of_seed(tmp_path, monkeypatch):
+    monkeypatch.setattr(ablate_plots, "draw", lambda *_: {})
+    made = at(tmp_path, seeds=(0, 1), orders=(7, 8), probe={"twice": (2,)})
+    assert [cell.name for cell in made.cells][:4] == ["tp #0/7", "twice #0/7", "tp #0/8", "twice #0/8"]
+    assert [(cell.config.seed, cell.config.data.seed) for cell in made.cells[::2]] == [(0, 7), (0, 8), (1, 7), (1, 8)]
+    assert len({cell.folder for cell in made.cells}) == 8 and [bool(cell.probe) for cell in made.cells] == [
+        cell.name == "twice #0/7" for cell in made.cells
+    ]
+    for n, cell in enumerate(made.cells):
+        pretend(cell, [3.0 + n], probe={"loss": 3.0, "by_layer": {"2": [3.0, 3.0]}} if cell.probe else None)
+    table = write_report(made)
+    assert "| +1.0000 ± 0.0000" in table.replace("**", "")
+    assert "in 2 orders for every seed" in (tmp_path / "report.md").read_text()
+    assert "x 2 seeds x 2 orders = 8 cells" in listing(made, [{}])
+    with pytest.raises(ConfigError, match="two orders 7"):
+        at(tmp_path, orders=(7, 7))
 
 
 def test_report_without_finished_cells_raises(tmp_path, capsys):
