@@ -118,6 +118,17 @@ def test_equal_logits_choose_the_lowest_numbers():
 
 
 @emulated.only_emulated
+def test_router_logit_that_is_not_a_number_gives_nan():
+    """Three of six experts are used, with shares that sum to one: the logit of another expert would be in no sum."""
+    plan = plan_of()
+    for expert in (0, 3, 5):
+        weights = weights_of(plan)
+        weights["layers.1.feed_forward.router"][expert] = 3e38  # finite, but sums of products are inf - inf
+        session = emulated.open_session(plan, weights)
+        assert np.isnan(logits_of(session, [3, 4], drawn=1).logits[0]).all(), expert
+
+
+@emulated.only_emulated
 @pytest.mark.slow
 def test_scores_of_any_size_match_the_interpreter():
     """Arguments of the softplus are far from 0 on either side. With one launch per op, the token's row of the table is

@@ -138,12 +138,21 @@ def test_biases_and_limits_match_the_interpreter():
     assert all(small.same(result, results[0]) for result in results)
 
 
-@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+SCORES = {
+    "softmax": {},
+    "sigmoid": {"scoring_func": "sigmoid", "shared_expert_gate": False},
+    "groups": {"scoring_func": "sigmoid", "shared_expert_gate": False, "n_group": 3, "topk_group": 2},
+    "roots": {"scoring_func": "sqrtsoftplus", "shared_expert_gate": False},
+}
+
+
+@pytest.mark.parametrize("kind", SCORES)
 def test_router_logit_that_is_not_a_number_gives_nan(kind):
-    """Three of six experts are used, with shares that sum to one: the logit of another expert would be in no sum."""
-    sigmoids = {"scoring_func": "sigmoid", "shared_expert_gate": False} if kind == "sigmoid" else {}
-    config = CONFIG.replace(num_hidden_layers=1, **sigmoids)
-    for expert in (0, 3, 5):
+    """Three of six experts are used, with shares that sum to one: the logit of another expert would be in no sum. The
+    expert is any one, also one whose neighbours in the order are numbers on both sides.
+    """
+    config = CONFIG.replace(num_hidden_layers=1, **SCORES[kind])
+    for expert in range(config.num_experts):
         weights = small.make_weights(config)
         weights["layers.0.feed_forward.router"][expert] = 3e38  # finite, but sums of products are inf - inf
         session = small.make_session(config, weights, threads=2)
