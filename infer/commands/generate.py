@@ -44,6 +44,8 @@ class Options:
     """End the text before this string; may be repeated."""
     ignore_eos: bool = False
     """Continue after the model's end-of-text token."""
+    token_healing: bool = False
+    """Let the model choose the tokens at the end of the prompt (backends cpu and xla)."""
     top_logprobs: int = 0
     """With --json, report this many of the most likely tokens at each position, up to 20."""
     json: bool = False
@@ -65,6 +67,7 @@ def run(options: Options) -> int:
         stop_tokens=() if options.ignore_eos else None,
         stop_strings=options.stop,
         top_logprobs=options.top_logprobs,
+        token_healing=options.token_healing,
     )
     try:
         if not options.json:

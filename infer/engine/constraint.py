@@ -46,8 +46,8 @@ class Constraint:
         self._matcher, self._vocab, self._grammar = matcher, vocab_size, grammar
         self._channels = None if channels is None or grammar.whole else channels.copy()
         self._begun = False  # whether the content has started
-        self._stops = _bits(stop_tokens, vocab_size)
-        self._free = _bits(range(vocab_size), vocab_size) & ~self._stops
+        self._stops = bits_of(stop_tokens, vocab_size)
+        self._free = bits_of(range(vocab_size), vocab_size) & ~self._stops
         self.complete = False
         """Whether the answer has ended because the grammar allows no more text."""
 
@@ -65,7 +65,7 @@ class Constraint:
         if self._matcher.is_accepting():
             words |= self._stops
         if self._channels is not None and not self._begun:
-            words |= _bits(self._channels.openings, self._vocab)
+            words |= bits_of(self._channels.openings, self._vocab)
         if not words.any():
             raise InputError(f"{self._grammar.name} cannot be followed: no token of the model continues the text")
         return words
@@ -94,7 +94,7 @@ class Elsewhere:
     complete = False
 
     def __init__(self, vocab_size: int):
-        self._vocab, self._all = vocab_size, _bits(range(vocab_size), vocab_size)
+        self._vocab, self._all = vocab_size, bits_of(range(vocab_size), vocab_size)
 
     def mask(self) -> np.ndarray:
         """A mask of all tokens, in the form of `Constraint.mask`."""
@@ -286,7 +286,7 @@ def one_line(message: str) -> str:
     return line if len(line) <= LONGEST_MESSAGE else line[:LONGEST_MESSAGE] + "..."
 
 
-def _bits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
+def bits_of(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
     """A mask of bits that allows these tokens, uint32 [ceil(vocab_size / 32)]."""
     flags = np.zeros((vocab_size + 31) // 32 * 32, bool)
     flags[list(tokens)] = True

@@ -19,10 +19,12 @@ from infer.engine.cpu import CpuBackend
 from infer.engine.following import Leader, follow
 from infer.engine.generation import Generation
 from infer.engine.gpu import CudaBackend, CudaGraphBackend, CudaOverlapBackend, HipBackend
+from infer.engine.healing import HealedBackend, Spelled
 from infer.engine.xla import XlaBackend
 from infer.sampling import Sampling
 from infer.text.channels import Parts
 from infer.text.grammar import Grammar
+from infer.text.healing import Spelling
 from infer.text.tokenizer import Tokenizer
 from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
@@ -88,6 +90,7 @@ class Engine:
         self._starting = threading.Lock()
         self._leader: Leader | None = None
         self._grammars: Grammars | None = None
+        self._spelling: Spelling | None = None
         self._making_grammars = threading.Lock()
 
     @classmethod
@@ -229,6 +232,27 @@ class Engine:
             return error
         return None
 
+    @property
+    def heals(self) -> bool:
+        """Whether this engine supports `token_healing`."""
+        return self._backend.adjusts and self.tokenizer is not None
+
+    def check_healing(self, constraint: Grammar | None = None) -> None:
+        """Raises InputError if `token_healing` cannot be used, or not together with this constraint."""
+        if not self.heals:
+            reason = "the model has no tokenizer" if self._backend.adjusts else f"backend {self.backend} has no masks"
+            raise InputError(f"token_healing cannot be used ({reason}): leave it out, or use backend cpu or xla")
+        if constraint is not None:
+            raise InputError(f"token_healing cannot be used together with {constraint.name}: leave one of them out")
+
+    def _stable(self, ids: np.ndarray) -> tuple[np.ndarray, bytes]:
+        """The tokens of a prompt that no continuation replaces, int32 [n], and the text of the others."""
+        with self._making_grammars:  # reads the whole vocabulary once
+            if self._spelling is None:
+                self._spelling = Spelling(self.tokenizer, self.config.vocab_size)
+        count, text = self._spelling.unstable(ids.tolist())
+        return ids[: len(ids) - count], text
+
     def _grammars_for(self, constraint: Grammar) -> Grammars:
         if not isinstance(constraint, Grammar):
             raise InputError(f"constraint = {constraint!r}: give infer.Grammar.json_schema(...), ...")
@@ -260,6 +284,7 @@ class Engine:
         draft_max: int | None = None,
         forced: Sequence[int] = (),
         constraint: Grammar | None = None,
+        token_healing: bool = False,
     ) -> Generation:
         """Starts a generation and returns the iterator over its tokens.
 
@@ -286,12 +311,20 @@ class Engine:
             with drafts).
         constraint: grammar of the answer's text, or of its content if it has channels (needs a tokenizer). The answer
             ends where its grammar ends, unless a stop string or a limit ends it earlier. It makes no drafts.
+        token_healing: whether to remove the prompt's last tokens that a longer text could have otherwise, such as a
+            line end before an indentation. The first tokens of the answer spell their text, count as tokens of the
+            answer and have only the text after it. Not together with a constraint, channels or forced tokens.
 
         Raises InputError for a prompt or an option that the engine does not accept, and while `parallel` generations
         are running. Raises ConfigError for sampling settings that it does not support.
         """
         accepted = time.perf_counter()
-        prompt_n = self.encode(prompt)
+        prompt_n, healed = self.encode(prompt), b""
+        if token_healing:
+            self.check_healing(constraint)
+            if channels is not None or len(forced):
+                raise InputError("token_healing excludes channels and forced tokens: leave it out")
+            prompt_n, healed = self._stable(prompt_n)
         room = self.config.max_position_embeddings - len(prompt_n)
         limit = room if max_new_tokens is None else min(room, _whole("max_new_tokens", max_new_tokens))
         if tokens_per_dispatch is not None:
@@ -332,9 +365,13 @@ class Engine:
         )
         with self._starting:
             self._require_free()
-            if self._leader is not None:
-                self._leader.announce(request)
-            generation = Generation(self._backend, request, self.tokenizer, strings, accepted, channels, spelled)
+            backend, announce = self._backend, self._leader.announce if self._leader else lambda request: None
+            if healed:
+                backend = HealedBackend(backend, Spelled(self._spelling, healed, self.config.vocab_size), announce)
+            else:
+                announce(request)
+            skipped = len(healed.decode())
+            generation = Generation(backend, request, self.tokenizer, strings, accepted, channels, spelled, skipped)
             self._running.append(weakref.ref(generation))
         return generation
 

@@ -121,12 +121,15 @@ class Generation(Iterator[Token]):
         accepted: float,
         channels: Parts | None = None,
         spelled: Iterable[str] = (),
+        skipped: int = 0,
     ):
-        """accepted: time.perf_counter() when the request was accepted. channels, spelled: see `Engine.generate`."""
+        """accepted: time.perf_counter() when the request was accepted. channels, spelled: see `Engine.generate`.
+        skipped: number of characters at the beginning of the answer's text that belong to the prompt.
+        """
         self._request, self._accepted = request, accepted
         self._channels, self._part = channels, Part.CONTENT  # the part that held-back text belongs to
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer, request.prompt, spelled)
-        self._stops = StopStrings(stop_strings)
+        self._stops, self._skipped = StopStrings(stop_strings), skipped
         self._ready: deque[Token] = deque()
         self._given: list[Token] = []
         self._dispatches: list[tuple[int, float]] = []  # tokens drawn, arrival
@@ -253,6 +256,8 @@ class Generation(Iterator[Token]):
             return held, self._part if held else part
         self._part = part
         text = self._detokenizer.add(token)
+        hidden = min(self._skipped, len(text))
+        self._skipped, text = self._skipped - hidden, text[hidden:]
         return (self._stops.add(text) if part is Part.CONTENT else text), part
 
     def _held(self) -> str:

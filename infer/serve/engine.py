@@ -186,6 +186,7 @@ class EngineProcess:
             call.template_values,
             call.prediction,
             call.grammar,
+            call.token_healing,
         )
         self._checks[number] = asyncio.get_running_loop().create_future()
         try:
@@ -200,7 +201,7 @@ class EngineProcess:
             self._metrics.failure.labels("refused").inc()
             if error.body["error"]["param"] is None:  # the message of a check begins with the parameter's name
                 name = re.split(r" = | has | cannot |\[", str(error))[0]
-                known = (*call.sampling, "stop", "stop_token_ids", "tools", "tool_choice", *FIELDS)
+                known = (*call.sampling, "stop", "stop_token_ids", "token_healing", "tools", "tool_choice", *FIELDS)
                 error.body["error"]["param"] = name if name in known else call.prompt_param
             raise
         finally:
@@ -223,6 +224,7 @@ class EngineProcess:
             encoded.prediction,
             call.draft_max,
             encoded.grammar,
+            call.token_healing,
         )
         job = Job(number, call, ids, order, arrived, TokenTimes(self._metrics))
         loop = asyncio.get_running_loop()

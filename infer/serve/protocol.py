@@ -17,7 +17,7 @@ COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat may fill the
 LIMITS = ("max_tokens", "max_completion_tokens")  # two names of one parameter
 MOST_TOP_LOGPROBS = 20
 WANTED = {bool: "true or false", str: "a string", int: "a whole number", float: "a number", dict: "an object"}
-MOST_CHOICES = 8
+MOST_CHOICES = 32
 MOST_STOPS, LONGEST_STOP = 16, 256  # limited because the text of each token is compared with all stops
 SAMPLING = {
     "temperature": float,
@@ -185,6 +185,8 @@ class Call:
     """Limit on the drafts of a pass, if lower than the engine's."""
     grammar: Grammar | None
     """Grammar of the answer's content."""
+    token_healing: bool
+    """Whether the first tokens of a completion may replace the last ones of the prompt."""
     warnings: tuple[str, ...]
     """Warnings, one line each, for example about parameters without effect."""
 
@@ -247,6 +249,7 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         prediction=_prediction(left),
         draft_max=_count(left, DRAFT_MAX, None, 0),
         grammar=read_grammar(left),
+        token_healing=not chat and _take(left, "token_healing", bool, False),
         warnings=(),
     )
     for name in LABELS:

@@ -66,6 +66,7 @@ class Question(NamedTuple):
     """A text to draft from."""
     grammar: Grammar | None = None
     """Grammar of the answer's content."""
+    token_healing: bool = False
 
 
 class Encoded(NamedTuple):
@@ -104,6 +105,7 @@ class Order(NamedTuple):
     draft_max: int | None
     grammar: Grammar | None = None
     """Grammar of the answer's content."""
+    token_healing: bool = False
 
 
 class Named(NamedTuple):
@@ -365,6 +367,8 @@ class _Worker:
             asked = (prompt, question.tools, question.template_values, grammar)
             prompt, tools, grammar, notes = prompt_of(engine, self._chat, *asked)
         else:
+            if question.token_healing:
+                engine.check_healing(grammar)
             if grammar is not None:
                 engine.check_constraint(grammar)
             if isinstance(prompt, str) and engine.tokenizer is not None:
@@ -404,6 +408,7 @@ class _Worker:
             prediction=order.prediction,
             draft_max=order.draft_max,
             constraint=order.grammar,
+            token_healing=order.token_healing,
         )
         with self._state:
             self._running[number] = generation

@@ -80,7 +80,7 @@ def test_choices_wait_together(server):
     server.wait_for_metric("num_requests_waiting", 0)
 
 
-@pytest.mark.parametrize("n", [0, 9, "2", True, 1.5])
+@pytest.mark.parametrize("n", [0, 33, "2", True, 1.5])
 def test_bad_numbers_are_refused(server, n):
     status, body = server.post("/v1/completions", prompt=PROMPT, n=n)
     assert status == 400 and body["error"]["param"] == "n" and "a whole number" in body["error"]["message"]
@@ -91,3 +91,26 @@ def test_bad_numbers_are_refused(server, n):
 def test_error_of_a_choice_fails_the_request(server):
     status, body = server.post("/v1/completions", prompt="", n=2)
     assert status == 400 and body["error"]["param"] == "prompt"
+
+
+def test_a_request_has_up_to_32_choices(server):
+    """EvalPlus's client asks for 32 samples at a time."""
+    asked = {"prompt": PROMPT, "max_tokens": 2, "temperature": 1.0, "seed": 3}
+    status, body = server.post("/v1/completions", **asked, n=32)
+    assert status == 200 and [choice["index"] for choice in body["choices"]] == list(range(32))
+    assert body["usage"]["completion_tokens"] == sum(choice["timings"]["predicted_n"] for choice in body["choices"])
+    alone = server.post("/v1/completions", **asked | {"seed": 34})[1]
+    assert body["choices"][31]["text"] == alone["choices"][0]["text"]
+
+
+def test_completions_heal_their_prompts_on_request(server):
+    """The small server's vocabulary is single bytes, so the answer is the usual one."""
+    asked = {"prompt": PROMPT, "max_tokens": 6, "temperature": 0}
+    plain, healed = (server.post("/v1/completions", **asked, token_healing=healing)[1] for healing in (False, True))
+    assert healed["choices"][0]["text"] == plain["choices"][0]["text"]
+    form = {"response_format": {"type": "json_object"}}
+    for wrong, message in (({"token_healing": 1}, "token_healing"), ({"token_healing": True, **form}, "together with")):
+        status, body = server.post("/v1/completions", **asked, **wrong)
+        assert status == 400 and message in body["error"]["message"] and body["error"]["param"] == "token_healing"
+    status, body = server.post("/v1/chat/completions", messages=TALK, token_healing=True)
+    assert status == 400 and body["error"]["param"] == "token_healing"

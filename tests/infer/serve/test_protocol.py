@@ -237,7 +237,7 @@ def test_documentation_names_every_parameter():
         ({**TEXT, "chat_template_kwargs": [1]}, "chat_template_kwargs", "give an object"),
         ({**TEXT, "stream": True, "stream_options": "all"}, "stream_options", "give an object"),
         ({**TEXT, "temprature": 1}, "temprature", "unknown parameter temprature"),
-        ({**TEXT, "n": 9}, "n", "a whole number from 1 to 8"),
+        ({**TEXT, "n": 33}, "n", "a whole number from 1 to 32"),
         ({**TEXT, "best_of": 2}, "best_of", "best_of = 2 is not supported"),
         ({**TEXT, "echo": True}, "echo", "echo = true is not supported"),
         ({**TEXT, "logit_bias": {"5": "1"}}, "logit_bias", 'logit_bias[5] = "1": give a number'),
