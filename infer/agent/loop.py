@@ -10,8 +10,8 @@ from infer.agent.conversation import Conversation, History, Prompt
 from infer.agent.task import Task
 from infer.agent.tools import TOOLS, execute
 from infer.agent.turns import Run, Turn, Workspace
-from infer.evaluate.answers import whole_statements
 from infer.evaluate.scoring import Judge
+from infer.evaluate.spans import whole_statements
 from infer.sandbox.sandbox import Outcome
 from laneformer.errors import InputError
 

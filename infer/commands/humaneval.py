@@ -38,8 +38,8 @@ class Options:
     engine: tyro.conf.OmitArgPrefixes[JobEngineOptions] = JobEngineOptions(checkpoint="")  # noqa: RUF009  frozen
     """Engine that generates the samples; without --checkpoint nothing is generated."""
     samples: Annotated[Path | None, tyro.conf.arg(**OPTIONAL)] = None
-    """File of samples, JSON lines with task_id and completion or solution; with --checkpoint they are written to it, by
-    default beside --json.
+    """File of samples, JSON lines with task_id and completion or solution, or with task_id, answer (a model's raw text)
+    and form (completion or chat); with --checkpoint samples are written to it, by default beside --json.
     """
     json: Annotated[Path | None, tyro.conf.arg(**OPTIONAL)] = None
     """Write the report to this file; by default beside the samples, with the ending .report.json."""
@@ -47,6 +47,12 @@ class Options:
     """completion: continue the prompt. chat: ask through the chat template."""
     chat_template: Annotated[Path | None, tyro.conf.arg(**OPTIONAL)] = None
     """Template for --mode chat, instead of the checkpoint's."""
+    prefill: bool = False
+    """With --mode chat: begin each answer for the model, as EvalPlus does: "Below is a Python script ..." and an open
+    code block.
+    """
+    token_healing: bool = True
+    """With --mode completion: let the model choose the tokens at the end of the prompt (backends cpu and xla)."""
     samples_per_problem: int = 1
     """Number of samples of each problem; pass@k is reported for k = 1, 10, 100 up to this number."""
     limit: Integer = None
@@ -106,6 +112,8 @@ def check(options: Options) -> None:
             raise ConfigError(f"--{name} needs --checkpoint")
     if options.chat_template is not None and options.mode != "chat":
         raise ConfigError("--chat-template needs --mode chat")
+    if options.prefill and options.mode != "chat":
+        raise ConfigError("--prefill needs --mode chat")
     options.engine.check()
     if options.limit is not None and options.limit < 1:
         raise ConfigError(f"--limit must be at least 1, got {options.limit}")
@@ -141,7 +149,8 @@ def written(
     engine = open_engine(options.engine)
     is_chat = options.mode == "chat"
     chat = ChatTemplate.load(checkpoint_files(checkpoint), options.chat_template) if is_chat else None
-    how = {"max_new_tokens": options.max_new_tokens, "sampling": options.sampling, "chat": chat}
+    how = {name: getattr(options, name) for name in ("max_new_tokens", "sampling", "prefill", "token_healing")}
+    how["chat"] = chat
     settings = {"checkpoint": str(weights.absolute()), **generation_settings(engine, problems, **how)}
     with engine.leading(), SampleFile(path, settings, problems) as file:
         for sample in generate(

@@ -1,10 +1,11 @@
 """Extracts programs from the texts of a model: completions of a prompt, and chat answers with code blocks."""
 
-import io
-import re
+import builtins
 from dataclasses import dataclass
 
-from infer.evaluate.problems import Problem, parse
+from infer.evaluate.needed import defines, names_of, needed, split_future
+from infer.evaluate.problems import Problem
+from infer.evaluate.spans import Work, apart, between_fences, programs, whole_statements, without_reasoning
 
 # Strings that end a completion: EvalPlus's (evalplus/provider/utility.py), for comparable scores.
 STOPS = ("\nif __name__", "\ndef main(", "\nprint(")
@@ -14,8 +15,13 @@ REQUEST = (
     "Please provide a self-contained Python script that solves the following problem in a markdown code"
     " block:\n```\n{}\n```\n"
 )
-BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE)
-OPEN_BLOCK = re.compile(r"^[ \t]*```[^\n`]*\n(.*)", re.DOTALL | re.MULTILINE)
+# EvalPlus's beginning of a chat answer, which it gives the model, and the end of the code block (provider/utility.py).
+PREFILL = (
+    "Below is a Python script with a self-contained function that solves the problem and passes corresponding"
+    " tests:\n```python\n"
+)
+CHAT_STOPS = ("\n```\n",)
+MOST_PARTS = 8  # code blocks that are tried as completions of the prompt
 
 
 @dataclass(frozen=True)
@@ -30,52 +36,78 @@ class Answer:
 
 def stop_strings(problem: Problem) -> tuple[str, ...]:
     """The strings that end the completion of a problem's prompt."""
-    return (*STOPS, *(FUNCTION_STOPS if _defines(problem.prompt, problem.entry_point) else SCRIPT_STOPS))
+    return (*STOPS, *(SCRIPT_STOPS if defines(problem.prompt, problem.entry_point) is None else FUNCTION_STOPS))
 
 
 def from_completion(problem: Problem, text: str) -> Answer:
-    """The program that consists of the prompt and its completion, without unfinished statements at the end."""
-    solution = whole_statements(problem.prompt + text)
+    """The program that consists of the prompt and its completion, without unfinished statements at the end.
+
+    If that does not define the function, as when the completion is an answer in a code block, the first program in the
+    text that does.
+    """
+    whole = problem.prompt + text
+    solution = whole_statements(whole, Work().parse)
+    if not defines(solution, problem.entry_point):
+        found = _choose(problem, whole, first=True)
+        if found is not None and defines(found, problem.entry_point):
+            return Answer(found, "\n" + found)
     if len(solution) < len(problem.prompt):  # not a program: keep the text, which will fail
-        solution = problem.prompt + text
+        solution = whole
     return Answer(solution, solution[len(problem.prompt) :])
 
 
 def from_chat(problem: Problem, text: str) -> Answer:
-    """The program in the last code block that defines the function, else in the last block, else in the whole text.
+    """The program in a chat answer that defines the function, after `Problem.context`: of several, the longest, then
+    the first, as in EvalPlus; one whose function returns nothing counts only if there is no other. Names that it lacks
+    come from other blocks. Reasoning that is part of the text is no program.
 
-    The solution starts with `Problem.context`. An answer that does not define the function is read as a completion of
-    the prompt.
+    An answer that does not define the function is read as a completion of the prompt.
     """
-    blocks = BLOCK.findall(text) or OPEN_BLOCK.findall(text) or [text]
-    defining = [block for block in blocks if _defines(block, problem.entry_point)]
-    code = whole_statements((defining or blocks)[-1])
-    if not defining:
-        return from_completion(problem, code)
-    solution = problem.context + code
-    return Answer(solution, "\n" + solution)
+    text = without_reasoning(text)
+    if found := _choose(problem, text):
+        return Answer(found, "\n" + found)
+    for part in (*between_fences(text)[:MOST_PARTS], text):
+        answer = from_completion(problem, part)
+        if defines(answer.solution, problem.entry_point):
+            return answer
+    return answer
 
 
-def whole_statements(text: str) -> str:
-    """The longest prefix of whole lines that is valid Python; the text itself if no prefix is.
-
-    It goes back from one syntax error to the previous one, so that a few parses suffice for a text of any length.
+def sanitized(problem: Problem, text: str) -> str:
+    """The part of a program, or of a text with a program in it, that the tests can reach: the function, what it needs,
+    and `Problem.context`. The text itself if nothing in it defines the function.
     """
-    lines = list(io.StringIO(text, newline="\n"))
-    end = len(lines)
-    while end:
-        try:
-            parse("".join(lines[:end]))
-            return "".join(lines[:end])
-        except SyntaxError as error:
-            end = min(end, error.lineno or end) - 1
-        except (ValueError, RecursionError, MemoryError):  # null bytes, lone surrogates, too deep nesting
-            return text
-    return text
+    code = _choose(problem, without_reasoning(text))
+    if code is None:
+        return text
+    futures, code = split_future(code)
+    context = problem.context
+    rest = code.removeprefix(context)
+    part = needed(rest, {problem.entry_point} | names_of(problem.test)[1])
+    return text if part is None else futures + context + part
 
 
-def _defines(code: str, name: str) -> bool:
-    """Whether a program defines a function, class or variable of this name at its top level."""
-    return (
-        re.search(rf"^(async )?(def|class) {re.escape(name)}\b|^{re.escape(name)} *=", code, re.MULTILINE) is not None
-    )
+def _choose(problem: Problem, text: str, *, first: bool = False) -> str | None:
+    """The program in a text that defines the function, with `Problem.context`; None if none does. first: choose the
+    first of several, instead of the longest.
+    """
+    found = []
+    for shape in (text, apart(text)):
+        for span in programs(shape, problem.entry_point):
+            if (gives := defines(span.code, problem.entry_point)) is not None:
+                found.append((gives, span))
+        if any(gives for gives, _ in found):
+            break
+    if not found:
+        return None
+    _, best = max(found, key=lambda each: (each[0], 0 if first else each[1].size))
+    futures, code = split_future(best.code)
+    context = problem.context
+    if missing := names_of(context + code)[1] - vars(builtins).keys():
+        for part in between_fences(text)[:MOST_PARTS]:
+            if names_of(part)[0] & missing:
+                context += needed(part, missing) or ""
+    own = code.lstrip("\n")
+    if problem.context.strip() and own.startswith(problem.context.strip()):
+        code = own[len(problem.context.strip()) :].lstrip("\n")
+    return futures + context + code

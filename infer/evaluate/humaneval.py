@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from infer.engine.engine import Engine
-from infer.evaluate.answers import REQUEST, from_chat, from_completion, stop_strings
+from infer.evaluate.answers import CHAT_STOPS, PREFILL, REQUEST, from_chat, from_completion, sanitized, stop_strings
 from infer.evaluate.problems import Problem, ProblemSet
 from infer.evaluate.sample_files import Sample, VerdictFile
 from infer.evaluate.scoring import Judge, pass_at_k, progress_bar, wilson
@@ -28,7 +28,7 @@ from infer.text.tokenizer import Tokenizer
 from laneformer.errors import ConfigError, InputError
 from laneformer.model import Laneformer
 
-SCHEMA = "laneformer.humaneval/2"  # in version 1, tests ran in the program's process
+SCHEMA = "laneformer.humaneval/3"  # 3 scores sanitized programs; in version 1, tests ran in the program's process
 PASS_AT = (1, 10, 100)
 TOO_LONG = "prompt too long"
 
@@ -41,6 +41,9 @@ class Verdict:
     sample: int
     """Number of the sample among those of its problem, from 0."""
     outcome: Outcome
+    """Outcome of the sanitized program, which is the one that is scored."""
+    as_written: Outcome
+    """Outcome of the program with all that the model wrote at its top level."""
 
     @property
     def passed(self) -> bool:
@@ -63,10 +66,14 @@ class Report:
     @property
     def counts(self) -> dict[str, tuple[int, int]]:
         """task_id -> (samples, passed samples), for the problems that have samples."""
+        return self._counts(False)
+
+    def _counts(self, as_written: bool) -> dict[str, tuple[int, int]]:
         counts: dict[str, tuple[int, int]] = {}
         for verdict in self.verdicts:
             n, passed = counts.get(verdict.task_id, (0, 0))
-            counts[verdict.task_id] = n + 1, passed + verdict.passed
+            outcome = verdict.as_written if as_written else verdict.outcome
+            counts[verdict.task_id] = n + 1, passed + (outcome.verdict == "passed")
         return counts
 
     @property
@@ -78,6 +85,18 @@ class Report:
     def interval(self) -> tuple[float, float]:
         """The 95 % interval of pass@1, which treats the problems as a sample of all similar problems."""
         return wilson(self.pass_at[1], len(self.counts))
+
+    @property
+    def as_written(self) -> dict[str, Any]:
+        """The score of the programs with all that the model wrote at their top level: passed, and pass@k."""
+        counts = self._counts(True)
+        shares = {f"pass@{k}": share for k in PASS_AT if (share := pass_at_k(counts, k)) is not None}
+        return {"passed": sum(passed for _, passed in counts.values()), **shares}
+
+    @property
+    def empty(self) -> int:
+        """Number of generated samples without text."""
+        return sum(sample.raw is not None and not sample.raw.strip() for sample in self.samples)
 
     @property
     def speed(self) -> dict[str, Any] | None:
@@ -108,8 +127,15 @@ class Report:
         lines = [
             f"{self.problems.kind}: {passed}/{len(self.verdicts)} passed, {shares} (95 % interval of pass@1"
             f" {100 * low:.1f} to {100 * high:.1f} %); {', '.join(f'{n} {name}' for name, n in self.outcomes.items())};"
-            f" sandbox {self.sandbox['level']}"
+            f" sandbox {self.sandbox['level']}",
+            f"scored: sanitized programs; as written {self.as_written['passed']}/{len(self.verdicts)} pass",
         ]
+        if 2 * self.empty > len(self.samples):
+            healed = (self.settings or {}).get("token_healing", True)
+            lines.append(
+                f"warning: {self.empty} of {len(self.samples)} samples are empty;"
+                f" {'' if healed else 'leave --no-token-healing out, or '}use --mode chat for a model trained for chats"
+            )
         if without := len(self.problems) - len(self.counts):
             lines.append(f"{without} of {len(self.problems)} problems have no samples and are not counted")
         if speed := self.speed:
@@ -131,10 +157,13 @@ class Report:
         """The whole report for a file: shares from 0 to 1, times in seconds."""
         return {
             "schema": SCHEMA,
+            "form": "sanitized",
             "passed": sum(verdict.passed for verdict in self.verdicts),
             "total": len(self.verdicts),
             **{f"pass@{k}": share for k, share in self.pass_at.items()},
             "pass@1_interval_95": list(self.interval),
+            "as_written": self.as_written,
+            "empty_samples": self.empty,
             "problems": len(self.counts),
             "problems_without_samples": len(self.problems) - len(self.counts),
             "outcomes": self.outcomes,
@@ -152,6 +181,7 @@ class Report:
                     "sample": verdict.sample,
                     "passed": verdict.passed,
                     **dataclasses.asdict(verdict.outcome),
+                    "as_written": verdict.as_written.verdict,
                     "tokens": sample.n_tokens,
                     "generation_seconds": sample.seconds,
                 }
@@ -168,6 +198,8 @@ def evaluate(
     samples: int = 1,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
     chat: ChatTemplate | None = None,
+    prefill: bool = False,
+    token_healing: bool = True,
     tokenizer: Tokenizer | None = None,
     judge: Judge | None = None,
     progress: bool = False,
@@ -175,25 +207,26 @@ def evaluate(
     """Generates `samples` solutions of each problem with a model, and scores them.
 
     model: an engine, or a model together with `tokenizer`. chat: template for asking the model for solutions; without
-    it, the model continues the prompts. judge: pass the same judge to repeated calls, as in training, so that the
+    it, the model continues the prompts. prefill: begin the answers of chats for the model, as EvalPlus does.
+    token_healing: let the model choose the tokens at the end of a prompt that it continues, where the engine can;
+    see Engine.generate. judge: pass the same judge to repeated calls, as in training, so that the
     sandbox is set up and the reference solutions are run only once.
 
     Raises ConfigError or InputError for invalid arguments, HarnessError if programs cannot be judged.
     """
     engine = Engine(model, tokenizer=tokenizer) if isinstance(model, Laneformer) else model
-    settings = generation_settings(engine, problems, max_new_tokens=max_new_tokens, sampling=sampling, chat=chat)
+    how = {
+        "max_new_tokens": max_new_tokens,
+        "sampling": sampling,
+        "chat": chat,
+        "prefill": prefill,
+        "token_healing": token_healing,
+    }
+    settings = generation_settings(engine, problems, **how)
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(Judge()) if judge is None else judge
         ours.verify(problems.problems, progress)  # before generating: a broken sandbox should not cost a generation
-        made = generate(
-            engine,
-            problems,
-            max_new_tokens=max_new_tokens,
-            samples=samples,
-            sampling=sampling,
-            chat=chat,
-            progress=progress,
-        )
+        made = generate(engine, problems, samples=samples, progress=progress, **how)
         return score(list(made), problems, ours, settings=settings, progress=progress)
 
 
@@ -205,10 +238,12 @@ def generate(
     samples: int = 1,
     sampling: Sampling = Sampling(),  # noqa: B008  frozen
     chat: ChatTemplate | None = None,
+    prefill: bool = False,
+    token_healing: bool = True,
     done: Mapping[str, int] | None = None,
     progress: bool = False,
 ) -> Iterator[Sample]:
-    """Yields samples, problem by problem. done: number of existing samples of each problem.
+    """Yields samples, problem by problem. done: number of existing samples of each problem; the others as `evaluate`.
 
     The seed of a sample is a hash of the seed in `sampling`, the problem and the sample's number, so that a resumed
     generation makes the same samples. Raises ConfigError or InputError for invalid arguments.
@@ -224,7 +259,7 @@ def generate(
     for problem, n in progress_bar(jobs, "generating", len(jobs), "sample", progress):
         key = f"{sampling.seed}/{problem.task_id}/{n}".encode()
         seeded = dataclasses.replace(sampling, seed=int.from_bytes(hashlib.sha256(key).digest()[:8], "big"))
-        yield _sample(engine, problem, max_new_tokens, seeded, chat, compiled)
+        yield _sample(engine, problem, max_new_tokens, seeded, chat, prefill, token_healing, compiled)
 
 
 def _sample(
@@ -233,22 +268,23 @@ def _sample(
     max_new_tokens: int,
     sampling: Sampling,
     chat: ChatTemplate | None,
+    prefill: bool,
+    token_healing: bool,
     compiled: set[tuple[int, int]],
 ) -> Sample:
     """Generates one sample. compiled: request sizes that the engine was warmed up for, so that times exclude
     compilation; a new size is added.
     """
-    ends = engine.config.eos_token_id
+    ends, opening = engine.config.eos_token_id, PREFILL if chat and prefill else ""
+    prompt: str | list[int]
     if chat is None:
-        ids, stops = engine.tokenizer.encode(problem.prompt.strip() + "\n"), stop_strings(problem)
+        prompt, stops = problem.prompt.strip() + "\n", stop_strings(problem)
+        ids = engine.tokenizer.encode(prompt)
     else:
         ends = chat.ends(ends)
-        ids, stops = (
-            chat.encode(
-                [{"role": "user", "content": REQUEST.format(problem.prompt.strip())}], add_generation_prompt=True
-            ),
-            (),
-        )
+        asked = [{"role": "user", "content": REQUEST.format(problem.prompt.strip())}]
+        prompt = ids = chat.encode(asked, add_generation_prompt=True, **({"opening": opening} if opening else {}))
+        stops = CHAT_STOPS if opening else ()
     room = engine.config.max_position_embeddings - len(ids)
     if room < 1:
         return Sample(
@@ -265,14 +301,15 @@ def _sample(
         engine.warmup(len(ids), max_new_tokens)
         compiled.add(size)
     result = engine.generate(
-        ids,
+        prompt,
         max_new_tokens=max_new_tokens,
         sampling=sampling,
         stop_tokens=ends,
         stop_strings=stops,
         channels=chat and chat.channels(ids),
+        token_healing=chat is None and token_healing and engine.heals,
     ).result
-    answer = (from_completion if chat is None else from_chat)(problem, result.text)
+    answer = (from_completion if chat is None else from_chat)(problem, opening + result.text)
     return Sample(
         task_id=problem.task_id,
         solution=answer.solution,
@@ -295,36 +332,55 @@ def score(
     verdicts: VerdictFile | None = None,
     progress: bool = False,
 ) -> Report:
-    """Judges samples after the reference solutions of their problems have passed.
+    """Judges samples after the reference solutions of their problems have passed: each sanitized, and as written.
 
     settings: settings that the samples were generated with. verdicts: a file of known verdicts, to which new ones are
     added. Raises HarnessError if a program cannot be judged; such a program never counts as a failed sample.
     """
     judge.verify([problems[task_id] for task_id in dict.fromkeys(sample.task_id for sample in samples)], progress)
-    known = verdicts.known if verdicts else {}
-    found = {n: known[key] for n, sample in enumerate(samples) if (key := VerdictFile.key(sample)) in known}
-    rest = [n for n in range(len(samples)) if n not in found]
-    for at, outcome in judge.outcomes([(problems[samples[n].task_id], samples[n].solution) for n in rest], progress):
-        found[rest[at]] = outcome
+    known = dict(verdicts.known) if verdicts else {}
+    forms = [(sanitized(problems[each.task_id], each.solution), each.solution) for each in samples]
+    keys = [[VerdictFile.key(each.task_id, form) for form in both] for each, both in zip(samples, forms, strict=True)]
+    new = {
+        key: (problems[each.task_id], form)
+        for each, both, named in zip(samples, forms, keys, strict=True)
+        for form, key in zip(both, named, strict=True)
+        if key not in known
+    }
+    for at, outcome in judge.outcomes(list(new.values()), progress):
+        known[list(new)[at]] = outcome
         if verdicts:
-            verdicts.add(samples[rest[at]], outcome)
+            verdicts.add(list(new)[at], outcome)
     numbers: Counter[str] = Counter()
     ended = []
-    for n, sample in enumerate(samples):
-        ended.append(Verdict(sample.task_id, numbers[sample.task_id], found[n]))
+    for sample, both in zip(samples, keys, strict=True):
+        ended.append(Verdict(sample.task_id, numbers[sample.task_id], *(known[key] for key in both)))
         numbers[sample.task_id] += 1
     return Report(problems, tuple(ended), tuple(samples), judge.sandbox.report, judge.report, settings)
 
 
 def generation_settings(
-    engine: Engine, problems: ProblemSet, *, max_new_tokens: int, sampling: Sampling, chat: ChatTemplate | None
+    engine: Engine,
+    problems: ProblemSet,
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    chat: ChatTemplate | None,
+    prefill: bool = False,
+    token_healing: bool = True,
 ) -> dict[str, Any]:
     """All settings that samples depend on, except their number."""
     return {
         "mode": "completion" if chat is None else "chat",
         "template_sha256": chat and chat.sha256,
         "request": chat and REQUEST,
-        "stops": None if chat else sorted({stop for problem in problems for stop in stop_strings(problem)}),
+        "answer_start": PREFILL if chat and prefill else None,
+        "token_healing": chat is None and token_healing and engine.heals,
+        "stops": (
+            list(CHAT_STOPS if prefill else ())
+            if chat
+            else sorted({stop for problem in problems for stop in stop_strings(problem)})
+        ),
         "max_new_tokens": max_new_tokens,
         "sampling": sampling.record(),
         "data": data_report(problems),

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from infer.evaluate.problems import ProblemSet, read_jsonl, task_name
+from infer.evaluate.answers import from_chat, from_completion
+from infer.evaluate.problems import Problem, ProblemSet, read_jsonl, task_name
 from infer.sandbox.sandbox import Outcome
 from laneformer.errors import ConfigError, InputError
 
@@ -37,33 +38,48 @@ class Sample:
 
 def read_samples(path: Path, problems: ProblemSet) -> list[Sample]:
     """Samples from JSON lines in either published form: {"task_id", "completion"} (OpenAI) or {"task_id", "solution"}
-    (EvalPlus).
+    (EvalPlus), or texts as a model wrote them: {"task_id", "answer", "form"}, with the form "completion" or "chat".
 
     Raises InputError for lines of another form and for problems that are not in the set.
     """
     samples, known = [], set(Sample.__dataclass_fields__)
-    for n, row in enumerate(read_jsonl(path), 1):
+    for n, given in enumerate(read_jsonl(path), 1):
+        row = given
         try:
             task_id = task_name(row["task_id"])
+            if "answer" in given:
+                row = given | _from_answer(problems[task_id], given["answer"], given["form"])
             solution = row["solution"] if "solution" in row else problems[task_id].prompt + row["completion"]
             if not isinstance(solution, str):
                 raise TypeError
             more = {field: row.get(field) for field in known - {"task_id", "solution"}}
             samples.append(Sample(task_id=problems[task_id].task_id, solution=solution, **more))
         except KeyError as error:
-            if error.args[0] in ("task_id", "completion"):
+            if error.args[0] in ("task_id", "completion", "form"):
                 raise InputError(
-                    f"{path}: sample {n} has no {error.args[0]!r}: add task_id, and completion or solution"
+                    f"{path}: sample {n} has no {error.args[0]!r}: add task_id, and completion, solution, or answer"
+                    " and form"
                 ) from None
             raise InputError(
                 f"{path}: sample {n} is for {row['task_id']!r}, which is not in {problems.name}: give --data the file"
                 " with its problem"
             ) from None
         except (TypeError, AttributeError):
-            raise InputError(f"{path}: sample {n} must have task_id, and completion or solution, as text") from None
+            raise InputError(
+                f"{path}: sample {n} must have task_id, and completion, solution, or answer with the form completion or"
+                " chat, as text"
+            ) from None
     if not samples:
         raise InputError(f"{path} contains no samples: name another file, or generate some with --checkpoint")
     return samples
+
+
+def _from_answer(problem: Problem, answer: str, form: str) -> dict[str, str]:
+    """The fields of a sample that a raw answer gives. Raises TypeError for values of other types and unknown forms."""
+    if not isinstance(answer, str) or form not in ("completion", "chat"):
+        raise TypeError
+    made = (from_completion if form == "completion" else from_chat)(problem, answer)
+    return {"solution": made.solution, "completion": made.completion, "raw": answer}
 
 
 class SampleFile:
@@ -129,13 +145,13 @@ class VerdictFile:
             self._file.write(json.dumps(header) + "\n")
 
     @staticmethod
-    def key(sample: Sample) -> str:
-        """The key of a sample's program in `known`."""
-        return hashlib.sha256(f"{sample.task_id}\n{sample.solution}".encode(errors="surrogatepass")).hexdigest()
+    def key(task_id: str, program: str) -> str:
+        """The key of a program for a problem in `known`."""
+        return hashlib.sha256(f"{task_id}\n{program}".encode(errors="surrogatepass")).hexdigest()
 
-    def add(self, sample: Sample, outcome: Outcome) -> None:
-        self.known[self.key(sample)] = outcome
-        self._file.write(json.dumps({"program": self.key(sample), **asdict(outcome)}) + "\n")
+    def add(self, key: str, outcome: Outcome) -> None:
+        self.known[key] = outcome
+        self._file.write(json.dumps({"program": key, **asdict(outcome)}) + "\n")
         self._file.flush()
 
     def remove(self) -> None:

@@ -7,8 +7,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from infer.evaluate.answers import from_chat, from_completion, stop_strings, whole_statements
+from infer.evaluate.answers import from_chat, from_completion, stop_strings
 from infer.evaluate.problems import load_problems
+from infer.evaluate.spans import whole_statements
 from tests.support.evaluation_cases import ADD, LEAST, write_jsonl
 
 
@@ -56,8 +57,8 @@ def test_unfinished_function_fails(add):
         "Sure!\n```python\ndef add(a, b):\n    return a + b\n```\nThat adds.",
         "```\ndef add(a, b):\n    return a + b\n```",
         (
-            "First try:\n```python\ndef add(a, b):\n    return a - b\n```\nbetter:\n```python\ndef add(a, b):\n   "
-            " return a + b\n```\n"
+            "First try:\n```python\ndef add(a, b):\n    return a - b\n```\nbetter:\n"
+            "```python\ndef add(a, b):\n    total = a + b\n    return total\n```\n"
         ),
         (
             "```python\ndef add(a, b):\n    return a + b\n```\nUse:\n```python\nprint(add(1,"

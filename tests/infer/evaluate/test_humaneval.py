@@ -8,6 +8,7 @@ import pytest
 
 import laneformer
 from infer import Engine, Sampling
+from infer.evaluate.answers import PREFILL
 from infer.evaluate.humaneval import Report, evaluate, generate, score
 from infer.evaluate.problems import load_problems
 from infer.evaluate.sample_files import Sample, SampleFile, VerdictFile, read_samples
@@ -29,13 +30,13 @@ class Scripted:
         self.answers, self.asked, self.warm = answers, [], []
         self.tokenizer = types.SimpleNamespace(encode=lambda text: [ord(character) for character in text])
         self.config = types.SimpleNamespace(eos_token_id=(0,), max_position_embeddings=context)
-        self.conditions = {"model": "scripted", "device": "none"}
+        self.conditions, self.heals = {"model": "scripted", "device": "none"}, True
 
     def warmup(self, prompt_tokens, max_new_tokens):
         self.warm.append(prompt_tokens)
 
-    def generate(self, ids, *, max_new_tokens, sampling, stop_tokens, stop_strings, channels):
-        prompt = "".join(map(chr, ids))
+    def generate(self, prompt, *, max_new_tokens, sampling, stop_tokens, stop_strings, channels, token_healing):
+        prompt, self.healed = prompt if isinstance(prompt, str) else "".join(map(chr, prompt)), token_healing
         self.asked.append((prompt, sampling, stop_strings))
         self.stop_tokens, self.channels = stop_tokens, channels
         text = next(
@@ -76,6 +77,7 @@ def test_report_is_complete(problems, judge):
         "verdict": "failed",
         "error": "AssertionError: ",
         "cpu_seconds": 0,
+        "as_written": "failed",
         "tokens": len(WRONG["twice"]),
         "generation_seconds": 0.5,
     }
@@ -144,6 +146,59 @@ def test_chat_mode_uses_the_template(problems, judge):
     assert report.settings["mode"] == "chat" and report.settings["template_sha256"] == "0" * 64
 
 
+def test_both_scores_are_reported(problems, judge):
+    """A program whose own assertion is wrong passes when it is sanitized; the sandbox runs equal programs once."""
+    engine = Scripted({"add": RIGHT["add"] + "\nassert add(1, 1) == 3\n", "twice": RIGHT["twice"]})
+    report = evaluate(engine, problems, max_new_tokens=50, judge=judge)
+    found = report.as_json()
+    assert (found["form"], found["passed"], found["as_written"]) == ("sanitized", 2, {"passed": 1, "pass@1": 0.5})
+    assert [verdict["as_written"] for verdict in found["verdicts"]] == ["failed", "passed"]
+    assert "scored: sanitized programs; as written 1/2 pass" in report.summary
+    ran = []
+    outcomes = judge.outcomes
+    judge.outcomes = lambda programs, progress: ran.extend(programs) or outcomes(programs, progress)
+    try:
+        score(report.samples, problems, judge)
+    finally:
+        del judge.outcomes
+    assert len(ran) == 3, "the second program is the same in both forms"
+
+
+def test_most_samples_empty_is_a_warning(problems, judge):
+    engine = Scripted({"add": " \n", "twice": ""})
+    healed = evaluate(engine, problems, max_new_tokens=50, judge=judge)
+    assert engine.healed and healed.settings["token_healing"] and healed.as_json()["empty_samples"] == 2
+    assert "warning: 2 of 2 samples are empty; use --mode chat" in healed.summary
+    plain = evaluate(engine, problems, max_new_tokens=50, judge=judge, token_healing=False)
+    assert not engine.healed and "2 of 2 samples are empty; leave --no-token-healing out" in plain.summary
+    engine.heals = False
+    evaluate(engine, problems, max_new_tokens=50, judge=judge)
+    assert not engine.healed
+    some = evaluate(Scripted({"add": "", "twice": RIGHT["twice"]}), problems, max_new_tokens=50, judge=judge)
+    assert "warning" not in some.summary
+
+
+def test_prefilled_chat_answers_continue_the_code_block(problems, judge):
+    class Template:
+        sha256 = "0" * 64
+
+        def ends(self, eos):
+            return eos
+
+        def channels(self, prompt):
+            return None
+
+        def encode(self, messages, add_generation_prompt, opening=""):
+            return [ord(character) for character in messages[0]["content"] + "<answer>" + opening]
+
+    engine = Scripted({"add": "def add(a, b):\n    return a + b", "twice": "def twice(s):\n    return 2 * s\n```\nSo."})
+    report = evaluate(engine, problems, max_new_tokens=50, judge=judge, chat=Template(), prefill=True)
+    assert [v.passed for v in report.verdicts] == [True, True]
+    assert engine.asked[0][0].endswith("<answer>" + PREFILL) and PREFILL.endswith(":\n```python\n")
+    assert engine.asked[0][2] == ("\n```\n",) and report.settings["answer_start"] == PREFILL
+    assert not engine.healed
+
+
 def test_request_sizes_are_warmed_up_first(problems):
     engine = Scripted(RIGHT)
     list(generate(engine, problems, max_new_tokens=4, samples=3, sampling=Sampling(temperature=1.0)))
@@ -205,6 +260,20 @@ def test_both_forms_of_samples_are_read(tmp_path, problems, judge):
         assert sample.solution == problems[sample.task_id].prompt + sample.completion
 
 
+def test_raw_answers_are_read(tmp_path, problems, judge):
+    """As text of the forms completion and chat; what is not the function does not count."""
+    rows = [
+        {"task_id": "HumanEval/0", "answer": RIGHT["add"] + "\n\nexit()\n", "form": "completion"},
+        {"task_id": "HumanEval/0", "answer": "~~~\ndef add(a, b):\n    return a + b\ninput()\n~~~", "form": "chat"},
+        {"task_id": "HumanEval/1", "answer": "<think>```def twice(s): return s```", "form": "chat"},
+        {"task_id": "HumanEval/1", "solution": "Sure:\n```python\ndef twice(s):\n    return s * 2\n```\n"},
+    ]
+    report = score(read_samples(write_jsonl(tmp_path / "s.jsonl", rows), problems), problems, judge)
+    assert [v.passed for v in report.verdicts] == [True, True, False, True]
+    assert report.as_written["passed"] == 0
+    assert report.samples[0].raw == rows[0]["answer"] and report.samples[0].completion == rows[0]["answer"]
+
+
 def test_problems_without_samples_are_reported(tmp_path, problems, judge):
     path = write_jsonl(tmp_path / "s.jsonl", [{"task_id": "HumanEval/1", "completion": "    return 1"}])
     report = score(read_samples(path, problems), problems, judge)
@@ -221,6 +290,9 @@ def test_problems_without_samples_are_reported(tmp_path, problems, judge):
         ({"task_id": "HumanEval/0", "completion": 3}, "as text"),
         ({"task_id": "HumanEval/0", "solution": None}, "as text"),
         ({"task_id": ["a"], "solution": ""}, "as text"),
+        ({"task_id": "HumanEval/0", "answer": ""}, "sample 1 has no 'form'"),
+        ({"task_id": "HumanEval/0", "answer": "", "form": "prose"}, "form completion or chat"),
+        ({"task_id": "HumanEval/0", "answer": 1, "form": "chat"}, "as text"),
     ],
 )
 def test_bad_sample_files_are_refused(tmp_path, problems, line, message):
@@ -261,7 +333,7 @@ def test_known_verdicts_are_reused(tmp_path, problems, judge):
     path.write_bytes(path.read_bytes() + b'{"prog')  # killed while writing
     with VerdictFile(path, conditions) as verdicts:
         assert len(verdicts.known) == 2
-        known = {VerdictFile.key(samples[0]): Outcome("killed", "as the file says", None)}
+        known = {VerdictFile.key("HumanEval/0", samples[0].solution): Outcome("killed", "as the file says", None)}
         verdicts.known.update(known)
         again: Report = score(samples, problems, judge, verdicts=verdicts)
     assert again.verdicts[0].outcome.error == "as the file says" and again.verdicts[1] == report.verdicts[1]
