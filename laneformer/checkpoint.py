@@ -159,6 +159,12 @@ def checkpoint_files(path: str | Path) -> Path:
     return path.parent.parent if path.parent.name == STEPS else path
 
 
+def is_run(path: str | Path) -> bool:
+    """Whether a path is a training run or one step of a run."""
+    path = Path(path)
+    return not (path / "config.json").exists() and any((path / name).is_dir() for name in (STEPS, META))
+
+
 def complete_steps(run: Path) -> list[int]:
     """Completely saved steps of a run, ascending. Orbax renames a step's folder after writing its last file."""
     folder = Path(run) / STEPS

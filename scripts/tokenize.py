@@ -13,6 +13,7 @@ run again, it resumes and writes the same result.
 
 import datetime
 import hashlib
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ import tokenizers
 import tyro
 
 from infer.text.chat_template import ChatTemplate
+from infer.text.tokenizer import tokens_before
+from infer.text.tokenizer_files import CONFIG, read_settings, special_names
 from laneformer.errors import ConfigError, InputError, run_command, writing
 from train.data.store import TokenStore
 from train.tokenizing import fim
@@ -86,8 +89,10 @@ class Options:
     """Approximate bytes of text to train the BPE on, chosen by hash (the first ones of a streamed dataset)."""
     end_token: str = END_OF_TEXT
     """Token after every document."""
-    begin_token: str = ""
-    """Token before every document, for tokenizers whose models expect one (default: none)."""
+    begin_token: str | None = None
+    """Token before every document; '' for none (default: the tokens that the tokenizer puts before every text; with
+    --chat none, because the template writes them).
+    """
     fim_rate: float = 0.0
     """Share of the training documents to rearrange for fill-in-the-middle (arXiv 2207.14255), cut at random
     characters.
@@ -210,6 +215,7 @@ def settings(
     source: Files | Dataset,
     survey: Survey | None,
     tokenizer_file: bytes,
+    begin: str,
     template: ChatTemplate | None,
 ) -> dict[str, Any]:
     """Everything that the result depends on, for the manifest. A folder with equal settings is not written again."""
@@ -217,7 +223,7 @@ def settings(
         ids = {
             "tokenizer": hashlib.sha256(tokenizer_file).hexdigest(),
             "end_token": options.end_token,
-            "begin_token": options.begin_token,
+            "begin_token": begin,
         }
     else:
         ids = {"train_bpe": options.train_bpe, "bpe_sample_bytes": options.bpe_sample_bytes}
@@ -256,7 +262,10 @@ def tokenize(options: Options) -> str:
     survey = None if options.streaming else Survey.of(source.documents())
     if survey and not survey.documents:
         raise no_text(source, survey.units)
-    wanted = settings(options, source, survey, tokenizer_file, template)
+    decided = _tokens_before(options, tokenizer)
+    before = decided or ()
+    begin = " ".join(map(tokenizer.id_to_token, before)) if tokenizer else ""
+    wanted = settings(options, source, survey, tokenizer_file, begin, template)
     if not options.overwrite and is_finished(options.out, wanted):
         counts = _counts(TokenStore.open(options.out))
         return f"{options.out}: already tokenized with these settings, nothing to do ({counts})"
@@ -268,19 +277,22 @@ def tokenize(options: Options) -> str:
         trained = train_bpe(sample(source, survey, held_out, options.bpe_sample_bytes), options.train_bpe)
         tokenizer_file = trained.to_str(pretty=True).encode()
         tokenizer = load_tokenizer(tokenizer_file, "the trained BPE")
-    eos_id, bos_id, middle = _marks(options, tokenizer)
+    eos_id, middle = _marks(options, tokenizer)
+    bos_id = before[0] if before else None
     job = Job(
         out=options.out,
         source=source,
         survey=survey,
         validation_fraction=fraction,
         held_out=held_out,
-        encoder=ChatEncoder(template, eos_id, bos_id) if template else TextEncoder(tokenizer, middle, held_out),
+        encoder=ChatEncoder(template, eos_id, bos_id)
+        if template
+        else TextEncoder(tokenizer, middle, held_out, before[1:]),
         tokenizer_file=tokenizer_file,
         vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
         eos_id=eos_id,
         bos_id=bos_id,
-        template_files=template.files() if template else {},
+        beside=template.files() if template else _settings_file(options, decided),
         shard_tokens=options.shard_tokens,
         settings=wanted,
     )
@@ -290,15 +302,37 @@ def tokenize(options: Options) -> str:
     return f"{options.out}: {_counts(TokenStore.open(options.out))}{noted}, {time.perf_counter() - start:.1f} s"
 
 
-def _marks(options: Options, tokenizer: tokenizers.Tokenizer) -> tuple[int, int | None, fim.FillInTheMiddle | None]:
-    """Ids of the end and begin tokens, and the rearrangement for filling in the middle. Raises InputError."""
+def _tokens_before(options: Options, tokenizer: tokenizers.Tokenizer | None) -> tuple[int, ...] | None:
+    """The tokens before every document; None if neither the options nor the tokenizer decide. Raises InputError."""
+    if options.begin_token:
+        return (token_id(tokenizer, options.begin_token, "--begin-token", str(options.tokenizer)),)
+    if options.begin_token is not None:
+        return ()
+    if tokenizer is None or options.chat:
+        return None
+    return tokens_before(tokenizer, read_settings(options.tokenizer.parent))
+
+
+def _settings_file(options: Options, before: tuple[int, ...] | None) -> dict[str, bytes]:
+    """The tokenizer_config.json of text, so that prompts begin like its documents: name -> content; {} if nothing
+    decides what is before them.
+    """
+    if before is None:
+        return {}
+    names = special_names(read_settings(options.tokenizer.parent))
+    names |= {"bos_token": options.begin_token} if options.begin_token else {}
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "add_bos_token": bool(before)}
+    return {CONFIG: (json.dumps(values, indent=1) + "\n").encode()}
+
+
+def _marks(options: Options, tokenizer: tokenizers.Tokenizer) -> tuple[int, fim.FillInTheMiddle | None]:
+    """Id of the end token, and the rearrangement for filling in the middle. Raises InputError."""
     name = str(options.tokenizer or "the trained BPE")
     eos_id = token_id(tokenizer, options.end_token, "--end-token", name)
-    bos_id = token_id(tokenizer, options.begin_token, "--begin-token", name) if options.begin_token else None
     if not options.fim_rate:
-        return eos_id, bos_id, None
+        return eos_id, None
     marks = [token_id(tokenizer, token, "--fim-tokens", name) for token in options.fim_tokens]
-    return eos_id, bos_id, fim.FillInTheMiddle(options.fim_rate, options.fim_spm_rate, *marks)
+    return eos_id, fim.FillInTheMiddle(options.fim_rate, options.fim_spm_rate, *marks)
 
 
 def _counts(store: TokenStore) -> str:

@@ -205,13 +205,12 @@ def read_text(options: Options, config: ModelConfig) -> Text:
     if tokenizer is None:
         raise ConfigError(f"--text needs a tokenizer.json beside the checkpoint {options.engine.checkpoint}")
     texts = []
-    for path in (options.prompt_file, options.text):
+    for path, encode in ((options.prompt_file, tokenizer.encode), (options.text, tokenizer.encode_continuation)):
         try:
-            texts.append(tokenizer.encode(path.read_text(encoding="utf-8")))
+            texts.append(encode(path.read_text(encoding="utf-8")))
         except UnicodeDecodeError:
             raise InputError(f"{path} is not UTF-8 text: convert it") from None
     prompt, answer = texts
-    answer = answer[tokenizer.bos_token_id is not None :]
     return Text(tuple(prompt), tuple(answer), f"{options.prompt_file}, answers forced to {options.text}")
 
 

@@ -105,7 +105,7 @@ class Engine:
         precision: Precision | None = None,
         **options: Any,
     ) -> "Engine":
-        """An engine for a checkpoint, with the tokenizer.json beside it if the file exists.
+        """An engine for a checkpoint, with the tokenizer beside it if there is one.
 
         path, dtype, num_lanes, precision: as for laneformer.load; precision.param follows dtype. devices: number of
         devices to spread the lanes over. backend, options: as for the constructor. Raises CheckpointError or
@@ -197,7 +197,7 @@ class Engine:
         if isinstance(text, str):
             if self.tokenizer is None:
                 raise InputError("a prediction in text needs a tokenizer, and the model has none: give token ids")
-            text = self.tokenizer.encode(text)[self.tokenizer.bos_token_id is not None :]
+            text = self.tokenizer.encode_continuation(text)
         ids = np.asarray(text[: self.config.max_position_embeddings])
         if ids.size and (ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer)):
             raise InputError(f"a prediction must be a string or a list of token ids, got {ids.dtype} {list(ids.shape)}")
@@ -288,7 +288,7 @@ class Engine:
     ) -> Generation:
         """Starts a generation and returns the iterator over its tokens.
 
-        prompt: text, to which the tokenizer adds the begin-of-text token, or token ids, which are used unchanged.
+        prompt: text, before which the tokenizer may put tokens, or token ids, which are used unchanged.
         max_new_tokens: by default as many as fit the context.
         stop_tokens: by default the config's eos_token_id; () for none. They are not yielded.
         stop_strings: the text ends before the first of them. They are searched for in the answer's text, which does not

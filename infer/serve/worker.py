@@ -232,15 +232,8 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
         "seconds": time.perf_counter() - began,
     }
     connection.send(("ready", facts))
-    special = {} if folder is None else special_tokens(folder / "tokenizer.json")
     alone, drafts = not model.engine.distributed, bool(conditions.get("speculation"))
-    _Worker(connection, engine, chat, no_chat, special, alone, drafts).run()
-
-
-def special_tokens(file: Path) -> dict[int, bytes]:
-    """Id -> name, in UTF-8, of the special tokens in a tokenizer.json, which have no text."""
-    added = json.loads(file.read_bytes()).get("added_tokens", []) if file.is_file() else []
-    return {token["id"]: token["content"].encode() for token in added if token.get("special")}
+    _Worker(connection, engine, chat, no_chat, alone, drafts).run()
 
 
 class _Worker:
@@ -254,14 +247,13 @@ class _Worker:
         engine: "Engine",
         chat: "ChatTemplate | None",
         no_chat: str | None,
-        special: dict[int, bytes],
         alone: bool = True,
         drafts: bool = False,
     ):
-        """no_chat: the reason why there is no chat template. special: id -> name of tokens without text. alone: whether
-        the job has no other processes. drafts: whether the engine makes drafts.
+        """no_chat: the reason why there is no chat template. alone: whether the job has no other processes. drafts:
+        whether the engine makes drafts.
         """
-        self._connection, self._engine, self._special = connection, engine, special
+        self._connection, self._engine = connection, engine
         self._chat, self._no_chat = chat, no_chat
         eos = engine.config.eos_token_id
         self._drafts = drafts
@@ -457,8 +449,9 @@ class _Worker:
         return found and Drafting(*(getattr(found, name) for name in Drafting._fields))
 
     def _named(self, token: int, logprob: float) -> Named:
-        text = b"" if self._engine.tokenizer is None else self._engine.tokenizer.token_bytes(token)
-        return Named(text or self._special.get(int(token), f"token_id:{int(token)}".encode()), max(logprob, LOWEST))
+        tokenizer, unknown = self._engine.tokenizer, f"token_id:{int(token)}".encode()
+        text = b"" if tokenizer is None else tokenizer.token_bytes(token) or tokenizer.special_names.get(int(token))
+        return Named(text or unknown, max(logprob, LOWEST))
 
     def _send(self, *message: Any) -> None:
         with self._sending, suppress(OSError):  # if the pipe is closed, the receiving thread ends the process

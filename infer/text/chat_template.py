@@ -23,11 +23,20 @@ from infer.text.call_grammars import call_grammar
 from infer.text.channels import Channels, Harmony, Part, Parts
 from infer.text.grammar import Grammar
 from infer.text.thinking import Thinking, ThinkMarks
+from infer.text.tokenizer_files import (
+    CONFIG,
+    TOKENIZER,
+    find_vocabulary,
+    read_settings,
+    read_tokenizer,
+    special_names,
+    unread,
+)
 from infer.text.tool_calls import HARMONY, HERMES, HarmonyReader, Reader, TextReader, ToolRequest, find_format
 from laneformer.errors import CheckpointError, InputError
-from laneformer.files import parse_json, read_file
+from laneformer.files import read_file
 
-TEMPLATE, CONFIG, TOKENIZER = "chat_template.jinja", "tokenizer_config.json", "tokenizer.json"
+TEMPLATE = "chat_template.jinja"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
 # The default for a tokenizer that has these two tokens but no template. It refuses parts of messages that it cannot
 # write.
@@ -155,28 +164,18 @@ class ChatTemplate:
         without tokenizer or template, InputError for an invalid template.
         """
         folder = Path(folder)
-        try:
-            tokenizer = tokenizer or tokenizers.Tokenizer.from_buffer(read_file(folder / TOKENIZER))
-        except CheckpointError:
-            raise
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(
-                f"{folder / TOKENIZER} is not a readable tokenizer.json ({error}): copy it again"
-            ) from None
+        if tokenizer is None:
+            vocabulary = find_vocabulary(folder)
+            if vocabulary is None:
+                raise CheckpointError(unread(folder) or f"{folder} has no {TOKENIZER}: add the file")
+            tokenizer = read_tokenizer(vocabulary)
+        settings = read_settings(folder)
         try:
             config = read_file(folder / CONFIG) if (folder / CONFIG).exists() else None
-            fields = parse_json(config or "{}")
-            tokens = {
-                key: value if isinstance(value, str) else value["content"]
-                for key, value in fields.items()
-                if key.endswith("_token") and isinstance(value, str | dict)
-            }
-            own = fields.get("chat_template")
+            own = settings.get("chat_template")
             if isinstance(own, list):
                 own = {each["name"]: each["template"] for each in own}["default"]
-        except CheckpointError:
-            raise
-        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (OSError, TypeError, KeyError) as error:
             raise CheckpointError(
                 f"cannot read {folder / CONFIG} ({type(error).__name__}: {error}): copy it again"
             ) from None
@@ -195,7 +194,7 @@ class ChatTemplate:
             source, name = CHATML, "the default chat template"
         else:
             raise CheckpointError(f"{folder} has no chat template: put a {TEMPLATE} there, or name a template file")
-        return cls(source, tokenizer, tokens, name=name, config=config, now=now)
+        return cls(source, tokenizer, special_names(settings), name=name, config=config, now=now)
 
     @functools.cached_property
     def _written_end(self) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """scripts.tokenize: documents of text files, reproducible bytes, finished folders, FIM and errors."""
 
+import json
 import resource
 import subprocess
 import sys
@@ -213,8 +214,21 @@ def test_given_tokenizer_makes_the_ids(tmp_path, foreign, capsys):
     assert store.read("train", 0, 8).tolist() == [1, 3, 4, 3, 4, 3, 4, 2] and store.tokens("train") == 8
     assert (store.manifest.vocab_size, store.manifest.eos_id, store.manifest.bos_id) == (6, 2, 1)
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == foreign.read_bytes()
-    code, _, err = run(capsys, *args, "--end-token", "</s>")
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_bytes())["add_bos_token"] is True
+    assert "nothing to do" in run(capsys, *args, "--end-token", "</s>")[1]  # the tokenizer puts the same token there
+    code, _, err = run(capsys, *args, "--end-token", "</s>", "--begin-token", "")
     assert code == 2 and "begin_token (was <s>, now )" in err
+
+
+def test_several_tokens_before_a_text(tmp_path, foreign, capsys):
+    tokenizer = Tokenizer.from_file(str(foreign))
+    special = [("<s>", 1), ("<pad>", 5)]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<pad> <s> $A", special_tokens=special)
+    tokenizer.save(str(foreign))
+    (tmp_path / "a.txt").write_text("a b")
+    args = ("--out", tmp_path / "out", tmp_path / "a.txt", "--tokenizer", foreign, "--end-token", "</s>")
+    assert run(capsys, *args, "--validation-fraction", 0)[0] == 0
+    assert TokenStore.open(tmp_path / "out").read("train", 0, 5).tolist() == [5, 1, 3, 4, 2]
 
 
 @pytest.mark.parametrize(

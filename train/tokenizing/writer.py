@@ -39,8 +39,8 @@ class Job:
     vocab_size: int
     eos_id: int
     bos_id: int | None
-    template_files: dict[str, bytes]
-    """Name -> content of the chat template's files; empty without a template."""
+    beside: dict[str, bytes]
+    """Name -> content of further files of the tokenizer."""
     shard_tokens: int
     settings: dict[str, Any]
     """Everything that the result depends on, for the manifest."""
@@ -73,8 +73,8 @@ def write(job: Job) -> int:
                 )
         for file in (TEMPLATE, CONFIG):  # before the manifest, which marks the folder as finished
             (job.out / file).unlink(missing_ok=True)
-            if file in job.template_files:
-                (job.out / file).write_bytes(job.template_files[file])
+            if file in job.beside:
+                (job.out / file).write_bytes(job.beside[file])
         writer.finish(
             {
                 "settings": job.settings,

@@ -141,13 +141,10 @@ def test_special_tokens_have_no_text(wrapped):
     assert stream(tokenizer, [end, 10**6]) == (["", ""], "")  # 10**6 stands for a padding row of the embedding table
 
 
-def test_begin_of_text_is_prepended(tmp_path):
-    byte_level().save(str(tmp_path / "tokenizer.json"))
-    tokenizer = Tokenizer.find(tmp_path, bos_token_id=7)
-    assert tokenizer.encode("a") == [7, *Tokenizer.find(tmp_path).encode("a")]
-    assert tokenizer.encode("") == [7]
-    with pytest.raises(InputError, match="Unicode"):
-        tokenizer.encode("\udc80")
+def test_text_that_is_not_unicode_is_refused(wrapped):
+    for encode in (wrapped["byte_level"].encode, wrapped["byte_level"].encode_continuation):
+        with pytest.raises(InputError, match="Unicode"):
+            encode("\udc80")
 
 
 def test_truncation_and_padding_are_ignored(tmp_path):
