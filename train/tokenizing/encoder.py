@@ -1,5 +1,6 @@
 """Encodes documents to token ids, a group at a time, and trains a BPE if no tokenizer is given."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
@@ -8,6 +9,7 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from infer.text.chat_template import TURN_END, TURN_START, ChatTemplate
+from infer.text.tokenizer import unprefixed
 from laneformer.errors import InputError
 from train.tokenizing import fim
 from train.tokenizing.documents import Document, place
@@ -23,6 +25,8 @@ PIECES = (
 ALPHABET = 256 + len(SPECIAL_TOKENS)  # every byte, and the special tokens
 GROUP_BYTES = 1 << 22  # bytes per call of the tokenizer, which encodes the documents of a call in parallel
 PIECE_CHARS = 1 << 20  # characters; longer documents are encoded in pieces, in parallel and with bounded memory
+NEAR_CHARS = 256  # characters on each side of a place that decide whether a text may be cut there
+MOST_TRIES = 64  # places that are tried, after line ends, before spaces and anywhere, before a piece becomes longer
 
 T = TypeVar("T")
 END = object()
@@ -113,32 +117,90 @@ def ahead(items: Iterator[T]) -> Iterator[T]:
 
 
 class TextEncoder:
-    """Encodes texts to token ids. middle: rearranges training texts, those with a `place` of at least `share`."""
+    """Encodes texts to token ids. A document in pieces has the ids that it has as a whole."""
 
-    def __init__(self, tokenizer: Tokenizer, middle: fim.FillInTheMiddle | None = None, share: float = 0.0):
-        self.tokenizer, self.middle, self.share = tokenizer, middle, share
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        middle: fim.FillInTheMiddle | None = None,
+        share: float = 0.0,
+        before: Sequence[int] = (),
+    ):
+        """middle: rearranges training texts, those with a `place` of at least `share`. before: tokens before every
+        text.
+        """
+        self.middle, self.share, self.before = middle, share, list(before)
+        self._tokenizers = {True: tokenizer, False: unprefixed(tokenizer)}  # by whether a text begins a document
 
     def __call__(self, documents: Sequence[Document]) -> list[Encoded]:
         parts = [self._parts(document) for document in documents]
-        ids = (
-            np.array(encoding.ids, np.uint32)
-            for texts in grouped((part for each in parts for part in each if isinstance(part, str)), len)
-            for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        )
+        texts = (part for each in parts for part in each if not isinstance(part, int))
+        ids = (each for group in grouped(texts, lambda part: len(part.text)) for each in self._encode(group))
         return [
             Encoded(
                 document,
-                np.concatenate([next(ids) if isinstance(part, str) else np.array([part], np.uint32) for part in each]),
+                np.concatenate([np.array([part] if isinstance(part, int) else next(ids), np.uint32) for part in each]),
                 document.size,
                 None,
             )
             for document, each in zip(documents, parts, strict=True)
         ]
 
-    def _parts(self, document: Document) -> list[int | str]:
+    def _encode(self, parts: Sequence[fim.Text]) -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+        for begins, tokenizer in self._tokenizers.items():
+            places = [n for n, part in enumerate(parts) if part.begins is begins]
+            encodings = tokenizer.encode_batch_fast([parts[n].text for n in places], add_special_tokens=False)
+            found |= {n: encoding.ids for n, encoding in zip(places, encodings, strict=True)}
+        return [found[n] for n in range(len(parts))]
+
+    def _parts(self, document: Document) -> list[int | fim.Text]:
         rearranged = self.middle and place(document.key) >= self.share
-        whole = self.middle.parts(document.content, document.key) if rearranged else [document.content]
-        return [piece for part in whole for piece in ([part] if isinstance(part, int) else pieces(part, PIECE_CHARS))]
+        whole = (
+            self.middle.parts(document.content, document.key)
+            if rearranged
+            else [fim.Text(document.content, begins=True)]
+        )
+        return self.before + [
+            piece for part in whole for piece in ([part] if isinstance(part, int) else self._pieces(part))
+        ]
+
+    def _pieces(self, part: fim.Text) -> Iterator[fim.Text]:
+        """Pieces of about PIECE_CHARS, with the same ids as the whole text. A piece is longer if the text has no place
+        where it can be cut.
+        """
+        start, stop = 0, PIECE_CHARS
+        while stop < len(part.text):
+            if (cut := self._cut(part.text, start, stop)) is None:
+                stop += PIECE_CHARS
+                continue
+            yield fim.Text(part.text[start:cut], part.begins and not start)
+            start, stop = cut, cut + PIECE_CHARS
+        yield fim.Text(part.text[start:], part.begins and not start)
+
+    def _cut(self, text: str, start: int, stop: int) -> int | None:
+        """The last place up to `stop` where no token crosses and neither side changes the other's tokens; None if there
+        is none among the places that are tried.
+        """
+        first = max(start + 1, stop - PIECE_CHARS // 2)
+        kinds = (
+            lambda place: text[place - 1] == "\n" and not text[place].isspace(),
+            lambda place: text[place].isspace() and not text[place - 1].isspace(),
+            lambda place: True,
+        )
+        for fits in kinds:
+            places = filter(fits, range(stop, first - 1, -1))
+            for cut in itertools.islice(places, MOST_TRIES):
+                if self._independent(text[max(start, cut - NEAR_CHARS) : cut], text[cut : cut + NEAR_CHARS]):
+                    return cut
+        return None
+
+    def _independent(self, before: str, after: str) -> bool:
+        whole, *sides = (
+            self._tokenizers[False].encode(text, add_special_tokens=False).ids
+            for text in (before + after, before, after)
+        )
+        return whole == sides[0] + sides[1]
 
 
 class ChatEncoder:

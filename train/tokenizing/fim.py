@@ -2,8 +2,17 @@
 
 import hashlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 TOKENS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>")
+
+
+class Text(NamedTuple):
+    """A text to encode separately."""
+
+    text: str
+    begins: bool
+    """Whether it begins a document, before which some tokenizers put a space."""
 
 
 @dataclass(frozen=True)
@@ -22,14 +31,17 @@ class FillInTheMiddle:
     middle_id: int
     suffix_id: int
 
-    def parts(self, text: str, key: bytes) -> list[int | str]:
-        """The document as texts to encode separately, and token ids between them."""
+    def parts(self, text: str, key: bytes) -> list[int | Text]:
+        """The document as texts to encode separately, and token ids between them. Only the prefix begins the document,
+        even if it is empty, because a model that fills in a middle continues other text.
+        """
         numbers = hashlib.blake2b(key, digest_size=32, person=b"fill-in-middle").digest()
         whether, which, *cuts = (int.from_bytes(numbers[i : i + 8], "big") / 2**64 for i in range(0, 32, 8))
         if whether >= self.rate:
-            return [text]
+            return [Text(text, begins=True)]
         first, second = sorted(int(cut * (len(text) + 1)) for cut in cuts)
-        prefix, middle, suffix = text[:first], text[first:second], text[second:]
+        prefix = Text(text[:first], begins=True)
+        middle, suffix = Text(text[first:second], begins=False), Text(text[second:], begins=False)
         if which < self.spm_rate:
             return [self.prefix_id, self.suffix_id, suffix, self.middle_id, prefix, middle]
         return [self.prefix_id, prefix, self.suffix_id, suffix, self.middle_id, middle]

@@ -1,12 +1,14 @@
 """Encoding: text round-trips through a trained BPE, pieces make up the text, and work done ahead keeps its order."""
 
 import itertools
+import random
 import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from train.tokenizing import encoder, fim
 from train.tokenizing.documents import Document
@@ -71,6 +73,72 @@ def test_texts_of_a_group_keep_their_ids_apart(trained, monkeypatch):
         if {1, 2, 3} <= set(ids.tolist())
     ]
     assert 1 < len(changed) < len(made)
+
+
+def prefixing():
+    """Tokenizers that put a space before a text, by name, each trained on this project's code."""
+    lines = Path(encoder.__file__).read_text(encoding="utf-8")
+    prepend = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    spaces = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    always = pre_tokenizers.Metaspace(prepend_scheme="always", split=True)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    parts = {"llama2": (prepend, None), "mistral": (None, spaces), "t5": (None, always), "roberta": (None, byte_level)}
+    for name, (normalizer, pre_tokenizer) in parts.items():
+        made = Tokenizer(models.BPE(unk_token="<unk>"))
+        made.normalizer, made.pre_tokenizer = normalizer, pre_tokenizer
+        # Without pre-tokenizer, pairs are learned only within lines, as sentencepiece does.
+        source = lines.splitlines() if pre_tokenizer in (None, spaces) else [lines]
+        alphabet = [*pre_tokenizers.ByteLevel.alphabet(), "\n", "▁", *map(chr, range(33, 127))]
+        trainer = trainers.BpeTrainer(
+            vocab_size=500, special_tokens=["<unk>"], initial_alphabet=alphabet, show_progress=False
+        )
+        made.train_from_iterator(source, trainer)
+        yield pytest.param(made, id=name)
+
+
+GPT2 = Tokenizer(
+    models.BPE({piece: n for n, piece in enumerate([*pre_tokenizers.ByteLevel.alphabet(), "ĊĊ"])}, [("Ċ", "Ċ")])
+)
+GPT2.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+
+
+@pytest.mark.parametrize("made", [*prefixing(), pytest.param(GPT2, id="gpt2")])
+@given(st.integers(0, 2**32), st.sampled_from(["", " ", "\n\n", "é "]))
+@settings(deadline=None, max_examples=25)
+def test_documents_in_pieces_have_the_tokens_of_the_whole(made, seed, start):
+    words, source = random.Random(seed), Path(encoder.__file__).read_text(encoding="utf-8").split(" ")
+    text = start + "".join(words.choice([" ", "\n", "\n\n", "  "]) + words.choice(source) for _ in range(300))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "PIECE_CHARS", 120)
+        encode = encoder.TextEncoder(made)
+        assert len([*encode._pieces(fim.Text(text, begins=True))]) > 2
+        [found] = encode([Document.of(0, text)])
+    assert found.ids.tolist() == made.encode(text, add_special_tokens=False).ids
+
+
+@pytest.mark.parametrize("made", [*prefixing()])
+def test_parts_in_the_middle_have_no_space_before_them(made):
+    text = Path(encoder.__file__).read_text(encoding="utf-8")[:3000]
+    middle, count = fim.FillInTheMiddle(1.0, 0.5, 10_001, 10_002, 10_003), 0
+    for n in range(20):
+        document = Document.of(n, text[n * 100 :])
+        _, *rest = middle.parts(document.content, document.key)
+        [found] = encoder.TextEncoder(made, middle)([document])
+        for part in rest:
+            if isinstance(part, fim.Text) and not part.begins and part.text:
+                # A text behind a character that merges with nothing has the tokens of a continuation.
+                after = made.encode(f"\x00{part.text}", add_special_tokens=False)
+                expected = [token for token, (_, end) in zip(after.ids, after.offsets, strict=True) if end > 1]
+                assert "".join(map(str, expected)) in "".join(map(str, found.ids.tolist()))
+                count += 1
+    assert count > 30
+
+
+def test_a_text_without_a_place_to_cut_stays_whole(monkeypatch):
+    made = Tokenizer(models.BPE({"a": 0, "aa": 1, "aaaa": 2}, [("a", "a"), ("aa", "aa")]))
+    monkeypatch.setattr(encoder, "PIECE_CHARS", 10)
+    [found] = encoder.TextEncoder(made, before=[7, 8])([Document.of(0, "a" * 103)])
+    assert found.ids.tolist() == [7, 8] + [2] * 25 + [1, 0]
 
 
 def test_ahead_keeps_order_and_runs_in_parallel():

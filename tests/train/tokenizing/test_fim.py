@@ -12,11 +12,11 @@ PREFIX, MIDDLE, SUFFIX = 1, 2, 3
 def undo(parts):
     """The document, restored from the order of its parts in the paper, for both modes."""
     if len(parts) == 1:
-        return parts[0]
+        return parts[0].text
     match parts:
-        case [1, str(prefix), 3, str(suffix), 2, str(middle)]:
+        case [1, (str(prefix), True), 3, (str(suffix), False), 2, (str(middle), False)]:
             return prefix + middle + suffix
-        case [1, 3, str(suffix), 2, str(prefix), str(middle)]:
+        case [1, 3, (str(suffix), False), 2, (str(prefix), True), (str(middle), False)]:
             return prefix + middle + suffix
     raise AssertionError(parts)
 
@@ -37,7 +37,7 @@ def test_shares_and_cuts_are_as_requested():
     assert abs(len(changed) / 4000 - 0.7) < 0.03 and abs(len(spm) / len(changed) - 0.25) < 0.03
     # Two uniform cuts leave three parts of a third each on average, and reach both ends.
     psm = [parts for parts in changed if parts[1] != SUFFIX]
-    lengths = [[len(parts[i]) for parts in psm] for i in (1, 5, 3)]
+    lengths = [[len(parts[i].text) for parts in psm] for i in (1, 5, 3)]
     assert all(abs(sum(each) / len(each) - 333) < 20 for each in lengths)
     assert all(min(each) <= 3 for each in lengths) and all(max(each) > 950 for each in lengths)
 
@@ -50,5 +50,5 @@ def test_rates_zero_and_one_are_exact():
 
 def test_cuts_can_be_anywhere():
     made = FillInTheMiddle(1, 0, PREFIX, MIDDLE, SUFFIX)
-    found = {tuple(made.parts("ab", digest(str(i).encode()))[j] for j in (1, 5, 3)) for i in range(300)}
+    found = {tuple(made.parts("ab", digest(str(i).encode()))[j].text for j in (1, 5, 3)) for i in range(300)}
     assert found == {("", "", "ab"), ("", "a", "b"), ("", "ab", ""), ("a", "", "b"), ("a", "b", ""), ("ab", "", "")}
