@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,13 +13,15 @@ import jax.numpy as jnp
 import tyro
 
 from infer.bench.latency import weight_bytes
+from infer.engine.defaults import FILE, SamplingOptions, named, recommended
 from infer.engine.engine import Engine
 from infer.engine.generation import Generation, Result
 from infer.engine.job import is_first_process, open_engine, show_log, take_devices
 from infer.engine.options import JobEngineOptions
-from infer.sampling import Sampling
 from laneformer.errors import ConfigError, InputError
 from laneformer.weights import kv_bytes_per_token
+
+log = logging.getLogger("infer")
 
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "seed")  # settings that greedy decoding does not read
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
@@ -38,8 +41,10 @@ class Options:
     """Token ids to continue, for example 1,2,3, for a checkpoint without tokenizer.json."""
     max_new_tokens: int = 256
     """Maximum number of tokens to generate; the context also ends the text."""
-    sampling: tyro.conf.OmitArgPrefixes[Sampling] = Sampling()  # noqa: RUF009  frozen
-    """How tokens are chosen (infer/sampling.py has the definition)."""
+    sampling: tyro.conf.OmitArgPrefixes[SamplingOptions] = SamplingOptions()  # noqa: RUF009  frozen
+    """How tokens are chosen (infer/sampling.py has the definition). By default as the checkpoint's
+    generation_config.json recommends, otherwise greedy.
+    """
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """End the text before this string; may be repeated."""
     ignore_eos: bool = False
@@ -57,7 +62,12 @@ def run(options: Options) -> int:
     if options.top_logprobs and not options.json:
         raise ConfigError("--top-logprobs needs --json")
     prompt = read_prompt(options)
+    defaults = recommended(options.engine.checkpoint)
+    used = {name: value for name, value in defaults.items() if getattr(options.sampling, name) is None}
+    options = dataclasses.replace(options, sampling=options.sampling.over(defaults))
     take_devices(options.engine)
+    if used:
+        log.info("sampling by default: %s (%s)", named(used), FILE)
     engine = open_engine(options.engine, **options.engine.drafts())
     compiled = engine.warmup(len(engine.encode(prompt)), options.max_new_tokens, options.top_logprobs)
     generation = engine.generate(

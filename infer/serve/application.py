@@ -8,7 +8,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -130,8 +130,14 @@ class Api:
         known = (
             {"conditions": facts["conditions"], "chat": facts["chat"], "tools": facts["tool_format"]} if facts else {}
         )
+        known |= {"recommended_sampling": self._recommended} if self._recommended else {}
         context = {"max_model_len": facts["conditions"]["context"]} if facts else {}
         return {"id": self._model, "object": "model", "created": 0, "owned_by": "laneformer", **context, **known}
+
+    @property
+    def _recommended(self) -> dict[str, Any]:
+        """The model's own sampling settings, after the engine has reported them."""
+        return self._engine.facts.get("recommended_sampling", {})
 
     def _require(self, model: str | None) -> None:
         if model not in (None, self._model) and not self._any_model_name:
@@ -151,7 +157,7 @@ class Api:
 
     async def responses(self, request: Request) -> Response:
         asked = await _read(request, read_items)
-        call = _parsed(lambda: read_call(asked.chat, chat=True))
+        call = _parsed(lambda: read_call(asked.chat, chat=True, recommended=self._recommended))
         try:
             return await self._answer(request, call.warned(*asked.ignored), partial(ItemAnswer, asked=asked))
         except ApiError as error:
@@ -163,7 +169,9 @@ class Api:
         raise ApiError(400, "/v1/embeddings is not supported: this server generates text", code="unsupported_route")
 
     async def _generate(self, request: Request, chat: bool) -> Response:
-        return await self._answer(request, await _read(request, partial(read_call, chat=chat)), Answer)
+        return await self._answer(
+            request, await _read(request, partial(read_call, chat=chat, recommended=self._recommended)), Answer
+        )
 
     async def _answer(self, request: Request, call: Call, form: Callable[..., Answer]) -> Response:
         """Generates the answer to a call. form: class of the answer."""

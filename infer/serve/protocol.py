@@ -3,7 +3,7 @@ answer would depend on it; otherwise the answer's warnings name it.
 """
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,7 +158,7 @@ class Call:
     model: str | None
     max_tokens: int | None
     sampling: dict[str, Any]
-    """Fields of infer.Sampling. The defaults are OpenAI's: temperature 1 and a random seed."""
+    """Fields of infer.Sampling. Defaults are the model's own, otherwise OpenAI's: temperature 1 and a random seed."""
     stop: tuple[str, ...]
     stop_token_ids: tuple[int, ...]
     """Stop tokens besides the model's."""
@@ -213,8 +213,11 @@ class Call:
         return "messages" if self.chat else "prompt"
 
 
-def read_call(fields: dict[str, Any], chat: bool) -> Call:
-    """The request in the fields of a body. Raises ApiError with the name of the parameter."""
+def read_call(fields: dict[str, Any], chat: bool, recommended: Mapping[str, Any] | None = None) -> Call:
+    """The request in the fields of a body. Raises ApiError with the name of the parameter.
+
+    recommended: the model's own sampling settings, for those that the body does not have.
+    """
     left = {name: value for name, value in fields.items() if value is not None}
     ignored: list[str] = []
     prompt = _messages(left, ignored) if chat else _prompt(left)
@@ -232,7 +235,7 @@ def read_call(fields: dict[str, Any], chat: bool) -> Call:
         n=_count(left, "n", 1, 1, MOST_CHOICES),
         model=_take(left, "model", str),
         max_tokens=_max_tokens(left, None if chat else COMPLETION_TOKENS),
-        sampling={"temperature": 1.0, "seed": secrets.randbits(53), **given},
+        sampling={"temperature": 1.0, "seed": secrets.randbits(53), **(recommended or {}), **given},
         stop=_stop(left),
         stop_token_ids=_stop_token_ids(left),
         ignore_eos=_take(left, "ignore_eos", bool, False),

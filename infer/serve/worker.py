@@ -11,6 +11,7 @@ The types of the messages must not need JAX, because the web process imports the
 
 import hashlib
 import json
+import logging
 import os
 import queue
 import sys
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from infer.engine.engine import Engine
     from infer.engine.generation import Generation, Result
     from infer.text.chat_template import ChatTemplate
+
+log = logging.getLogger("infer")
 
 WARM_PROMPT, WARM_ANSWER = 16, 16
 END_SECONDS = 10.0  # time limit for the processes of a job to end together
@@ -202,6 +205,7 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
     used.
     """
     from infer.engine.backend import on_host
+    from infer.engine.defaults import FILE, named, recommended
     from infer.engine.sources import is_recipe
     from infer.text.chat_template import ChatTemplate
     from laneformer.checkpoint import checkpoint_files
@@ -217,12 +221,16 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
         if model.chat_template is not None:
             raise
         no_chat = str(error)
+    sampling = recommended(checkpoint)
+    if sampling:
+        log.info("sampling by default: %s (%s)", named(sampling), FILE)
     engine.warmup(min(WARM_PROMPT, engine.config.max_position_embeddings - 1), WARM_ANSWER)
     conditions = {**engine.conditions, "random_weights": folder is None, "on_cpu": engine.backend == "cpu" or on_host()}
     facts = {
         "name": engine.name,
         "conditions": conditions,
         "parallel": engine.parallel,
+        "recommended_sampling": sampling,
         "chat": chat is not None,
         "tool_format": None if chat is None or chat.tool_format is None else chat.tool_format.name,
         "template_variables": [] if chat is None else sorted(chat.variables - chat.tokens.keys()),

@@ -15,6 +15,8 @@ from laneformer.hf import laneformer as own
 from laneformer.hf.dimensions import Dimensions
 from laneformer.hf.family import Family
 from laneformer.hf.fields import Fields
+from laneformer.hf.generation import FILE as GENERATION
+from laneformer.hf.generation import end_tokens, read_generation
 from laneformer.hf.laneformer import config_to_hf
 
 __all__ = [
@@ -119,14 +121,18 @@ def dimensions_from_hf(values: Mapping[str, Any]) -> Dimensions:
 
 
 def read_hf_config(path: str | Path, num_lanes: int | None = None) -> ModelConfig:
-    """The config of an HF folder; see `config_from_hf`.
+    """The config of an HF folder; see `config_from_hf`. eos_token_id is that of generation_config.json, if it has one.
 
     Raises CheckpointError for a missing or unreadable config.json, and ConfigError for invalid values.
     """
     file = Path(path) / "config.json"
-    values = read_values(file)
+    values, generation = read_values(file), read_generation(Path(path))
     try:
-        return config_from_hf(values, num_lanes)
+        config = config_from_hf(values, num_lanes)
+        if "eos_token_id" in generation:  # it decides in transformers, too
+            file = file.with_name(GENERATION)
+            config = config.replace(eos_token_id=end_tokens(generation["eos_token_id"]))
+        return config
     except ConfigError as error:
         raise ConfigError(f"{file}: {error}") from None
 

@@ -73,7 +73,8 @@ def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
     width = fields.size("moe_intermediate_size", 2048)
     shared = fields.size("n_shared_experts", 1, 0) * width
     return ModelConfig(
-        **fields.given("tie_word_embeddings", "bos_token_id"),
+        **fields.given("tie_word_embeddings"),
+        bos_token_id=fields.begin_token,
         vocab_size=fields.size("vocab_size"),
         hidden_size=fields.hidden,
         intermediate_size=width,

@@ -5,6 +5,7 @@ from typing import Any
 
 from laneformer.config import LARGEST, LARGEST_OTHER
 from laneformer.errors import ConfigError
+from laneformer.hf.generation import end_tokens
 
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 NO_EFFECT = frozenset(  # fields without effect on inference, such as bookkeeping, dropout and training
@@ -144,7 +145,12 @@ class Fields:
         return self.size("num_key_value_heads", self.size("num_attention_heads"))
 
     @property
+    def begin_token(self) -> int | None:
+        """Token that begins a text; a negative one means that there is none."""
+        token = self.get("bos_token_id")
+        return None if isinstance(token, int) and token < 0 else token
+
+    @property
     def end_tokens(self) -> tuple[int, ...]:
-        """Tokens that end a text; the field is a token, a list of tokens, or missing."""
-        eos = self.get("eos_token_id", [])
-        return tuple(eos) if isinstance(eos, list) else (eos,)
+        """Tokens that end a text."""
+        return end_tokens(self.get("eos_token_id"))

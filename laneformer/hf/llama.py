@@ -51,7 +51,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 QWEN_WINDOW, QWEN_FULL_LAYERS = 4096, 28
 MISTRAL_WINDOW = 4096
 NOPE_INTERVAL = 4
-READ = (*REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings", "bos_token_id")
+READ = (*REQUIRED, "num_key_value_heads", "head_dim", "tie_word_embeddings")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +103,7 @@ def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> Mode
         nope_layers=dialect.nope_layers(fields),
         rope_theta=theta,
         rope_scaling=scaling,
+        bos_token_id=fields.begin_token,
         eos_token_id=fields.end_tokens,
         num_lanes=1 if num_lanes is None else num_lanes,
         layout="tp",

@@ -227,7 +227,7 @@ def test_text_is_measured_with_drafts(capsys, tmp_path):
         (record,) = json.loads(file.read_text())
         c = record["conditions"]
         assert c["speculative"] is (most > 0) and c["engine"]["speculation"] == most
-        assert (c["prompt_tokens"], c["output_tokens"]) == (1 + len(code) + 17, len(code) + 17)
+        assert (c["prompt_tokens"], c["output_tokens"]) == (len(code) + 17, len(code) + 17)
         assert c["prompts"] == f"{text[3]}, answers forced to {text[1]}"
         note = f"speculative decoding, up to {most} drafts a pass: "
         assert any(note in line for line in record["notes"]) == (most > 0)

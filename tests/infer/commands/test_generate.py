@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -59,7 +60,7 @@ def test_text_goes_to_stdout_and_summary_to_stderr(checkpoint, engine):
         f"backend {name}",
         "1 x ",
         "batch 1",
-        f"prompt {len(PROMPT) + 1} tokens",
+        f"prompt {len(PROMPT)} tokens",
         "context 20000",
         f"{'no speculative decoding' if name == 'xla' else ' drafts accepted'}; temperature 1.0, seed 3",
     ):
@@ -237,3 +238,16 @@ def test_bad_sampling_is_refused(checkpoint, capsys):
     assert main(["generate", "--checkpoint", str(checkpoint), "--prompt", "a", "--top-p", "2"]) == 2
     err = capsys.readouterr().err
     assert "top_p = 2.0" in err and err.startswith("error: ") and err.count("\n") == 1
+
+
+def test_generation_config_gives_the_defaults(checkpoint, engine, tmp_path):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.7, "top_p": 0.9, "do_sample": True}))
+    args = ("generate", "--checkpoint", folder, "--prompt", PROMPT, "--max-new-tokens", "8", "--json", "--seed", "3")
+    done = run(*args, "--top-p", "0.5", "--logit-bias", "5", "1.5")
+    assert done.returncode == 0, done.stderr
+    sampling = infer.Sampling(temperature=0.7, top_p=0.5, seed=3, logit_bias=((5, 1.5),))
+    report = json.loads(done.stdout)
+    assert tuple(report["tokens"]) == engine.generate(PROMPT, max_new_tokens=8, sampling=sampling).result.tokens
+    assert "sampling by default: temperature 0.7 (generation_config.json)" in done.stderr
+    assert report["conditions"]["sampling"]["temperature"] == 0.7

@@ -373,3 +373,14 @@ def test_web_process_does_not_import_jax():
         "assert 'infer.serve.worker' in sys.modules and not {'jax', 'numpy'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+def test_sampling_of_the_model_is_the_default():
+    usual = {"temperature": 0.6, "top_p": 0.9}
+    for fields, expected in (
+        ({}, usual),
+        ({"temperature": 0}, {"temperature": 0, "top_p": 0.9}),
+        ({"top_p": None}, usual),
+    ):
+        found = read_call({**TEXT, **fields}, chat=False, recommended=usual).sampling
+        assert {name: found[name] for name in usual} == expected
