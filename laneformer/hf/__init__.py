@@ -105,6 +105,7 @@ def config_from_hf(values: Mapping[str, Any], num_lanes: int | None = None) -> M
         raise ConfigError("text_config: models that also take images are not supported; use a language model's folder")
     fields = Fields(language_model(values))
     config = family.config_from(fields, num_lanes)
+    fields.refuse_uncomputed()
     if unread := fields.unread():
         log.warning("config.json: ignored unknown fields %s", ", ".join(unread))
     return config

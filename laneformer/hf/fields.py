@@ -34,6 +34,13 @@ NO_EFFECT = frozenset(  # fields without effect on inference, such as bookkeepin
         "router_aux_loss_coef",
         "router_jitter_noise",
         "output_router_logits",
+        "chunk_size_feed_forward",
+        "id2label",
+        "label2id",
+        "is_encoder_decoder",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
     }
 )
 
@@ -46,6 +53,29 @@ ROUTERS: dict[str, tuple] = {  # fields of several families that choose the kind
     },
     **{"n_group": (1,), "topk_group": (1,), "routed_scaling_factor": (1,)},
 }
+# Fields of other families that change all logits, which no family here computes -> values without effect (null always
+# is one). From the configuration classes of transformers 5.24 and the published code of Granite, Gemma, Cohere, MiniCPM,
+# Falcon-H1, OLMo, Phi, Llama 4, Qwen 1 and Grok.
+UNCOMPUTED: dict[str, tuple] = {
+    **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "lm_head_multiplier"), (1,)),
+    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "key_multiplier"), (1,)),
+    **dict.fromkeys(("embedding_scale", "logit_scale", "logits_scale", "output_multiplier_scale", "scale_emb"), (1,)),
+    **dict.fromkeys(
+        ("embedding_multiplier_scale", "attn_output_multiplier", "residual_scale", "mup_width_scale"), (1,)
+    ),
+    **dict.fromkeys(("attention_multiplier", "mlp_multipliers", "query_pre_attn_scalar", "scale_depth"), ()),
+    **dict.fromkeys(("dim_model_base", "mup_base_width", "softmax_scale", "attention_scale", "max_logits"), ()),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "attn_logit_softcap"), (0,)),
+    **dict.fromkeys(("final_logit_softcap", "logits_soft_cap", "router_logit_softcapping", "logit_cap"), (0,)),
+    **dict.fromkeys(("llama_4_scaling_beta", "clip_qkv", "attention_chunk_size", "num_kv_shared_layers"), (0,)),
+    **dict.fromkeys(("alibi", "use_alibi", "attn_temperature_tuning", "use_logn_attn", "use_dynamic_ntk"), (False,)),
+    **dict.fromkeys(("use_parallel_residual", "parallel_attn", "normalize_embedding", "scale_embedding"), (False,)),
+    **dict.fromkeys(("use_qk_norm", "qk_layernorm", "scale_attn_by_inverse_layer_idx", "use_bias"), (False,)),
+    **dict.fromkeys(("attention_out_bias", "lm_head_bias", "rope_interleaved", "rope_interleave"), (False,)),
+    **dict.fromkeys(("rotary_pct", "rotary_emb_fraction"), (1,)),
+    **dict.fromkeys(("rope_local_base_freq", "layer_rope_theta", "longrope_scaling"), ()),
+    **{"scale_attn_weights": (True,), "hidden_size_per_layer_input": (0,), "position_embedding_type": ("rope",)},
+}
 SAME_ACTIVATION = {"swish": "silu", "gelu_new": "gelu_pytorch_tanh"}  # two names of one function
 
 
@@ -55,6 +85,11 @@ class Fields:
     def __init__(self, values: Mapping[str, Any]):
         self._values = values
         self._read: set[str] = set()
+
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """All values, unchecked."""
+        return self._values
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value, unchecked."""
@@ -123,6 +158,15 @@ class Fields:
             if (value := self.get(name, known[0])) not in known:
                 raise ConfigError(f"{name} = {value!r}: only models with {name} = {known[0]!r} are supported")
 
+    def refuse_uncomputed(self) -> None:
+        """Raises ConfigError for a field that was not read and changes all logits."""
+        for name in self.unread():
+            value = self._values[name]
+            if name in UNCOMPUTED and value not in UNCOMPUTED[name]:
+                raise ConfigError(
+                    f"{name} = {value!r} changes all logits, and no family here computes it: the model cannot be used"
+                )
+
     def unread(self) -> list[str]:
         """Names of the fields that have a value, were not read, and may have an effect."""
         given = {name for name, value in self._values.items() if value is not None}
@@ -146,9 +190,10 @@ class Fields:
 
     @property
     def begin_token(self) -> int | None:
-        """Token that begins a text; a negative one means that there is none."""
+        """Token that begins a text; one outside the vocabulary, such as -1, means that there is none."""
         token = self.get("bos_token_id")
-        return None if isinstance(token, int) and token < 0 else token
+        outside = isinstance(token, int) and not 0 <= token < self.size("vocab_size")
+        return None if outside else token
 
     @property
     def end_tokens(self) -> tuple[int, ...]:

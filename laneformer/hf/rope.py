@@ -15,6 +15,13 @@ log = logging.getLogger("laneformer")
 
 THETA = 10000.0
 _NAMES = tuple(field.name for field in dataclasses.fields(RopeScaling))
+TYPES = ("default", "linear", "llama3", "yarn")
+UNCOMPUTED: dict[str, tuple] = {  # fields of a scaling that change all logits -> values without effect
+    **dict.fromkeys(("attn_factor", "extrapolation_factor"), (1,)),
+    **dict.fromkeys(("llama_4_scaling_beta", "alpha"), (0,)),
+    **dict.fromkeys(("short_factor", "long_factor", "short_mscale", "long_mscale"), ()),
+}
+_NO_EFFECT = ("finetuned", "mrope_section", "mrope_interleaved", "max_position_embeddings")
 _OLD_NAMES = ("old_context_len", "old_context_length")  # older names of original_max_position_embeddings
 
 
@@ -27,12 +34,17 @@ def read_rope(
     longest: longest context in tokens. theta: the family's default base. usual: the family's default scaling. partial:
     whether the family supports rotating only some channels of a head, see `rotated_channels`.
     """
-    parameters, older, args = (_given(fields, f"rope_{name}") for name in ("parameters", "scaling", "scaling_args"))
-    scaling = parameters or older or dict(usual or {})
+    args = _given(fields, "rope_scaling_args")
+    scaling = _parameters(fields) or dict(usual or {})
     theta = scaling.pop("rope_theta", fields.get("rope_theta", theta))
     types = [scaling.pop(name, None) for name in ("rope_type", "type")]
     kind = types[0] or types[1] or ("llama3" if args else "default")
+    if kind not in TYPES:
+        raise ConfigError(f"rope type {kind!r} is not supported; supported are {', '.join(TYPES)}")
     scaling |= args
+    for name, value in scaling.items():
+        if name in UNCOMPUTED and value not in UNCOMPUTED[name]:
+            raise ConfigError(f"rope scaling field {name} = {value!r} changes all logits, and is not computed")
     for where in (scaling.pop("partial_rotary_factor", None), fields.get("partial_rotary_factor")):
         if where not in (None, 1) and not partial:
             raise ConfigError(f"partial_rotary_factor = {where!r}: only 1 is supported, which rotates all channels")
@@ -46,7 +58,7 @@ def read_rope(
         scaling.setdefault("factor", longest / original)
     if kind in ("llama3", "yarn"):
         scaling.setdefault("original_max_position_embeddings", longest)
-    if unknown := sorted(set(scaling) - set(_NAMES)):
+    if unknown := sorted(set(scaling) - {*_NAMES, *_NO_EFFECT, *UNCOMPUTED}):
         log.warning("config.json: ignored rope scaling fields %s", ", ".join(unknown))
     if "factor" not in scaling:
         raise ConfigError(f"rope scaling of type {kind!r} has no factor: add it")
@@ -57,12 +69,18 @@ def rotated_channels(fields: Fields, head_dim: int, usual: float) -> int | None:
     """Channels of a head that are rotated, from `partial_rotary_factor`; None for all. usual: default of that field.
     Raises ConfigError.
     """
-    share = _given(fields, "rope_parameters").get("partial_rotary_factor")
+    share = _parameters(fields).get("partial_rotary_factor")
     share = fields.get("partial_rotary_factor", usual) if share is None else share
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
         raise ConfigError(f"partial_rotary_factor = {share!r}: write a number above 0 and at most 1")
     found = int(head_dim * share)
     return None if found == head_dim else found
+
+
+def _parameters(fields: Fields) -> dict[str, Any]:
+    """The values of `rope_scaling` or, without them, of `rope_parameters`, as transformers chooses between them."""
+    parameters, scaling = _given(fields, "rope_parameters"), _given(fields, "rope_scaling")
+    return scaling or parameters
 
 
 def _given(fields: Fields, name: str) -> dict[str, Any]:

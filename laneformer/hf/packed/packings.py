@@ -20,10 +20,11 @@ REMEDY = "add --weights bfloat16 to round its weights to 16 bits"
 FLOATS, BF16 = tuple(DTYPES), DTYPES["BF16"]
 E4M3, E8M0 = "F8_E4M3", "F8_E8M0"
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # nibble of a word that contains output 0, 1, ..., 7
-ACTIVATIONS = (  # suffixes of tensors for activations, keys and values, which are not quantized here
-    *("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point"),
-    *("q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point"),
-)
+ACTIVATIONS = frozenset(  # suffixes of tensors for activations, keys and values, which are not quantized here
+    f"{what}{kind}"
+    for what in ("input", "output", "activation", "act", "q", "k", "v", "kv", "kv_cache", "prob", "qkv")
+    for kind in ("_scale", "_zero_point", "_global_scale", "_scale_inv", "_scale_2", "_g_idx")
+) | {"input_amax", "output_amax", "k_bmm_amax", "v_bmm_amax"}
 
 Shape = tuple[int, ...]
 Found = tuple[Shape, Callable[[], Quantized]]
@@ -125,7 +126,7 @@ def integers(module: Module, scheme: Scheme) -> Found:
     """compressed-tensors' int-quantized: int8, one code per byte."""
     codes = module.take("weight", ("I8",))
     scales, grid, group = _scales(module, ("weight_scale",), FLOATS, codes.shape, scheme)
-    zeros = module.find("weight_zero_point", ("I8",), scales.shape)
+    zeros = module.find("weight_zero_point", ("I8",), scales.shape, grid)
 
     def make() -> Quantized:
         points = None if zeros is None else zeros.values().reshape(grid)
@@ -148,12 +149,16 @@ def words(module: Module, scheme: Scheme) -> Found:
             f"tensor {module.name}.weight_packed has shape {list(packed.shape)}, which does not fit {list(shape)}"
         )
     scales, grid, group = _scales(module, ("weight_scale",), FLOATS, shape, scheme)
-    zeros = module.find("weight_zero_point", ("I32",), (*lead, -(-rows * bits // 32), grid[-1]))
+    packed_zeros = (*lead, -(-rows * bits // 32), grid[-1])
+    zeros = module.find("weight_zero_point", ("I32", "I8"), packed_zeros, grid)
     index = module.find("weight_g_idx", ("I32",), (columns,))
 
     def make() -> Quantized:
         points = None
-        if zeros is not None:
+        if zeros is not None and zeros.dtype != "I32":  # one in a byte, as signed as the codes that they belong to
+            points = zeros.values().reshape(grid)
+            points = points if kind == "int8" else (points + np.int8(INT4_ZERO)).view(np.uint8)
+        elif zeros is not None:
             across = np.ascontiguousarray(zeros.values().swapaxes(-1, -2)).view(np.uint8)
             points = _codes(across if bits == 8 else unpack4(across, rows), kind)[..., :rows].swapaxes(-1, -2)
             points = np.ascontiguousarray(points)
@@ -177,6 +182,20 @@ def float4(module: Module, scheme: Scheme) -> Found:
     def make() -> Quantized:
         one = None if whole is None else whole.values().reshape(())
         return Quantized(kind, packed.values(), scales.values().reshape(grid), group, shape[-1], None, one)
+
+    return shape, make
+
+
+def modelopt4(module: Module, scheme: Scheme) -> Found:
+    """ModelOpt's NVFP4: like nvfp4-pack-quantized, with a factor `weight_scale_2` instead of a divisor."""
+    packed = module.take("weight", ("U8",))
+    shape = (*packed.shape[:-1], 2 * packed.shape[-1])
+    scales, grid, group = _scales(module, ("weight_scale",), (E4M3,), shape, replace(scheme, group=scheme.group or 16))
+    factor = module.take("weight_scale_2", ("F32",), (1,), ())
+
+    def make() -> Quantized:
+        divisor = np.float32(1) / factor.values().reshape(())
+        return Quantized("nvfp4", packed.values(), scales.values().reshape(grid), group, shape[-1], None, divisor)
 
     return shape, make
 
@@ -209,7 +228,9 @@ def blocks(module: Module, scheme: Scheme) -> Found:
 
 
 def gptq(module: Module, scheme: Scheme) -> Found:
-    """GPTQ's qweight, packed along the columns. Its first version stores zero points minus 1."""
+    """GPTQ's qweight, packed along the columns. Its first version stores zero points minus 1. The zero points of a
+    symmetric model show its version, which the config often names wrongly.
+    """
     bits, kind = scheme.bits, _integer_kind(module, scheme)
     packed = module.take("qweight", ("I32",))
     columns, rows = packed.shape[0] * 32 // bits, packed.shape[1]
@@ -222,7 +243,12 @@ def gptq(module: Module, scheme: Scheme) -> Found:
     def make() -> Quantized:
         codes = np.ascontiguousarray(packed.values().T)
         points = zeros.values().view(np.uint8)
-        points = (points if bits == 8 else unpack4(points, rows))[:, :rows] + np.uint8(scheme.zeros_less_one)
+        points = (points if bits == 8 else unpack4(points, rows))[:, :rows]
+        middle = 2 ** (bits - 1)
+        less_one = scheme.zeros_less_one
+        if not scheme.zero_points and np.isin(points, (middle - 1, middle)).all():
+            less_one = points != middle  # symmetric: every zero point is the middle, whatever version the config names
+        points = points + np.uint8(1) * less_one
         points = np.ascontiguousarray(_codes(points & (2**bits - 1), kind).T)
         across = np.ascontiguousarray(scales.values().T)
         record = _record(kind, codes, columns, across, (1, group), points)
@@ -275,6 +301,7 @@ PACKINGS: dict[str, Callable[[Module, Scheme], Found]] = {
     "pack-quantized": words,
     "mxfp4-pack-quantized": float4,
     "nvfp4-pack-quantized": float4,
+    "modelopt NVFP4": modelopt4,
     "mxfp4": blocks,
     "fp4": bytes4,
     "gptq": gptq,

@@ -94,7 +94,13 @@ def _compressed(quantization: Fields) -> str:
     )
 
 
-E2M1 = {"mxfp4": "mxfp4", "mxfp4-pack-quantized": "mxfp4", "fp4": "mxfp4", "nvfp4-pack-quantized": "nvfp4"}
+E2M1 = {
+    "modelopt NVFP4": "nvfp4",
+    "mxfp4": "mxfp4",
+    "mxfp4-pack-quantized": "mxfp4",
+    "fp4": "mxfp4",
+    "nvfp4-pack-quantized": "nvfp4",
+}
 """Packing of E2M1 codes -> format."""
 
 
@@ -146,6 +152,7 @@ class Schemes:
 OLD_FILES = {
     "quantize_config.json": ("gptq", {}),
     "quant_config.json": ("awq", {"w_bit": "bits", "q_group_size": "group_size"}),
+    "hf_quant_config.json": ("modelopt", {}),
 }
 
 
@@ -196,7 +203,7 @@ def _kept(fields: Fields) -> list:
     """Patterns of modules that are not packed."""
     return [
         pattern
-        for name in ("ignore", "modules_to_not_convert", "ignored_layers")
+        for name in ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
         for pattern in fields.sequence(name) or ()
     ]
 
@@ -210,13 +217,7 @@ def _gptq(fields: Fields, method: str) -> Rules:
     "+:". Modules with the prefix "-:" are not packed.
     """
     version = fields.word("checkpoint_format", "gptq")
-    usual = Scheme(
-        "gptq",
-        fields.size("bits", 4),
-        _group(fields),
-        zeros_less_one=version == "gptq",
-        zero_points=not fields.flag("sym", True),
-    )
+    usual = _gptq_scheme(fields, version == "gptq")
     if version not in ("gptq", "gptq_v2"):
         usual = Scheme(f"gptq's checkpoint_format {version}")
     rules: Rules = []
@@ -225,6 +226,52 @@ def _gptq(fields: Fields, method: str) -> Rules:
         own = replace(usual, bits=changed.size("bits", usual.bits), group=_group(changed, usual.group))
         rules.append((f"re:{pattern.removeprefix('-:').removeprefix('+:')}", None if pattern.startswith("-:") else own))
     return [*rules, ("*", usual)]
+
+
+def _gptq_scheme(fields: Fields, zeros_less_one: bool) -> Scheme:
+    bits, symmetric = fields.size("bits", 4), fields.flag("sym", True)
+    return Scheme("gptq", bits, _group(fields), zeros_less_one=zeros_less_one, zero_points=not symmetric)
+
+
+def _auto_round(fields: Fields, method: str) -> Rules:
+    """The rules of AutoRound, which packs as GPTQ or AWQ do. `extra_config` maps modules to their own settings; modules
+    of 16 bits or more are not packed. Only GPTQ's packing stores zero points minus 1.
+    """
+    packing, rules = fields.word("packing_format", fields.word("backend", "auto_round")), []
+    everything = [("*", fields)]
+    for module, changes in (fields.mapping("extra_config") or {}).items():
+        own = changes if isinstance(changes, Mapping) else {}
+        everything.insert(-1, (str(module), Fields({**fields.values, **own})))
+    for pattern, own in everything:
+        kind = own.word("data_type", "int")
+        if own.size("bits", 4) >= 16:
+            rules.append((pattern, None))
+        elif kind != "int":
+            rules.append((pattern, Scheme(f"{method}'s data_type {kind}")))
+        elif "awq" in packing:
+            rules += [(pattern, scheme) for _, scheme in _awq(own, method)]
+        else:
+            rules.append((pattern, _gptq_scheme(own, "gptq" in packing)))
+    return rules
+
+
+def _modelopt(fields: Fields, method: str) -> Rules:
+    """The rules of ModelOpt: one algorithm for all modules, or one for each of `quantized_layers`."""
+    inner = fields.mapping("quantization")  # in hf_quant_config.json
+    fields = fields if inner is None else Fields(inner)
+    rules: Rules = [(str(pattern), None) for pattern in _kept(fields)] if inner is not None else []
+    for module, values in (fields.mapping("quantized_layers") or {}).items():
+        rules.append((str(module), _modelopt_scheme(Fields(values if isinstance(values, Mapping) else {}))))
+    if fields.word("quant_algo", "") != "MIXED_PRECISION":
+        rules.append(("*", _modelopt_scheme(fields)))
+    return rules
+
+
+def _modelopt_scheme(fields: Fields) -> Scheme:
+    algorithm = fields.word("quant_algo", "")
+    if algorithm == "NVFP4":
+        return Scheme("modelopt NVFP4", 4, _group(fields, 16))
+    return Scheme("fp8" if algorithm == "FP8" else f"modelopt {algorithm}")
 
 
 def _awq(fields: Fields, method: str) -> Rules:
@@ -277,6 +324,7 @@ def _others(fields: Fields, method: str) -> Rules:
 _RULES = {
     **dict.fromkeys(FP8_METHODS, _fp8),
     **{"gptq": _gptq, "awq": _awq, "compressed-tensors": _compressed_tensors, "torchao": _torchao, "mxfp4": _mxfp4},
+    **{"auto-round": _auto_round, "intel/auto-round": _auto_round, "modelopt": _modelopt, "modelopt_fp4": _modelopt},
 }
 
 

@@ -58,7 +58,8 @@ def integers(rng, shape, bits: int, group: int | None, *, symmetric: bool, dtype
     return q, zeros, scales, index, weights
 
 
-def pack_quantized(rng, shape, bits=4, group=32, symmetric=True, order=False) -> Matrix:
+def pack_quantized(rng, shape, bits=4, group=32, symmetric=True, order=False, unpacked=False) -> Matrix:
+    """unpacked: stores zero points as signed bytes."""
     q, zeros, scales, index, weights = integers(rng, shape, bits, group, symmetric=symmetric, dtype=BF16, order=order)
     tensors = {
         "weight_packed": words_along(q, bits, 1),
@@ -66,7 +67,8 @@ def pack_quantized(rng, shape, bits=4, group=32, symmetric=True, order=False) ->
         "weight_shape": np.array(shape, np.int64),
     }
     if not symmetric:
-        tensors["weight_zero_point"] = words_along(zeros, bits, 0)
+        signed = (zeros - 2 ** (bits - 1)).astype(np.int8)
+        tensors["weight_zero_point"] = signed if unpacked else words_along(zeros, bits, 0)
     if order:
         tensors["weight_g_idx"] = index.astype(np.int32)
     return Matrix(weights, tensors)
@@ -97,7 +99,7 @@ def float_quantized(rng, shape, strategy: str, suffix: str = "weight_scale", fla
     return Matrix(codes.astype(np.float64) * spread, {"weight": codes, suffix: scales.reshape(-1) if flat else scales})
 
 
-def float4(rng, shape, nvfp4: bool = False) -> Matrix:
+def float4(rng, shape, nvfp4: bool = False, modelopt: bool = False) -> Matrix:
     rows, columns = shape
     size = 16 if nvfp4 else 32
     codes = rng.integers(0, 16, shape)
@@ -108,6 +110,10 @@ def float4(rng, shape, nvfp4: bool = False) -> Matrix:
         scales, whole = rng.uniform(8, 400, grid).astype(E4M3), np.array([30000], np.float32)
         real = scales.astype(np.float64) / whole.astype(np.float64)
         tensors = {"weight_packed": packed, "weight_scale": scales, "weight_global_scale": whole}
+        if modelopt:
+            factor = np.float32(2.0**-15)
+            real = scales.astype(np.float64) * float(factor)
+            tensors = {"weight": packed, "weight_scale": scales, "weight_scale_2": np.array(factor)}
     else:
         exponents = rng.integers(118, 124, grid)
         real = 2.0 ** (exponents - 127)

@@ -45,6 +45,7 @@ PLAIN = {  # the other weights
     "model.layers.0.post_attention_layernorm.weight": (HIDDEN,),
 }
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "data_type": "int"}
 INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 BLOCKS = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 
@@ -153,6 +154,48 @@ PACKINGS = {
     "gptq of 8 bits": (
         pack("gptq", bits=8, symmetric=False),
         GPTQ | {"bits": 8, "sym": False},
+        "int8 group 32, zero points",
+    ),
+    "gptq of version 2 with the label of version 1": (pack("gptq", version=2), GPTQ, "int4 group 32"),
+    "gptq of version 1 with the label of version 2": (
+        pack("gptq"),
+        GPTQ | {"checkpoint_format": "gptq_v2"},
+        "int4 group 32",
+    ),
+    "gptq of 8 bits with the label of version 1": (
+        pack("gptq", bits=8, version=2),
+        GPTQ | {"bits": 8},
+        "int8 group 32",
+    ),
+    "auto-round": (pack("gptq", symmetric=False, version=2), AUTO_ROUND | {"sym": False}, "int4 group 32, zero points"),
+    "auto-round as gptq": (
+        pack("gptq", symmetric=False),
+        AUTO_ROUND | {"sym": False, "packing_format": "auto_round:auto_gptq"},
+        "int4 group 32, zero points",
+    ),
+    "auto-round as awq": (
+        pack("awq"),
+        AUTO_ROUND | {"sym": False, "packing_format": "auto_round:auto_awq"},
+        "int4 group 32, zero points",
+    ),
+    "modelopt NVFP4": (
+        pack("float4", nvfp4=True, modelopt=True),
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]},
+        "nvfp4 group 16",
+    ),
+    "modelopt FP8": (
+        pack("float_quantized", strategy="tensor", flat=True),
+        {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"},
+        "fp8 tensor",
+    ),
+    "w4a16 with unpacked zero points": (
+        pack("pack_quantized", symmetric=False, unpacked=True),
+        COMPRESSED("pack-quantized", **INT4 | {"symmetric": False}),
+        "int4 group 32, zero points",
+    ),
+    "w8a16 with unpacked zero points": (
+        pack("pack_quantized", bits=8, symmetric=False, unpacked=True),
+        COMPRESSED("pack-quantized", **INT4 | {"num_bits": 8, "symmetric": False}),
         "int8 group 32, zero points",
     ),
     "gptq whole column": (pack("gptq", group=None), GPTQ | {"group_size": -1}, "int4 row"),
@@ -427,3 +470,42 @@ def test_older_settings_and_extra_tensors_are_accepted(tmp_path):
     other = tmp_path / "awq"
     write(other, pack("awq"), None, files={"quant_config.json": old})
     assert len(open_checkpoint(other).quantized) == 7
+
+
+@pytest.mark.parametrize(
+    "suffix", ["activation_scale", "kv_scale", "prob_scale", "k_global_scale", "v_scale", "input_scale", "output_amax"]
+)
+def test_scales_of_activations_are_not_needed(tmp_path, suffix):
+    def more(tensors):
+        tensors |= {f"{Q}.{suffix}": np.ones((), np.float32)}
+
+    write(tmp_path, *PACKINGS["fp8 tensor"][:2], change=more)
+    assert len(open_checkpoint(tmp_path).quantized) == 7
+
+
+def test_auto_round_has_settings_of_its_own_for_modules(tmp_path):
+    plain = pack("gptq")
+    function = {module: plain if "k_proj" not in module else pack("gptq", bits=8) for module in SHAPES}
+    function[Q] = lambda rng, shape: packers.Matrix(w := rng.normal(size=shape).astype(packers.BF16), {"weight": w})
+    own = {"model.layers.0.self_attn.k_proj": {"bits": 8}, Q: {"bits": 16, "data_type": "float"}}
+    write(tmp_path, function, AUTO_ROUND | {"packing_format": "auto_round:gptq", "extra_config": own})
+    found = dict(open_checkpoint(tmp_path).weights())
+    assert found["layers.0.attention.wk"].kind == "int8" and found["layers.0.attention.wv"].kind == "int4"
+    assert isinstance(found["layers.0.attention.wq"], np.ndarray)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_modelopt_describes_a_folder_in_its_own_file(tmp_path, mixed):
+    """An algorithm for all modules except some, or one for each module."""
+    function = dict.fromkeys(SHAPES, pack("float4", nvfp4=True, modelopt=True))
+    function[Q] = lambda rng, shape: packers.Matrix(w := rng.normal(size=shape).astype(packers.BF16), {"weight": w})
+    settings = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head", "*.q_proj*"]}
+    if mixed:
+        each = {module: {"quant_algo": "NVFP4", "group_size": 16} for module in SHAPES if module != Q}
+        settings = {"quant_algo": "MIXED_PRECISION", "quantized_layers": each}
+    weights = write(tmp_path, function, None, files={"hf_quant_config.json": {"quantization": settings}})
+    found = dict(open_checkpoint(tmp_path).weights())
+    assert isinstance(found["layers.0.attention.wq"], np.ndarray) and len(open_checkpoint(tmp_path).quantized) == 6
+    for path, wanted in in_lanes(tmp_path, weights, 1).items():
+        if isinstance(found[path], Quantized):
+            assert (found[path].dequantize() == wanted).all()
