@@ -13,7 +13,7 @@ from laneformer.hf.dimensions import Dimensions, Part, head, routed_experts, rou
 from laneformer.hf.family import Family
 from laneformer.hf.fields import Fields
 from laneformer.hf.packed.quantization import Rules, Scheme, read_formats
-from laneformer.hf.rope import read_rope
+from laneformer.hf.rope import read_rope, rotated_channels
 from laneformer.hf.safetensors import Source
 
 if TYPE_CHECKING:
@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 OVERLAP = 4  # the ratio whose windows overlap
 RATIOS = (0, OVERLAP, 128)
+RATES = {"compressed_sparse_attention": OVERLAP, "heavily_compressed_attention": 128}
+"""Type of a layer in transformers -> its ratio."""
+HASHED = "hash_moe"
+# Name of a tensor in transformers' files, if it is neither that of the published files after "model." nor attn.norm
+RENAMED = {
+    "model.embed_tokens.weight": "embed.weight",
+    **{f"model.hc_head.hc_{part}": f"hc_head_{part}" for part in ("fn", "scale", "base")},
+}
 # Path of a weight, without the layer -> name in files, without layers.N
 NAMES = {
     "tok_embeddings": "embed.weight",
@@ -58,7 +66,7 @@ EXPERT_DTYPES = {"fp4": "mxfp4", "fp8": "fp8"}
 
 def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
     """The ModelConfig, in `num_lanes` lanes, by default 1. Defaults are those of the published V4 Flash."""
-    fields.require("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "compress_ratios")
+    fields.require("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
     for name, known in (
         *(("scoring_func", "sqrtsoftplus"), ("topk_method", "noaux_tc"), ("attention_bias", False)),
         ("num_key_value_heads", 1),
@@ -67,7 +75,7 @@ def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
             raise ConfigError(f"{name} = {value!r}: only models with {name} = {known!r} are supported")
     fields.given("num_nextn_predict_layers", "expert_dtype")  # for drafts and packed experts; not used here
     longest = fields.size("max_position_embeddings", 1048576)
-    _, scaling = read_rope(fields, longest)
+    thetas, scaling = _rope(fields, longest)
     if scaling is not None:
         scaling = dataclasses.replace(scaling, attention_factor=1.0)  # cos and sin are not scaled
     width = fields.size("moe_intermediate_size", 2048)
@@ -84,9 +92,9 @@ def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
         head_dim=fields.size("head_dim", 512),
         max_position_embeddings=longest,
         norm_eps=fields.get("rms_norm_eps", 1e-6),
-        rope_theta=fields.get("rope_theta", 10000.0),
+        rope_theta=thetas[0],
         hidden_act=fields.activation(),
-        compressed_attention=_attention(fields, scaling),
+        compressed_attention=_attention(fields, thetas[1], scaling),
         residual_streams=ResidualStreams(
             count=fields.size("hc_mult", 4),
             iterations=fields.size("hc_sinkhorn_iters", 20),
@@ -98,7 +106,7 @@ def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
         norm_topk_prob=fields.flag("norm_topk_prob", True),
         scoring_func="sqrtsoftplus",
         router_correction=True,
-        hash_layers=fields.size("num_hash_layers", 3, 0),
+        hash_layers=_hash_layers(fields),
         routed_scaling_factor=fields.get("routed_scaling_factor", 1.5),
         swiglu_limit=fields.get("swiglu_limit", 10.0),
         swiglu_alpha=1.0,
@@ -110,8 +118,56 @@ def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
     )
 
 
-def _attention(fields: Fields, scaling: RopeScaling | None) -> CompressedAttention:
-    ratios = fields.sequence("compress_ratios")
+def _rope(fields: Fields, longest: int) -> tuple[tuple[float, float], RopeScaling | None]:
+    """The bases of layers without and with a ratio, and the scaling of the latter. transformers writes an object for
+    each of the two.
+    """
+    parts = fields.mapping("rope_parameters") or {}
+    if not all(isinstance(parts.get(name), Mapping) for name in ("main", "compress")):
+        bases = fields.get("rope_theta", 10000.0), fields.get("compress_rope_theta", 160000.0)
+        return bases, read_rope(fields, longest, partial=True)[1]
+    fields.given("rope_theta", "compress_rope_theta")  # the objects repeat them
+    main, compress = (Fields({"rope_parameters": parts[name]}) for name in ("main", "compress"))
+    theta, unscaled = read_rope(main, longest, partial=True)
+    if unscaled is not None:
+        raise ConfigError(f"rope_parameters.main has rope_type {unscaled.type!r}: only 'default' is supported")
+    compress_theta, scaling = read_rope(compress, longest, 160000.0, partial=True)
+    return (theta, compress_theta), scaling
+
+
+def _ratios(fields: Fields) -> list:
+    """The ratio of each layer; transformers writes types of layers, and the ratio of each type."""
+    ratios, types = fields.sequence("compress_ratios"), fields.sequence("layer_types")
+    if ratios is not None:
+        return ratios
+    if types is None:
+        raise ConfigError("compress_ratios missing: add it")
+    known = {"sliding_attention": 0} | RATES | dict(fields.mapping("compress_rates") or {})
+    for n, kind in enumerate(types):
+        if kind not in known:
+            raise ConfigError(f"layer_types[{n}] = {kind!r} is not supported; supported are {', '.join(known)}")
+    return [known[kind] for kind in types]
+
+
+def _hash_layers(fields: Fields) -> int:
+    """Number of the first layers that look up their experts."""
+    kinds = fields.sequence("mlp_layer_types")
+    if kinds is None:
+        return fields.size("num_hash_layers", 3, 0)
+    count = kinds.count(HASHED)
+    if kinds != [HASHED] * count + ["moe"] * (len(kinds) - count):
+        raise ConfigError(f"mlp_layer_types = {kinds}: write {HASHED} for the first layers and moe for the others")
+    return count
+
+
+def _rotated(fields: Fields, head_dim: int) -> int:
+    share = fields.get("partial_rotary_factor")
+    usual = 64 if share is None else rotated_channels(Fields({"partial_rotary_factor": share}), head_dim, 1) or head_dim
+    return fields.size("qk_rope_head_dim", usual)
+
+
+def _attention(fields: Fields, theta: float, scaling: RopeScaling | None) -> CompressedAttention:
+    ratios = _ratios(fields)
     if len(ratios) < fields.layers:
         raise ConfigError(f"compress_ratios = {ratios!r}: write a number for each of the {fields.layers} layers")
     for n, ratio in enumerate(ratios[: fields.layers]):
@@ -121,14 +177,14 @@ def _attention(fields: Fields, scaling: RopeScaling | None) -> CompressedAttenti
         ratios=tuple(ratios[: fields.layers]),
         window=fields.size("sliding_window", 128),
         q_lora_rank=fields.size("q_lora_rank", 1024),
-        qk_rope_head_dim=fields.size("qk_rope_head_dim", 64),
+        qk_rope_head_dim=_rotated(fields, fields.size("head_dim", 512)),
         o_groups=fields.size("o_groups", 8),
         o_lora_rank=fields.size("o_lora_rank", 1024),
         overlap_ratio=OVERLAP,
         index_heads=fields.size("index_n_heads", 64),
         index_head_dim=fields.size("index_head_dim", 128),
         index_topk=fields.size("index_topk", 512),
-        rope_theta=fields.get("compress_rope_theta", 160000.0),
+        rope_theta=theta,
         rope_scaling=scaling,
     )
 
@@ -216,7 +272,8 @@ def _expert_format(fields: Fields) -> str | None:
 
 
 def _expert_dtype(fields: Fields) -> str:
-    dtype = fields.word("expert_dtype", "fp4")  # as vLLM reads configs without it
+    quantization = fields.mapping("quantization_config") or {}
+    dtype = fields.word("expert_dtype", str(quantization.get("expert_dtype", "fp4")))  # fp4 is vLLM's default, too
     if dtype not in EXPERT_DTYPES:
         raise ConfigError(f"unknown expert_dtype {dtype!r}; choose {', '.join(EXPERT_DTYPES)}")
     return dtype
@@ -242,6 +299,11 @@ def _rules(fields: Fields) -> Rules:
     return [*experts, ("*", Scheme("fp8", block=(128, 128)))]
 
 
+def _renamed(name: str) -> str:
+    found = RENAMED.get(name, name.removeprefix("model."))
+    return found.replace(".attn.norm.weight", ".attn.kv_norm.weight")
+
+
 FAMILY = Family(
     name="DeepSeek V4",
     dimensions=dimensions,
@@ -250,4 +312,5 @@ FAMILY = Family(
     ignored=lambda fields: ("mtp.",),
     never_packed=NEVER_PACKED,
     rules=_rules,
+    renamed=_renamed,
 )

@@ -26,6 +26,8 @@ class Family:
     """Maps each weight's path to the tensor that contains the weight, for a config and its `parameter_table`."""
     ignored: Callable[[Fields], tuple[str, ...]] = lambda fields: ()
     """Prefixes of the names of tensors that the model does not use, such as those that draft further tokens."""
+    renamed: Callable[[str], str] = lambda name: name
+    """Returns the name in `sources` of a tensor that some files name differently."""
     never_packed: tuple[str, ...] = ()
     """Suffixes of the paths of matrices that are not quantized, although the config's quantization does not except
     them. Files in which they are quantized are refused.

@@ -54,8 +54,8 @@ ROUTERS: dict[str, tuple] = {  # fields of several families that choose the kind
     **{"n_group": (1,), "topk_group": (1,), "routed_scaling_factor": (1,)},
 }
 # Fields of other families that change all logits, which no family here computes -> values without effect (null always
-# is one). From the configuration classes of transformers 5.24 and the published code of Granite, Gemma, Cohere, MiniCPM,
-# Falcon-H1, OLMo, Phi, Llama 4, Qwen 1 and Grok.
+# is one). From the configuration classes of transformers 5.24 and the published code of Granite, Gemma, Cohere,
+# MiniCPM, Falcon-H1, OLMo, Phi, Llama 4, Qwen 1 and Grok.
 UNCOMPUTED: dict[str, tuple] = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "lm_head_multiplier"), (1,)),
     **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "key_multiplier"), (1,)),

@@ -23,6 +23,7 @@ from laneformer.formats import Bf12Product
 from laneformer.hf import config_to_hf, find_family, language_model, read_hf_config, read_values, tensor_prefixes
 from laneformer.hf import laneformer as own
 from laneformer.hf.bf12 import GroupPlan, groups_of, metadata_of, unpacked
+from laneformer.hf.experts import with_separate_experts
 from laneformer.hf.packed.compressed import config_of, settings_of, tensors_of
 from laneformer.hf.packed.packings import REMEDY, QuantizedTensor, with_records
 from laneformer.hf.packed.quantization import read_schemes
@@ -48,6 +49,7 @@ from laneformer.weights import packing_order, parameter_table
 
 log = logging.getLogger("laneformer")
 
+HEAD = "lm_head.weight"  # of all families that can tie it
 _FILE_BYTES = 5_000_000_000
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}  # dtype -> its name in files
 
@@ -65,27 +67,38 @@ class HfFolder:
         """Arguments and errors are those of `laneformer.load`."""
         path, values = Path(path), read_values(Path(path) / "config.json")
         self.path, self.config = path, read_hf_config(path, num_lanes)
-        self.table = parameter_table(self.config)
         self._family = find_family(values)
         prefix, ignored = tensor_prefixes(values)
-        self.sources = {
-            path: dataclasses.replace(source, name=f"{prefix}{source.name}")
-            for path, source in self._family.sources(self.config, self.table).items()
-        }
-        tensors, metadata = find_tensors(path)
+        tensors, metadata = find_tensors(path, ignored)
         tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(ignored)}
+        tensors = {self._family.renamed(name): tensor for name, tensor in tensors.items()}
+        self._set_sources(prefix)
+        if self.config.tie_word_embeddings and (head := tensors.pop(f"{prefix}{HEAD}", None)) is not None:
+            table = tensors.get(self.sources["tok_embeddings"].name)
+            if table is not None and not head.same_values(table):  # then transformers uses the head
+                log.info("%s: %s differs from the embedding table, so they are not tied", path, HEAD)
+                tensors[f"{prefix}{HEAD}"] = head
+                self.config = self.config.replace(tie_word_embeddings=False)
+                self._set_sources(prefix)
+        tensors = with_separate_experts(path, self.sources, tensors)
         if schemes := read_schemes(path, language_model(values), self._family.rules):
             tensors = with_records(path, schemes, self.sources, tensors, metadata)
         tensors, self._groups = unpacked(tensors, metadata)
         self.tensors = with_stacks(path, self.sources, tensors)
         self._widened = weights == "bfloat16"
-        check_tensors(path, self.sources, self.tensors, tied=self.config.tie_word_embeddings)
+        check_tensors(path, self.sources, self.tensors)
         self._dtype = None if dtype is None else jnp.dtype(dtype)
         for weight in filter(self._is_record, self.sources):
             if weight == "tok_embeddings" or weight.endswith(self._family.never_packed):
                 what = "an embedding table" if weight == "tok_embeddings" else f"{weight} of {self._family.name}"
                 name = self.sources[weight].names[0]
                 raise CheckpointError(f"{path}: tensor {name} is quantized, which {what} cannot be; {REMEDY}")
+
+    def _set_sources(self, prefix: str) -> None:
+        """Sets `table` and `sources` for the config. prefix: of the tensors' names."""
+        self.table = parameter_table(self.config)
+        sources = self._family.sources(self.config, self.table).items()
+        self.sources = {path: dataclasses.replace(source, name=f"{prefix}{source.name}") for path, source in sources}
 
     @property
     def never_packed(self) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """Mixtral: grouped-query attention, experts in every layer (arXiv 2401.04088)."""
 
+from dataclasses import replace
 from typing import Any
 
 from laneformer.hf.dimensions import Dimensions, Part, grouped_attention, head, routed_experts, router
@@ -48,14 +49,17 @@ NAMES = EXPERT_NAMES | {
     "feed_forward.experts.w3": "block_sparse_moe.experts.*.w3",
     "feed_forward.experts.w2": "block_sparse_moe.experts.*.w2",
 }
-FAMILY = make_family(
-    "Mixtral",
-    NAMES,
-    dimensions=dimensions,
-    longest=131072,
-    defaults={"num_key_value_heads": 8},
-    theta=1e6,
-    norm_eps=1e-5,
-    windows=windows,
-    more=experts,
+FAMILY = replace(
+    make_family(
+        "Mixtral",
+        NAMES,
+        dimensions=dimensions,
+        longest=131072,
+        defaults={"num_key_value_heads": 8},
+        theta=1e6,
+        norm_eps=1e-5,
+        windows=windows,
+        more=experts,
+    ),
+    renamed=lambda name: name.replace(".mlp.gate.", ".block_sparse_moe.gate."),  # in the modules of transformers 5
 )

@@ -36,9 +36,11 @@ PACKED = {  # dtypes of the tensors of quantized weights; 8-bit floats are read 
 INTEGERS = ("I32", "I64")
 QUANTIZED = "quantized"
 """Used instead of a dtype for weights that consist of several tensors; see laneformer/hf/packed/packings.py."""
-INDEX = "model.safetensors.index.json"
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+OTHER_FILES = ("consolidated", "adapter")
+"""Beginnings of the names of files that are no part of a model: copies in Mistral's form, and adapters."""
 _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
-_PIECE = 2**20  # bytes that are compared at once
+_PIECE = 2**20  # values that are compared at once
 _WRITTEN = 2**23  # bytes that are written at once, so that Linux caches a file in large pages and maps it in these
 ALIGNMENT = 64
 """Bytes of a cache line. Tensors that kernels map begin at multiples of it."""
@@ -165,15 +167,22 @@ class Tensor:
             raise _truncated(self.file, len(pages), self.start + self.size)
         return pages[self.start : self.start + self.size]
 
-    def same_bytes(self, other: "Tensor") -> bool:
-        """Whether two tensors have equal bytes; neither is held in memory. False if one of them is packed."""
-        if (self.dtype, self.shape) != (other.dtype, other.shape) or not type(self) is type(other) is Tensor:
+    def same_values(self, other: "Tensor") -> bool:
+        """Whether two tensors have equal values, possibly in different dtypes; neither is held in memory. False if one
+        of them is packed.
+        """
+        if self.shape != other.shape or not {self.dtype, other.dtype} <= set(DTYPES):
             return False
         with self.file.open("rb") as first, other.file.open("rb") as second:
             first.seek(self.start)
             second.seek(other.start)
-            pieces = [min(_PIECE, self.size - n) for n in range(0, self.size, _PIECE)]
-            return all(first.read(piece) == second.read(piece) for piece in pieces)
+            for n in range(0, count := math.prod(self.shape), _PIECE):
+                files = ((first, self), (second, other))
+                pieces = [np.fromfile(file, DTYPES[each.dtype], min(_PIECE, count - n)) for file, each in files]
+                same_bits = self.dtype == other.dtype and pieces[0].tobytes() == pieces[1].tobytes()  # NaN too
+                if not same_bits and not np.array_equal(*(piece.astype(np.float32) for piece in pieces)):
+                    return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -239,12 +248,14 @@ class Header(NamedTuple):
     """Metadata of the file, usually texts by name."""
 
 
-def find_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[Path, dict[str, object]]]:
-    """The tensors of all files of a folder by name, and the metadata of each file. Raises CheckpointError for missing
-    or damaged files, and for duplicate tensors.
+def find_tensors(
+    folder: Path, ignored: tuple[str, ...] = ()
+) -> tuple[dict[str, Tensor], dict[Path, dict[str, object]]]:
+    """The tensors of a model's files by name, and the metadata of each file. ignored: prefixes of the names of tensors
+    whose file may be missing. Raises CheckpointError for missing or damaged files, and for duplicate tensors.
     """
     index = folder / INDEX
-    names = _indexed_files(index) if index.exists() else sorted(file.name for file in folder.glob("*.safetensors"))
+    names = _model_files(folder, ignored)
     if not names:
         raise CheckpointError(f"{folder} has no .safetensors files: copy them next to its config.json")
     tensors: dict[str, Tensor] = {}
@@ -267,10 +278,29 @@ def find_tensors(folder: Path) -> tuple[dict[str, Tensor], dict[Path, dict[str, 
     return tensors, metadata
 
 
-def _indexed_files(index: Path) -> list[str]:
-    """Names of the files that an index lists. Raises CheckpointError if a name leads out of the folder."""
+def _model_files(folder: Path, ignored: tuple[str, ...]) -> list[str]:
+    """Names of the files of the model: model.safetensors alone unless the index lists it, as in transformers, otherwise
+    those that the index lists. Without either, all but copies in another form and adapters.
+    """
+    index, listed = folder / INDEX, []
+    if index.exists():
+        listed = _indexed_files(index, ignored)
+    if SINGLE not in listed and (folder / SINGLE).exists():
+        return [SINGLE]
+    if index.exists():
+        return listed
+    names = sorted(file.name for file in folder.glob("*.safetensors"))
+    return [name for name in names if not name.startswith(OTHER_FILES)] or names
+
+
+def _indexed_files(index: Path, ignored: tuple[str, ...]) -> list[str]:
+    """Names of the files that an index lists, without missing ones of ignored tensors. Raises CheckpointError if a name
+    leads out of the folder.
+    """
     try:
-        names = sorted({str(name) for name in parse_json(read_file(index))["weight_map"].values()})
+        entries = parse_json(read_file(index))["weight_map"].items()
+        names = sorted({str(name) for _, name in entries})
+        needed = {str(name) for tensor, name in entries if not tensor.startswith(ignored)}
     except CheckpointError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -282,7 +312,7 @@ def _indexed_files(index: Path) -> list[str]:
                 raise CheckpointError(
                     f"{index} names {name!r}, which is not a file inside the folder: correct the index"
                 )
-    return names
+    return [name for name in names if name in needed or (index.parent / name).exists()]
 
 
 def read_header(file: Path) -> Header:
@@ -338,16 +368,13 @@ def _parse_header(file: Path, text: bytes) -> tuple[dict[str, dict], dict[str, o
     return header, metadata
 
 
-def check_tensors(folder: Path, sources: Mapping[str, Source], tensors: Mapping[str, Tensor], *, tied: bool) -> None:
+def check_tensors(folder: Path, sources: Mapping[str, Source], tensors: Mapping[str, Tensor]) -> None:
     """Raises CheckpointError unless the files contain exactly the weights that the config requires, with the right
-    shapes and dtypes. tied: the files may also contain a copy of the embedding table as lm_head.weight.
+    shapes and dtypes.
     """
     found = set(tensors)
     wanted = {name for source in sources.values() for name in ([source.name] if source.name in found else source.names)}
     missing, extra = sorted(wanted - found), sorted(n for n in found - wanted if not n.endswith(_IGNORED))
-    if tied and extra == ["lm_head.weight"] and not missing:
-        table = tensors[sources["tok_embeddings"].name]
-        extra = [] if tensors["lm_head.weight"].same_bytes(table) else extra
     for kind, names in (("lacks", missing), ("has unknown", extra)):
         if names:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 import laneformer.hf.folder
 from laneformer import CheckpointError, load, save_hf
 from laneformer.checkpoint import open_checkpoint
+from laneformer.hf.safetensors import find_tensors
 from tests.support import tiny
 
 
@@ -66,16 +67,20 @@ def test_old_rotary_buffers_are_ignored(folder):
     assert load(folder)
 
 
-def test_copy_of_a_tied_head_must_be_equal(tmp_path):
+def test_tied_model_uses_a_head_that_differs(tmp_path):
     folder = save_hf(tiny.random_model(tiny.values(tie_word_embeddings=True)), tmp_path)
-    table = load_file(folder / "model.safetensors")["model.tok_embeddings.weight"]
-    change_tensors(folder, lm_head__weight=table)
-    assert "lm_head" not in load(folder).weights()
-    last = table.copy()
-    last[-1, -1] += 1
-    for other in (last, table[:-1], table.astype("float16")):
-        change_tensors(folder, lm_head__weight=other)
-        refused(folder, "lm_head.weight")
+    table = load_file(folder / "model.safetensors")["model.tok_embeddings.weight"].astype("float16")
+    change_tensors(folder, model__tok_embeddings__weight=table)
+    last = table.astype("float32")
+    last[-1, -1] += 1e-5  # less than float16 can show
+    for head, tied in ((table, True), (table.astype("float32"), True), (last, False)):
+        change_tensors(folder, lm_head__weight=head)
+        model = load(folder)
+        assert model.config.tie_word_embeddings is tied and ("lm_head" in model.weights()) is not tied
+        if not tied:
+            assert (np.asarray(model.weights()["lm_head"], np.float32) == head).all()
+    change_tensors(folder, lm_head__weight=table[:-1])
+    refused(folder, "lm_head.weight", "[39, 32]")
 
 
 @pytest.mark.parametrize("shape", [(40, 31), (32, 40), (40,), (4, 10, 32)])
@@ -131,8 +136,44 @@ def test_missing_part_without_an_index_is_refused(folder_of_parts):
 
 
 def test_tensor_in_two_files_is_refused(folder):
-    save_file({"model.norm.weight": np.ones(32, np.float32)}, folder / "other.safetensors")
-    refused(folder, "model.norm.weight", "model.safetensors", "other.safetensors")
+    (folder / "model.safetensors").rename(folder / "model-1-of-2.safetensors")
+    save_file({"model.norm.weight": np.ones(32, np.float32)}, folder / "model-2-of-2.safetensors")
+    refused(folder, "model.norm.weight", "model-1-of-2.safetensors", "model-2-of-2.safetensors")
+
+
+@pytest.mark.parametrize(
+    "name", ["consolidated.safetensors", "consolidated-00001-of-00002.safetensors", "other.safetensors"]
+)
+@pytest.mark.parametrize("sharded", [False, True])
+def test_copies_and_adapters_beside_the_model_are_not_read(folder, name, sharded):
+    """transformers reads model.safetensors, or what the index lists."""
+    expected = load(folder).weights()
+    for file in (name, "adapter_model.safetensors"):
+        save_file({"tok_embeddings.weight": np.ones((2, 2), np.float32)}, folder / file)
+    if sharded:
+        (folder / "model.safetensors").rename(folder / "model-1-of-1.safetensors")
+        if name == "other.safetensors":
+            names = load_file(folder / "model-1-of-1.safetensors")
+            index = {"weight_map": dict.fromkeys(names, "model-1-of-1.safetensors")}
+            (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = load(folder).weights()
+    assert all((np.asarray(found[path]) == np.asarray(expected[path])).all() for path in expected)
+
+
+def test_a_stale_index_beside_the_model_is_not_used(folder):
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "model-00001-of-00009.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert load(folder)
+    (folder / "model.safetensors").rename(folder / "model-1-of-1.safetensors")
+    refused(folder, "model-00001-of-00009.safetensors does not exist")
+
+
+def test_an_index_may_list_the_missing_file_of_an_ignored_tensor(folder):
+    index = {"weight_map": {"model.norm.weight": "model.safetensors", "mtp.0.norm.weight": "mtp.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert find_tensors(folder, ("mtp.",))[0]
+    with pytest.raises(CheckpointError, match=r"mtp\.safetensors does not exist"):
+        find_tensors(folder)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +187,7 @@ def test_damaged_index_is_refused(folder, text):
 @pytest.mark.parametrize("names", [{"a": 1}, {"a": 1, "b": "x"}, {"a": None}])
 def test_index_of_missing_files_is_refused(folder, names):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (folder / "model.safetensors").rename(folder / "model-1-of-1.safetensors")
     refused(folder, "model.safetensors.index.json")
 
 
