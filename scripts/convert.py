@@ -11,13 +11,16 @@ from typing import Literal
 import tyro
 
 from infer.text.chat_template import ChatTemplate
+from infer.text.tokenizer import Tokenizer, with_tokens_before
+from infer.text.tokenizer_files import TOKENIZER
 from laneformer import load, parameter_count, save_hf
-from laneformer.checkpoint import checkpoint_files
+from laneformer.checkpoint import checkpoint_files, is_run
 from laneformer.errors import CheckpointError, run_command
 from laneformer.hf.folder import HfFolder
 
 TOKENIZER_FILES = (
-    "tokenizer.json",
+    TOKENIZER,
+    "tiktoken.model",
     "tokenizer_config.json",
     "chat_template.jinja",
     "special_tokens_map.json",
@@ -45,8 +48,10 @@ class Options:
     """With --weights bf12: change the weights that a matrix's table does not hold, at most 1e-3 of them, to the nearest
     value that it holds. A matrix with more such weights stays bfloat16, unchanged.
     """
-    spelling: Literal["laneformer_tp", "laneformer"] = "laneformer_tp"
-    """model_type in config.json, which decides the names of its exchange switches."""
+    spelling: Literal["laneformer_tp", "laneformer", "llama"] = "laneformer_tp"
+    """model_type in config.json: the first two differ in the names of the exchange switches; llama, for transformers,
+    vLLM and llama.cpp, is possible for layout tp or one lane without options that a Llama does not have.
+    """
     overwrite: bool = False
     """Replace a checkpoint in TARGET."""
 
@@ -77,13 +82,17 @@ def convert(options: Options) -> str:
     for name in copied:
         shutil.copyfile(beside / name, options.target / name)
     config, dtype = model.config, model.tok_embeddings[...].dtype.name
+    if is_run(options.source) and TOKENIZER in copied:  # of which the recipe may have chosen what precedes a text
+        before = Tokenizer.find(options.source, config.bos_token_id).before
+        if before != Tokenizer.find(options.target).before:
+            with_tokens_before(options.target / TOKENIZER, before)
     if "chat_template.jinja" in copied and "generation_config.json" not in copied:
         # Other programs read the tokens that end a turn from this file.
         ends = [*ChatTemplate.load(beside).ends(config.eos_token_id)]
         (options.target / "generation_config.json").write_text(
             json.dumps({"eos_token_id": ends}) + "\n", encoding="utf-8"
         )
-    tokenizer = "with its tokenizer" if "tokenizer.json" in copied else "no tokenizer.json found"
+    tokenizer = "with its tokenizer" if {TOKENIZER, "tiktoken.model"} & {*copied} else "no tokenizer.json found"
     size = f"{parameter_count(config):,} parameters in {dtype}"
     if options.weights == "bf12":
         folder = HfFolder(options.target)

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import models
+from tokenizers import models, processors
 
 from infer.text.tokenizer_files import BYTE_LEVEL, find_vocabulary, read_settings, read_tokenizer, special_names, unread
 from laneformer.checkpoint import checkpoint_files, is_run
 from laneformer.errors import CheckpointError, InputError
+from laneformer.files import read_file
 
 log = logging.getLogger("infer")
 
@@ -169,6 +170,20 @@ def tokens_before(tokenizer: tokenizers.Tokenizer, settings: dict[str, Any]) -> 
         return None
     begin = tokenizer.token_to_id(special_names(settings).get("bos_token", "")) if wanted else None
     return () if begin is None else (begin,)
+
+
+def with_tokens_before(file: Path, before: tuple[int, ...]) -> None:
+    """Adds a post-processor to a tokenizer.json, so that other programs put these tokens before every text, too. The
+    tokenizer must not decide it, see `tokens_before`.
+    """
+    tokenizer = tokenizers.Tokenizer.from_buffer(read_file(file))
+    names = [tokenizer.id_to_token(token) for token in before]
+    template = processors.TemplateProcessing(
+        single=[*names, "$A"], pair=[*names, "$A", "$B:1"], special_tokens=[*zip(names, before, strict=True)]
+    )
+    kept = tokenizer.post_processor
+    tokenizer.post_processor = template if kept is None else processors.Sequence([kept, template])
+    tokenizer.save(str(file))
 
 
 def unprefixed(tokenizer: tokenizers.Tokenizer) -> tokenizers.Tokenizer:

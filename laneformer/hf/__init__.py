@@ -72,7 +72,8 @@ def find_family(values: Mapping[str, Any]) -> Family:
     kind = language_model(values).get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ConfigError(f"unknown model_type {kind!r}; choose {', '.join(FAMILIES)}")
-    return FAMILIES[kind]
+    family = FAMILIES[kind]
+    return family if family.variant is None else family.variant(Fields(language_model(values)))
 
 
 def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:

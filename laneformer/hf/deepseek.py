@@ -2,15 +2,20 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from laneformer.config import LatentAttention, ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.hf import llama
 from laneformer.hf.dimensions import Dimensions, Part, dense_layers, head, routed_experts, router
+from laneformer.hf.family import Family
 from laneformer.hf.fields import Fields
 from laneformer.hf.llama import EXPERT_NAMES, make_family, without_layer
 from laneformer.hf.packed.quantization import Formats, read_formats
+from laneformer.hf.rope import interleave
 from laneformer.hf.safetensors import Source
 
 if TYPE_CHECKING:
@@ -35,7 +40,7 @@ BY_HEAD = {
     "attention.wq_b": "self_attn.q_b_proj.weight",
     "attention.wkv_b": "self_attn.kv_b_proj.weight",
 }
-OF_TRAINING = ("ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers")
+OF_TRAINING = ("qk_head_dim", "ep_size", "aux_loss_alpha", "seq_aux", "num_nextn_predict_layers")
 
 
 def dimensions_v3(fields: Fields) -> Dimensions:
@@ -68,13 +73,10 @@ def _dense_layers(fields: Fields, default: int) -> int:
 
 def more_v3(fields: Fields) -> dict[str, Any]:
     """Fields of ModelConfig; defaults are those of transformers. Raises ConfigError for unsupported values."""
-    for name, known, default in (
-        ("scoring_func", "sigmoid", "sigmoid"),
-        ("topk_method", "noaux_tc", "noaux_tc"),
-        ("rope_interleave", True, True),
-    ):
+    for name, known, default in (("scoring_func", "sigmoid", "sigmoid"), ("topk_method", "noaux_tc", "noaux_tc")):
         if (value := fields.get(name, default)) != known:
             raise ConfigError(f"{name} = {value!r}: only models with {name} = {known!r} are supported")
+    fields.flag("rope_interleave", True)  # see `_variant`
     fields.given(*OF_TRAINING)
     shared = fields.size("n_shared_experts", 1, 0) * fields.size("moe_intermediate_size", 2048)
     return {
@@ -107,13 +109,27 @@ def drafts_v3(fields: Fields) -> tuple[str, ...]:
     return tuple(f"model.layers.{fields.layers + n}." for n in range(count))
 
 
-def sources_v3(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
-    """The source of each weight, by path: as for a Llama, except for latent attention, whose rotary pairs are already
-    interleaved, and for the router's correction.
+def sources_v3(config: ModelConfig, table: "Mapping[str, Weight]", half_split: bool = False) -> dict[str, Source]:
+    """The source of each weight, by path: as for a Llama, except for latent attention, and for the router's correction.
+    half_split: whether the rotary pairs of latent attention are half-split in the files; usually they are interleaved.
     """
     own = {path: source for path, weight in table.items() if (source := _source(path, weight.shape))}
+    if half_split:
+        own |= {path: _interleaved(config.latent_attention, path, source) for path, source in own.items()}
     rest = {path: weight for path, weight in table.items() if path not in own}
     return llama.sources(config, rest, NAMES) | own
+
+
+def _interleaved(sizes: LatentAttention, path: str, source: Source) -> Source:
+    """The source of a weight whose rows for rotary channels, the last ones of each head, are half-split in the file."""
+    before = {"wq": sizes.qk_nope_head_dim, "wq_b": sizes.qk_nope_head_dim, "wkv_a": sizes.kv_lora_rank}
+    first = before.get(path.rpartition(".")[2])
+    if first is None:
+        return source
+    rotary = first + interleave(np.arange(sizes.qk_rope_head_dim), sizes.qk_rope_head_dim)
+    head = np.concatenate([np.arange(first), rotary])
+    starts = np.arange(0, source.shape[-2], len(head))
+    return replace(source, taken=tuple(map(int, (starts[:, None] + head).reshape(-1))))
 
 
 def _source(path: str, shape: tuple[int, ...]) -> Source | None:
@@ -142,6 +158,11 @@ def shared_experts(fields: Fields, layers: int, width: int, formats: Formats) ->
     return [Part("shared expert", weights, formats.of("shared"))] if count else []
 
 
+def _variant(family: Family, fields: Fields) -> Family:
+    half_split = not fields.flag("rope_interleave", True)
+    return replace(family, sources=partial(sources_v3, half_split=True)) if half_split else family
+
+
 V3 = replace(
     make_family(
         "DeepSeek V3", NAMES, dimensions_v3, longest=4096, defaults={}, refused=("attention_bias",), more=more_v3
@@ -150,4 +171,5 @@ V3 = replace(
     ignored=drafts_v3,
     never_packed=(".router",),
 )
-KIMI_K2 = replace(V3, name="Kimi K2")
+V3 = replace(V3, variant=lambda fields: _variant(V3, fields))
+KIMI_K2 = replace(V3, name="Kimi K2", variant=lambda fields: _variant(KIMI_K2, fields))

@@ -26,6 +26,8 @@ class Family:
     """Maps each weight's path to the tensor that contains the weight, for a config and its `parameter_table`."""
     ignored: Callable[[Fields], tuple[str, ...]] = lambda fields: ()
     """Prefixes of the names of tensors that the model does not use, such as those that draft further tokens."""
+    variant: "Callable[[Fields], Family] | None" = None
+    """Returns the family for a config whose tensors mean something else, such as another order of rows."""
     renamed: Callable[[str], str] = lambda name: name
     """Returns the name in `sources` of a tensor that some files name differently."""
     never_packed: tuple[str, ...] = ()

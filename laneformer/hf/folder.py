@@ -24,6 +24,7 @@ from laneformer.hf import config_to_hf, find_family, language_model, read_hf_con
 from laneformer.hf import laneformer as own
 from laneformer.hf.bf12 import GroupPlan, groups_of, metadata_of, unpacked
 from laneformer.hf.experts import with_separate_experts
+from laneformer.hf.llama_files import KIND, config_to_llama, llama_sources, to_llama
 from laneformer.hf.packed.compressed import config_of, settings_of, tensors_of
 from laneformer.hf.packed.packings import REMEDY, QuantizedTensor, with_records
 from laneformer.hf.packed.quantization import read_schemes
@@ -221,7 +222,8 @@ def save_hf(
     The weights keep their dtype and can be loaded again bit for bit. A file is replaced only once its successor is
     complete.
 
-    spelling: the model_type in config.json.
+    spelling: the model_type in config.json: laneformer_tp or laneformer, or llama for what is one (layout tp or one
+        lane, without options that a Llama does not have, and without quantized weights).
     weights: bf12 writes bfloat16 matrices in 12 bits per weight (docs/bf12.md). Both values require bfloat16 weights.
     round_exceptions: with bf12, round up to 1e-3 of a matrix's weights to the nearest value that its table can
     represent. This changes values.
@@ -230,13 +232,16 @@ def save_hf(
     folder cannot be written.
     """
     path, dtype = Path(path), model.tok_embeddings[...].dtype.name
+    tensors = _Tensors(model, spelling)
+    if spelling == KIND and (weights == "bf12" or set(tensors.paths) != set(tensors.dtypes)):
+        raise ConfigError(f"a {KIND} has weights of 16 or 32 bits: add --weights bfloat16")
     if weights is not None and dtype != "bfloat16":
         raise ConfigError(f"weights {weights} must be bfloat16, got {dtype}: convert them with --dtype bfloat16")
     if round_exceptions and weights != "bf12":
         raise ConfigError("round_exceptions requires weights of 12 bits: add --weights bf12")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        files = list(_bf12_files(model, round_exceptions) if weights == "bf12" else _plain_files(model))
+        files = list(_bf12_files(model, round_exceptions) if weights == "bf12" else _plain_files(tensors))
         stale = set(path.glob("*.safetensors")) | {path / INDEX}
         weight_map, total = {}, 0
         for i, file in enumerate(files):
@@ -249,7 +254,7 @@ def save_hf(
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             _write_text(path / INDEX, json.dumps(index, indent=1))
             stale.discard(path / INDEX)
-        values = config_to_hf(model.config, spelling) | {"torch_dtype": dtype} | _Tensors(model).quantization
+        values = tensors.config | {"torch_dtype": dtype} | tensors.quantization
         _write_text(path / "config.json", json.dumps(values, indent=1) + "\n")
         for file in stale:  # files of an earlier save that was split differently
             file.unlink(missing_ok=True)
@@ -272,21 +277,27 @@ class _File(NamedTuple):
 class _Tensors:
     """The weights of a model in the form of files: tensor name -> array or record."""
 
-    def __init__(self, model: Laneformer):
+    def __init__(self, model: Laneformer, spelling: str = "laneformer_tp"):
         self._config, self._weights = model.config, model.weights()
         table = parameter_table(model.config)
-        self.paths = {weight.file_name: path for path, weight in table.items()}
+        convert = config_to_llama if spelling == KIND else partial(config_to_hf, spelling=spelling)
+        self.config = convert(model.config)
+        """Values of config.json."""
+        self._llama = llama_sources(model.config) if spelling == KIND else None
+        files = {path: self._llama[path].name if self._llama else weight.file_name for path, weight in table.items()}
+        self.paths = {name: path for path, name in files.items()}
         self.sizes = {name: self._weights[path].nbytes for name, path in self.paths.items()}
         arrays = {name: path for name, path in self.paths.items() if isinstance(self._weights[path], jax.Array)}
         self.dtypes = {name: np.dtype(self._weights[path].dtype) for name, path in arrays.items()}
-        self.matrices = {name for name, path in self.paths.items() if table[path].group != "vector"} - {
-            table["tok_embeddings"].file_name
-        }
+        matrices = {name for name, path in self.paths.items() if table[path].group != "vector"}
+        self.matrices = matrices - {files["tok_embeddings"]}
 
     def __getitem__(self, name: str) -> np.ndarray | Quantized:
         path, weight = self.paths[name], self._weights[self.paths[name]]
         if isinstance(weight, Quantized):
             return own.record_to_file(self._config, path, weight.on_host())
+        if self._llama:
+            return np.ascontiguousarray(to_llama(self._llama[path], path, np.asarray(weight)))
         return np.ascontiguousarray(own.to_file(self._config, path, np.asarray(weight)))
 
     def written(self, name: str) -> dict[str, np.ndarray]:
@@ -310,9 +321,7 @@ class _Tensors:
         return {"quantization_config": config_of(settings, plain)} if settings else {}
 
 
-def _plain_files(model: Laneformer) -> Iterator[_File]:
-    tensors = _Tensors(model)
-
+def _plain_files(tensors: _Tensors) -> Iterator[_File]:
     def write(names: list[str], file: Path) -> None:
         write_tensors(file, {part: array for name in names for part, array in tensors.written(name).items()})
 

@@ -103,3 +103,8 @@ def rope_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
 def interleave(w: np.ndarray, head_dim: int) -> np.ndarray:
     """Reorders rows [heads * head_dim, ...]: half-split rotary pairs (i, i + e/2) of each head become (2i, 2i + 1)."""
     return w.reshape(-1, 2, head_dim // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+
+
+def deinterleave(w: np.ndarray, head_dim: int) -> np.ndarray:
+    """The inverse of `interleave`."""
+    return w.reshape(-1, head_dim // 2, 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)

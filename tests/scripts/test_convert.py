@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, models
 
 import laneformer
 from infer.text.chat_template import CHATML, TURN_END, TURN_START
+from infer.text.tokenizer import Tokenizer as TextTokenizer
+from infer.text.tokenizer import with_tokens_before
 from laneformer.checkpoint import fingerprint
 from laneformer.hf import config_to_hf
 from scripts.convert import main
@@ -52,6 +54,16 @@ def test_bf12_round_trip_changes_no_byte(tmp_path, capsys):
     assert " in 12 bits each (11 changed to the nearest value that their table holds), 8 lanes" in out
     plain, packed, back = ((tmp_path / name / "model.safetensors") for name in ("plain", "packed", "back"))
     assert back.read_bytes() == plain.read_bytes() != packed.read_bytes()
+
+
+def test_begin_token_of_a_recipe_is_written_into_the_tokenizer(tmp_path):
+    """The same tokens are before a text in the training run and, by the tokenizer alone, in the written folder."""
+    made = Tokenizer(models.BPE({"a": 0}, []))
+    made.add_special_tokens(["<s>"])
+    made.save(str(tmp_path / "tokenizer.json"))
+    with_tokens_before(tmp_path / "tokenizer.json", (1, 1))
+    found = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert found.encode("aa").ids == [1, 1, 0, 0] and TextTokenizer.find(tmp_path).before == (1, 1)
 
 
 def test_generation_config_has_the_end_of_a_turn(tmp_path):

@@ -162,7 +162,6 @@ def test_config_of_moonlight_is_read():
     [
         ({"scoring_func": "softmax"}, "scoring_func = 'softmax'"),
         ({"topk_method": "greedy"}, "topk_method = 'greedy'"),
-        ({"rope_interleave": False}, "rope_interleave = False"),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2"),
         ({"first_k_dense_replace": 3}, "first_k_dense_replace = 3 must be less than num_hidden_layers = 3"),
         ({"n_group": 3}, "n_group = 3 must divide num_experts = 8"),
