@@ -197,7 +197,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
     """Multiply the output of the shared expert by sigmoid(gate . x) for each token (Qwen2-MoE, arXiv 2407.10671)."""
 
     bos_token_id: int | None = None
-    """Token that begins a text; if set, it is prepended to prompts."""
+    """Token that begins a text. In a training run it is put before prompts if the tokenizer does not decide that."""
     eos_token_id: tuple[int, ...] = ()
     """Tokens that end a text."""
 
