@@ -48,17 +48,41 @@ def importing(line: str = LINE) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
+class Stopped(BaseException):
+    """A signal ended the work inside `StopSignals.at_once`. No `except Exception` of a library catches it."""
+
+
+class StopSignals(list[int]):
+    """The signals received so far that ask a program to stop after its current step."""
+
+    ends_work = False
+    """Whether the next signal raises Stopped."""
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """A context for work that may be lost: the first signal, also an earlier one, ends it by raising Stopped."""
+        if self:
+            raise Stopped
+        self.ends_work = True
+        try:
+            yield
+        finally:
+            self.ends_work = False
+
+
 @contextmanager
-def stop_signals() -> Iterator[list[int]]:
-    """Yields the list of SIGINT and SIGTERM signals received so far. A second SIGINT raises KeyboardInterrupt, or ends
-    the process if a library keeps Python from running its handler, as XLA does while it compiles.
+def stop_signals() -> Iterator[StopSignals]:
+    """Yields the SIGINT and SIGTERM signals received so far. A second SIGINT raises KeyboardInterrupt, or ends the
+    process if a library keeps Python from running its handler, as XLA does while it compiles.
     """
-    received: list[int] = []
+    received = StopSignals()
 
     def ask(number, _frame):
         if number == signal.SIGINT and received:
             raise KeyboardInterrupt
         received.append(number)
+        if received.ends_work:
+            raise Stopped
 
     before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -82,7 +106,8 @@ def _answer_to_ctrl_c() -> Iterator[None]:
     def answer():
         first = os.read(reader, 1)
         if first == bytes([signal.SIGINT]):
-            print(STOPPING, file=sys.stderr, flush=True)
+            with suppress(BrokenPipeError):
+                print(STOPPING, file=sys.stderr, flush=True)
         while first and (number := os.read(reader, 1)):
             if number == bytes([signal.SIGINT]) and not left.wait(PATIENCE):
                 _end(signal.SIGINT, None, STOPPED)

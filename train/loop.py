@@ -3,7 +3,8 @@
 import math
 import signal
 import time
-from contextlib import ExitStack
+from collections.abc import Collection
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -12,16 +13,16 @@ from jax.sharding import Mesh
 
 import laneformer as lf
 from laneformer.errors import ConfigError, LaneformerError
-from laneformer.interrupts import stop_signals
+from laneformer.interrupts import Stopped, StopSignals, stop_signals
 from laneformer.mesh import DATA, LANE, keep_freed_memory
 from laneformer.processes import fail_together, join_job
 from train.checkpoint import Checkpoints
 from train.config import Phase, TrainConfig
 from train.data.batches import Batches, HeldOut, Prefetch, validation_sets
 from train.distill import Distillation, annealed
-from train.evaluation import Evaluation
+from train.evaluation import Evaluation, Problems, due
 from train.metrics.profiler import Profile
-from train.metrics.run_log import RunLog
+from train.metrics.run_log import RunLog, measured
 from train.program.program import save_program
 from train.run_folder import Stores, any_of, only_one, open_stores, record_run
 from train.step import State, Trainer, precision_of
@@ -31,7 +32,8 @@ class Interrupted(Exception):
     """The run stopped after a signal; its state is saved."""
 
     def __init__(self, number: int, step: int):
-        super().__init__(f"stopped by {signal.Signals(number).name} after step {step}, which is saved")
+        after = f"after step {step}, which is saved" if step else "before the first step"
+        super().__init__(f"stopped by {signal.Signals(number).name} {after}")
         self.signal = number
 
 
@@ -61,7 +63,10 @@ def train(config: TrainConfig) -> None:
         stack.callback(checkpoints.close)
         state = checkpoints.restore(lambda step: Trainer(config, config.phase_at(step - 1), mesh).abstract_state())
         first = 0 if state is None else int(state.step)
-        if first >= config.total_steps:
+        last = config.phase_at(first - 1)  # the phase of the last step
+        made = measured(run, first)
+        missing = set(due(config, last, data[last.name].held_out, first)) - made if first else set()
+        if first >= config.total_steps and not missing:
             if speaks:
                 print(f"{run}: all {config.total_steps} steps are done, nothing to do")
             return
@@ -71,8 +76,12 @@ def train(config: TrainConfig) -> None:
             print(_greeting(config, stores, mesh, first))
         stop = stack.enter_context(stop_signals())
         with fail_together():
-            log = stack.enter_context(RunLog(config, mesh, first))
-        loop = _Loop(config, mesh, data, distillation, checkpoints, log, stop)
+            log = stack.enter_context(RunLog(config, mesh, first, stop))
+            problems = _problems(config, first, stop)
+            stack.enter_context(problems or nullcontext())
+        loop = _Loop(config, mesh, data, distillation, checkpoints, log, stop, problems)
+        if missing:
+            loop.measure_again(last, state, made)
         for phase in config.phases:
             if first < phase.last_step:
                 state = loop.run(phase, state, max(first, phase.first_step))
@@ -110,10 +119,11 @@ class _Loop:
         distillation: Distillation,
         checkpoints: Checkpoints,
         log: RunLog,
-        stop: list[int],
+        stop: StopSignals,
+        problems: Problems | None,
     ):
         self.config, self.mesh, self.data, self.distillation = config, mesh, data, distillation
-        self.checkpoints, self.log, self.stop = checkpoints, log, stop
+        self.checkpoints, self.log, self.stop, self.problems = checkpoints, log, stop, problems
         self.asked_by_any = False  # whether a fetched step reported that some process asked to stop
 
     def run(self, phase: Phase, state: State | None, first: int) -> State:
@@ -121,7 +131,7 @@ class _Loop:
         clock, data = self.log.clock, self.data[phase.name]
         self.phase, self.batches = phase, data.batches
         trainer = self.trainer = Trainer(self.config, phase, self.mesh, data.batches.keys)
-        self.evaluation = Evaluation(self.config, phase, trainer, data.held_out)
+        self.evaluation = Evaluation(self.config, phase, trainer, data.held_out, self.problems)
         with clock("compile"):
             self._compile(annealed(self.config, phase, first))
             self.asked = {wish: trainer.put_asked(wish) for wish in (False, True)}
@@ -135,12 +145,24 @@ class _Loop:
             return trainer.put_batch(lambda rows: self.batches.batch_at(step - phase.first_step, rows))
 
         with Prefetch(batch, range(first, phase.last_step)) as stream, ExitStack() as stack:
-            stack.callback(self.evaluation.close)
             watch = self.config.watch
             profile = watch.profile_at and stack.enter_context(
                 Profile(self.config.run_folder / "profile", watch.profile_at, watch.profile_steps)
             )
             return self._steps(state, stream, profile)
+
+    def measure_again(self, phase: Phase, state: State, made: Collection[str]) -> None:
+        """Makes the measurements after the last step that an interruption has prevented. made: the others.
+
+        Raises Interrupted after a signal.
+        """
+        data, step = self.data[phase.name], int(state.step)
+        trainer = Trainer(self.config, phase, self.mesh, data.batches.keys)
+        evaluation = Evaluation(self.config, phase, trainer, data.held_out, self.problems)
+        with self.log.clock("eval"):
+            stopped = evaluation.measure(state.params, step, self.log, self.stop, made)
+        if stopped:
+            raise self._interrupted(step)
 
     def _compile(self, phase: Phase) -> None:
         """Compiles the step and records its program. phase: the current phase, with the layout of this step."""
@@ -186,17 +208,23 @@ class _Loop:
                 with clock("step"):
                     self._fetch(*pending)
                 pending = None
+                if saving:  # before measuring, which may fail
+                    self._save(state, step)
                 with clock("eval"):
-                    self.evaluation.measure(state.params, step, self.log)
-                if saving:
+                    ended = self.evaluation.measure(state.params, step, self.log, self.stop)
+                stopping = stopping or ended or self._stopping()
+                if stopping and not saving:
                     self._save(state, step)
             if done or stopping:
                 with clock("save"):
                     self.checkpoints.wait()
+            if stopping:
+                raise self._interrupted(step)
             if done:
                 return state
-            if stopping:
-                raise Interrupted(self.stop[0] if self.stop else signal.SIGTERM, step)
+
+    def _interrupted(self, step: int) -> Interrupted:
+        return Interrupted(self.stop[0] if self.stop else signal.SIGTERM, step)
 
     def _stopping(self) -> bool:
         """Whether to stop after this step. Several processes agree, because all read the answer from the same step."""
@@ -212,6 +240,17 @@ class _Loop:
         with self.log.clock("save"):
             self.log.sync()
             self.checkpoints.save(state, step)
+
+
+def _problems(config: TrainConfig, first: int, stop: StopSignals) -> Problems | None:
+    """The programming problems of the run, checked. Raises Interrupted after a signal. first: steps that are done."""
+    if not config.watch.humaneval_every:
+        return None
+    try:
+        with stop.at_once():
+            return Problems(config, new=first == 0)
+    except Stopped:
+        raise Interrupted(stop[0], first) from None
 
 
 def _mesh(config: TrainConfig) -> Mesh:

@@ -19,6 +19,14 @@ from laneformer.precision import Precision
 SAMPLING = Sampling(temperature=0.8, top_p=0.95)
 
 
+def read_tokenizer(file: Path, config: ModelConfig) -> Tokenizer | None:
+    """The tokenizer of a model in a tokenizer.json; None if it is not readable."""
+    try:
+        return Tokenizer(file, config.bos_token_id)
+    except CheckpointError:
+        return None
+
+
 class LiveEngine:
     """An engine that uses the weights in training in place, on the training mesh. It compiles once, at its first
     request.
@@ -27,10 +35,7 @@ class LiveEngine:
     def __init__(self, config: ModelConfig, mesh: Mesh, precision: Precision, tokenizer: Path):
         """tokenizer: a tokenizer.json; if it is not readable, the engine takes and returns token ids."""
         self.config, self.mesh, self.precision = config, mesh, precision
-        try:
-            self.tokenizer = Tokenizer(tokenizer, config.bos_token_id)
-        except CheckpointError:
-            self.tokenizer = None
+        self.tokenizer = read_tokenizer(tokenizer, config)
         self._engine: Engine | None = None
 
     def holding(self, params: dict[str, jax.Array]) -> Engine:

@@ -39,7 +39,11 @@ class Judge:
             )
         self.workers = workers or cores
         self.sandbox = Sandbox(sandbox)
-        loops = [self.sandbox.run(LOOP, "", _limits(60)).cpu_seconds for _ in range(3)]
+        try:
+            loops = [self.sandbox.run(LOOP, "", _limits(60)).cpu_seconds for _ in range(3)]
+        except BaseException:
+            self.close()
+            raise
         if None in loops:
             self.close()
             raise HarnessError(

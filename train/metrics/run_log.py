@@ -1,7 +1,10 @@
 """The log of a run in training: records, dashboards, lines on the terminal, and the check for divergence."""
 
+import os
+import signal
 import sys
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -10,6 +13,7 @@ from jax.sharding import Mesh
 from tqdm import tqdm
 
 from laneformer.errors import LaneformerError
+from laneformer.interrupts import StopSignals
 from train.config import Phase, TrainConfig, recorded
 from train.flops import model_flops_utilization
 from train.metrics.clock import Clock
@@ -22,14 +26,24 @@ from train.samples import texts
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # files of a run folder
 
 
+def measured(run: Path, step: int) -> set[str]:
+    """Names of the measurements after this step that the files of a run have."""
+    names = {name for line in read_lines(run / METRICS) if line["step"] == step for name in line}
+    return names | {"samples" for line in read_lines(run / SAMPLES) if line["step"] == step}
+
+
 class RunLog:
     """Writes the records of a run and checks them for divergence.
 
     Every process has a RunLog, so that all stop at the same divergence; only process 0 writes and prints.
     """
 
-    def __init__(self, config: TrainConfig, mesh: Mesh, first: int):
-        """first: step after which the run resumes. Raises InputError if a requested dashboard is not installed."""
+    def __init__(self, config: TrainConfig, mesh: Mesh, first: int, stop: StopSignals):
+        """first: step after which the run resumes. stop: receives SIGPIPE when the reader of the output has closed it.
+
+        Raises InputError if a requested dashboard is not installed.
+        """
+        self.stop = stop
         self.config, self.devices, self.writes = config, mesh.devices.flat, jax.process_index() == 0
         run = config.run_folder
         before = [line for line in read_lines(run / METRICS) if line["step"] <= first]
@@ -82,8 +96,9 @@ class RunLog:
         self._speeds.append(speed)
         recent = sorted(self._speeds[-50:])
         speed = recent[len(recent) // 2]
-        self.bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed:,.0f} tok/s", refresh=False)
-        self.bar.update(1)
+        with self._output():
+            self.bar.set_postfix_str(f"loss {values['loss']:.3f}, {speed:,.0f} tok/s", refresh=False)
+            self.bar.update(1)
         if step % self.config.log_every == 0:
             self._write(step, {"time": self.clock.interval()})
             left = (phase.last_step - step) * phase.tokens_per_step / speed
@@ -93,12 +108,18 @@ class RunLog:
             )
         self.divergence.update({"step": step, **record})
 
-    def record(self, step: int, record: dict, line: str = "") -> None:
-        """Writes measurements made after a step to the file, and `line` about them to the terminal."""
-        if record:
-            self._write(step, record)
-        if line and self.writes:
-            self.bar.write(f"step {step}: {line}")
+    def record(self, step: int, record: dict, *lines: str) -> None:
+        """Writes measurements made after a step to the file, and lines about them to the terminal."""
+        self._write(step, record)
+        for line in lines if self.writes else ():
+            with self._output():
+                self.bar.write(f"step {step}: {line}")
+
+    def warn(self, step: int, line: str) -> None:
+        """Writes a warning about a step to the terminal."""
+        if self.writes:
+            with self._output():
+                self.bar.write(f"warning: step {step}: {line}", file=sys.stderr)
 
     def sync(self) -> None:
         """Returns when all records are on disk."""
@@ -126,7 +147,23 @@ class RunLog:
 
     def _print(self, line: str) -> None:
         if self.writes and self.bar.disable:
-            print(line, flush=True)
+            with self._output():
+                print(line, flush=True)
+
+    @contextmanager
+    def _output(self) -> Iterator[None]:
+        """A context for writing to the terminal. If the reader has closed it, as `| head` does, the run stops as after
+        a signal.
+        """
+        try:
+            yield
+        except BrokenPipeError:
+            for stream in (sys.stdout, sys.stderr):
+                try:
+                    stream.flush()
+                except BrokenPipeError:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+            self.stop.append(signal.SIGPIPE)
 
     def _sinks(self, run: Path, first: int) -> list[Sink]:
         sinks: list[Sink] = []
