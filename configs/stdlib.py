@@ -22,6 +22,7 @@ def stdlib() -> TrainConfig:
 def stdlib_int4() -> TrainConfig:
     """stdlib, then 150 steps with matrices rounded to int4: `python -m scripts.quantize` loses nothing after them."""
     recipe = stdlib()
-    optimizer = dataclasses.replace(recipe.optimizer, learning_rate=1e-3, warmup_steps=10, decay_fraction=1.0)
+    # The decay takes the 140 steps after the warm-up.
+    optimizer = dataclasses.replace(recipe.optimizer, learning_rate=1e-3, warmup_steps=10, decay_fraction=0.93)
     last = LaterPhase(steps=150, data=recipe.data, optimizer=optimizer, weights="int4")
     return dataclasses.replace(recipe, name="stdlib_int4", then={"int4": last})

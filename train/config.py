@@ -77,6 +77,10 @@ class OptimizerConfig:
     """Steps in which the rate rises linearly from 0."""
     decay_fraction: float = 0.2
     """wsd: share of the phase's steps, at its end, in which the rate decays."""
+    decay: Literal["linear", "1-sqrt"] = field(default="linear", metadata=LATER)
+    """wsd: form of the decay: linear, or 1-sqrt, 1 minus the root of the share of the decay that is over (arXiv
+    2405.18392).
+    """
     final_fraction: float = 0.0
     """wsd and cosine: final rate, as a share of the peak."""
     beta1: float = 0.9
@@ -104,6 +108,10 @@ class OptimizerConfig:
                 raise ConfigError(f"optimizer.{name} must be between 0 and 1, got {getattr(self, name)}")
         if self.warmup_steps < 0:
             raise ConfigError(f"optimizer.warmup_steps must be at least 0, got {self.warmup_steps}")
+
+    def decay_steps(self, steps: int) -> int:
+        """Number of steps of the decay at the end of a phase of `steps` steps, 0 unless the schedule is wsd."""
+        return math.ceil(self.decay_fraction * steps) if self.schedule == "wsd" else 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,6 +428,14 @@ def _check_phase(phase: Phase, config: TrainConfig) -> None:
             f"{where}data.sequence_length": data.sequence_length,
         }
     )
+    warmup, decay = phase.optimizer.warmup_steps, phase.optimizer.decay_steps(phase.steps)
+    if warmup + decay > phase.steps:
+        after = f" and the {decay} steps of the decay (decay_fraction = {phase.optimizer.decay_fraction})"
+        raise ConfigError(
+            f"{where}optimizer.warmup_steps = {warmup}{after if decay else ''} exceed {where}steps = {phase.steps}; set"
+            f" {where}optimizer.warmup_steps to at most {phase.steps - decay}"
+            + (f", or lower {where}optimizer.decay_fraction" if decay else "")
+        )
     shares = phase.accumulate * config.mesh.data
     if data.batch_size % shares:
         raise ConfigError(

