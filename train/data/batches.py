@@ -11,7 +11,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Generic, Self, TypeVar
 
@@ -125,12 +125,12 @@ class HeldOut:
 
 
 def validation_sets(data: DataConfig, stores: Sequence[TokenStore], extra: Sequence[TokenStore]) -> dict[str, HeldOut]:
-    """At most data.validation_batches full batches of the split `validation` of each store, by tag; no row twice.
+    """At most data.validation_batches batches of the split `validation` of each store, by tag; no row counts twice.
 
     stores: the folders of data.path; those without this split are skipped. extra: the folders of data.validation_path,
     which must have the split. The rows are spread evenly over the split in file order and do not depend on the seed, so
-    that validation losses of different runs are comparable. Raises InputError for a split smaller than a batch, or if
-    its loss mask leaves nothing to measure.
+    that validation losses of different runs are comparable. A split too small for its last batch fills it with rows of
+    weight 0. Raises InputError if there is nothing to measure.
     """
     if data.validation_batches == 0:
         return {}
@@ -142,17 +142,24 @@ def validation_sets(data: DataConfig, stores: Sequence[TokenStore], extra: Seque
 
 
 def _held_out(data: DataConfig, store: TokenStore) -> HeldOut:
+    if store.tokens("validation") <= data.sequence_length:  # less than a row: best_fit pads it
+        data = replace(data, packing="best_fit")
     keys = row_keys(data, [store], "validation")
     source = PACKINGS[data.packing](store, "validation", data, keys)
-    count = min(data.validation_batches, source.rows // data.batch_size)
-    if count < 1:
-        raise InputError(
-            f"split 'validation' of {store.path} has {source.rows} rows of sequence_length {data.sequence_length},"
-            f" fewer than a batch of {data.batch_size}; lower data.batch_size to at most {source.rows}, tokenize with a"
-            " larger --validation-fraction, or skip validation with --data.validation-batches 0"
-        )
-    chosen = (np.arange(count * data.batch_size) * source.rows // (count * data.batch_size)).reshape(count, -1)
-    batches = [stacked([source.row(row) for row in batch.tolist()], keys, data.sequence_length) for batch in chosen]
+    count = min(data.validation_batches, -(-source.rows // data.batch_size))
+    wanted = count * data.batch_size
+    used = min(wanted, source.rows)
+    rows = [source.row(row) for row in (np.arange(used) * source.rows // used).tolist()]
+    if used < wanted:
+        ones = np.ones(data.sequence_length, np.float32)
+        rows = [row | {"weights": row.get("weights", ones)} for row in rows]
+        # Copies of rows, so that the statistics of the lanes, which have no weights, are those of the text.
+        rows += [row | {"weights": 0 * ones} for row in itertools.islice(itertools.cycle(rows), wanted - used)]
+        keys = tuple(dict.fromkeys((*keys, "weights")))
+    batches = [
+        stacked(rows[first : first + data.batch_size], keys, data.sequence_length)
+        for first in range(0, wanted, data.batch_size)
+    ]
     if "weights" in keys and not any(batch["weights"].any() for batch in batches):
         raise InputError(
             f"the loss mask of {store.path} excludes every token of the validation batches; choose another folder, or"

@@ -230,8 +230,10 @@ def test_validation_sets_are_fixed_distinct_and_spread(stores):
     assert (ids == stream[np.array([0, 1, 3, 4, 6, 7])[:, None] * 10 + np.arange(11)]).all()
     assert held_out.tokens_per_byte == 100 / (2 * 90)
     every = validation_sets(config(stores, batch_size=4, validation_batches=100), stores[:1], [])["counting"]
-    assert len(every.batches) == 2, "9 rows are two full batches"
-    assert len(np.unique(joined(every.batches)["ids"][:, 0])) == 8
+    padded = joined(every.batches)
+    assert padded["weights"].shape == (12, 10) and padded["weights"].sum(1).tolist() == [10] * 9 + [0] * 3, "9 rows"
+    assert (padded["ids"][:9, 0] == stream[np.arange(9) * 10]).all()
+    assert {row.tobytes() for row in padded["ids"][9:]} <= {row.tobytes() for row in padded["ids"][:9]}
     assert validation_sets(config(stores, validation_batches=0), stores[:1], stores[2:]) == {}
 
 
@@ -247,8 +249,19 @@ def test_validation_sets_follow_their_stores(stores):
         validation_sets(data, stores[:1], stores[2:])
     with pytest.raises(ConfigError, match=r"'counting'.*data\.path"):
         validation_sets(data, stores[:1], stores[:1])
-    with pytest.raises(InputError, match=r"has 9 rows .* 10; .*data\.batch_size to at most 9"):
-        validation_sets(config(stores, batch_size=10), stores[:1], [])
+
+
+@pytest.mark.parametrize(("packing", "attend"), [("concat", True), ("concat", False), ("best_fit", False)])
+@pytest.mark.parametrize("masked", [False, True])
+def test_validation_of_less_than_a_row_counts_each_target_once(tmp_path, packing, attend, masked):
+    store = write(tmp_path / "few", [40], validation=[4, 3], masked=masked)
+    data = config([store], batch_size=4, sequence_length=20, packing=packing, attend_across_documents=attend)
+    (held_out,) = validation_sets(data, [store], []).values()
+    [batch] = held_out.batches
+    counted = batch["ids"][:, 1:][batch["weights"] > 0]
+    # All tokens but the first of each document; an end mark counts if the token before it does.
+    assert sorted(counted.tolist()) == ([1, 2, 7, EOS] if masked else [1, 2, 3, 6, 7, EOS, EOS])
+    assert batch["weights"].shape == (4, 20) and ("segments" in batch) == (not attend)
 
 
 def test_fully_masked_validation_split_raises(tmp_path):
