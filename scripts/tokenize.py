@@ -41,7 +41,10 @@ from train.tokenizing.encoder import (
     token_id,
     train_bpe,
 )
-from train.tokenizing.writer import Job, is_finished, no_text, sample, write
+from train.tokenizing.formats import KINDS
+from train.tokenizing.rows import BadRows
+from train.tokenizing.tables import Tables
+from train.tokenizing.writer import Job, Source, is_finished, no_text, sample, write
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,13 +67,17 @@ class Options:
     document_separator: str = ""
     """Text between the documents of a file, such as '<|endoftext|>' (default: a file is one document)."""
     dataset: str = ""
-    """Dataset of the Hugging Face `datasets` library, instead of SOURCES: a hub name, or json, parquet or text with
-    --data-files.
+    """Rows to read instead of SOURCES: a dataset of the Hugging Face hub, or the format of --data-files: json, csv,
+    parquet, text (a document per line), or files (by each file's name; other text files are a document each).
     """
     config: str = ""
     """Configuration (subset) of the dataset."""
     data_files: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """Files of the dataset, paths or patterns; may be repeated."""
+    """Files of the dataset: paths, folders or patterns; may be repeated. A file that is named twice is read once. Files
+    may be compressed (.gz, .zst, .bz2, .xz).
+    """
+    max_bad_rows: int = 1000
+    """With --dataset: most rows or files that are skipped because they cannot be read; the first ones are named."""
     split: str = "train"
     """Split of the dataset."""
     column: str = ""
@@ -122,11 +129,17 @@ class Options:
         """Raises ConfigError for invalid options. At construction, tyro would print the error in a box."""
         files, dataset = (
             ("glob", "exclude", "document_separator"),
-            ("config", "data_files", "split", "column", "streaming", "chat"),
+            ("config", "data_files", "split", "column", "streaming", "chat", "max_bad_rows"),
         )
         if bool(self.sources) == bool(self.dataset):
             raise ConfigError("give either files and folders to tokenize, or --dataset NAME")
         self._refuse(dataset if self.sources else files, "--dataset" if self.sources else "files and folders")
+        if self.local:
+            self._refuse(("config", "split"), "datasets of the hub")
+        if self.dataset == "files" and not self.local:
+            raise ConfigError("--dataset files needs --data-files, with local files, folders or patterns")
+        if self.max_bad_rows < 0:
+            raise ConfigError(f"--max-bad-rows must be at least 0, got {self.max_bad_rows}")
         if self.tokenizer:
             self._refuse(("train_bpe", "bpe_sample_bytes"), "a BPE trained here, not --tokenizer")
         elif self.end_token != END_OF_TEXT or self.begin_token or self.fim_tokens != fim.TOKENS:
@@ -179,9 +192,17 @@ class Options:
             if option.name in names and getattr(self, option.name) != option.default:
                 raise ConfigError(f"{_flag(option.name)} applies to {owner} only; leave it out")
 
-    def source(self) -> Files | Dataset:
+    @property
+    def local(self) -> bool:
+        """Whether the rows are those of local files."""
+        return self.dataset in KINDS and bool(self.data_files) and not any("://" in file for file in self.data_files)
+
+    def source(self) -> Source:
         if self.sources:
             return Files(self.sources, self.glob, self.exclude, self.document_separator)
+        bad = BadRows(self.max_bad_rows)
+        if self.local:
+            return Tables(self.dataset, self.data_files, self.columns, chat=self.chat, bad=bad)
         return Dataset(
             self.dataset,
             self.config,
@@ -190,6 +211,7 @@ class Options:
             self.columns,
             streaming=self.streaming,
             chat=self.chat,
+            bad=bad,
         )
 
     def template(self, tokenizer: tokenizers.Tokenizer) -> ChatTemplate | None:
@@ -212,7 +234,7 @@ def _flag(name: str) -> str:
 
 def settings(
     options: Options,
-    source: Files | Dataset,
+    source: Source,
     survey: Survey | None,
     tokenizer_file: bytes,
     begin: str,
@@ -285,7 +307,7 @@ def tokenize(options: Options) -> str:
         survey=survey,
         validation_fraction=fraction,
         held_out=held_out,
-        encoder=ChatEncoder(template, eos_id, bos_id)
+        encoder=ChatEncoder(template, eos_id, bos_id, source.bad)
         if template
         else TextEncoder(tokenizer, middle, held_out, before[1:]),
         tokenizer_file=tokenizer_file,
@@ -298,7 +320,7 @@ def tokenize(options: Options) -> str:
     )
     with writing(options.out, "choose another --out"):  # errors of reading are InputErrors already
         skipped = write(job)
-    noted = f", {skipped} skipped ({source.without})" if skipped else ""
+    noted = f", {skipped} skipped ({source.without}{source.bad.summary})" if skipped else ""
     return f"{options.out}: {_counts(TokenStore.open(options.out))}{noted}, {time.perf_counter() - start:.1f} s"
 
 

@@ -158,13 +158,21 @@ def test_unusable_rows_are_skipped(tmp_path, args, capsys):
     assert code == 0 and "20 documents" in line and "2 skipped (rows without text, or without an answer)" in line, err
     jsonl(tmp_path / "talks.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 3)
     code, _, err = run(capsys, *args, "--overwrite")
-    assert code == 2 and "no text in json, 3 skipped (rows without text, or without an answer)" in err
+    assert (
+        code == 2
+        and f"no text in json files {tmp_path / 'talks.jsonl'}, 3 skipped (rows without text, or without an answer)"
+        in err
+    )
 
 
 @pytest.mark.parametrize(
     ("template", "more", "message"),
     [
-        ("{{ raise_exception('no system prompts') }}", (), "row 0: {t}, line 1: no system prompts"),
+        (
+            "{{ raise_exception('no system prompts') }}",
+            ("--max-bad-rows", 3),
+            "4 rows cannot be read, more than --max-bad-rows 3; the last one is {d}, line 4: {t}, line 1: no system",
+        ),
         ("{% for m in messages %}\n{{ m", (), "{t}, line 2 is not a chat template"),
         ("{{ strftime_now('%d') }}", (), "{t} writes the date; give --chat-date"),
         (CHATML, ("--chat-date", "2025-01-31"), "{t} does not write the date; leave out --chat-date"),
@@ -177,7 +185,11 @@ def test_bad_options_are_named(tmp_path, args, capsys, template, more, message):
     file = tmp_path / "given.jinja"
     file.write_text(template)
     code, _, err = run(capsys, *args, "--chat-template", file, *more)
-    assert code == 2 and message.replace("{t}", str(file)) in err and "Traceback" not in err
+    assert (
+        code == 2
+        and message.replace("{t}", str(file)).replace("{d}", str(tmp_path / "talks.jsonl")) in err
+        and "Traceback" not in err
+    )
 
 
 def test_template_writes_the_given_date(tmp_path, args, capsys):

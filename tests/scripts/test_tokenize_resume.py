@@ -135,7 +135,7 @@ def test_full_disk_resumes_to_the_same_bytes(tmp_path, tokenizer, capsys):
 
 
 def test_bad_row_and_other_settings_lose_nothing(tmp_path, tokenizer, capsys):
-    args = ("--out", tmp_path / "out", *sources(tmp_path, tokenizer)["chats"])
+    args = ("--out", tmp_path / "out", *sources(tmp_path, tokenizer)["chats"], "--max-bad-rows", 0)
     rows, file = chats(300), tmp_path / "chats.jsonl"
     changed = file.stat().st_mtime_ns
     same_size = {"messages": "x" * (len(json.dumps(rows[250]["messages"])) - 2)}  # the file looks unchanged
@@ -143,7 +143,7 @@ def test_bad_row_and_other_settings_lose_nothing(tmp_path, tokenizer, capsys):
     jsonl(file, broken)
     os.utime(file, ns=(changed, changed))
     code, _, err = run(capsys, *args)
-    assert code == 2 and "row 250: messages must be a list, not str" in err and "Traceback" not in err
+    assert code == 2 and "line 251: messages must be a list, not str" in err and "Traceback" not in err
     code, _, err = run(capsys, *args, "--shard-tokens", 1000)
     assert code == 2 and "shard_tokens (was 134217728, now 1000)" in err
     jsonl(file, rows)

@@ -1,4 +1,5 @@
-"""Sources of documents: local files, or a Hugging Face dataset whose rows are texts or conversations.
+"""Sources of documents: local files, or a Hugging Face dataset whose rows are texts or conversations (train/tokenizing/
+tables.py has rows of local files).
 
 A source consists of units: files (or parts of files), or rows. `documents(start)` iterates over them from unit `start`
 on, in the same order every time, with None for a unit without text; so a position in any source is one number.
@@ -13,15 +14,15 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from laneformer.errors import InputError
-from train.tokenizing.conversations import Conversation, Shape
+from laneformer.errors import InputError, one_line
+from train.tokenizing.conversations import Conversation
+from train.tokenizing.formats import decoded
+from train.tokenizing.rows import BadRows, RowReader
 
 HIDDEN = (".*", "__pycache__")
 ROWS = 256  # rows of a dataset read at once
-# Columns of code sets that hold the location of a file instead of its content.
-REPOSITORY = ("repo", "repo_name", "commit_id", "blob_id")
+ROW_WITHOUT = "rows without text, or without an answer"
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,24 @@ class Document:
     """Digest of the content, 32 bytes."""
     size: int
     """Bytes of the content, as UTF-8 or JSON."""
+    where: str = ""
+    """File and row of the unit, for messages."""
 
     @classmethod
-    def of(cls, unit: int, content: str | Conversation | None) -> "Document | None":
-        if not content:
+    def of(cls, unit: int, content: str | Conversation | None, where: str = "") -> "Document | None":
+        """The document with this content; None without text. Raises InputError for text that is not Unicode."""
+        if not content or (isinstance(content, str) and content.isspace()):
             return None
-        data = content.encode() if isinstance(content, str) else json.dumps(asdict(content), sort_keys=True).encode()
-        return cls(content, unit, digest(data), len(data))
+        try:
+            if isinstance(content, str):
+                data = content.encode()
+            else:
+                data = json.dumps(asdict(content), sort_keys=True).encode()
+                if b"\\ud" in data:
+                    json.dumps(asdict(content), ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"text is not Unicode ({one_line(error)})") from None
+        return cls(content, unit, digest(data), len(data), where)
 
 
 def digest(data: bytes) -> bytes:
@@ -51,28 +63,37 @@ def place(key: bytes) -> float:
     return int.from_bytes(key[:8], "big") / 2.0**64
 
 
+def named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether the name matches one of the patterns."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def once(files: Iterable[Path]) -> list[Path]:
+    """The files in their order, each once, whatever names or links lead to it."""
+    found: dict[tuple[int, int], Path] = {}
+    for file in files:
+        status = file.stat()
+        found.setdefault((status.st_dev, status.st_ino), file)
+    return list(found.values())
+
+
 class Files:
     """Local files in sorted order. Each is a document, or several with `separator` between them."""
 
-    without = "not UTF-8 text, or empty"
+    without = "without text"
     """Description of units that have no document."""
 
     def __init__(
         self, roots: Sequence[Path], names: Sequence[str] = (), exclude: Sequence[str] = (), separator: str = ""
     ):
-        self.name, self.separator = ", ".join(map(str, roots)), separator
-        self.paths = list(
-            dict.fromkeys(itertools.chain.from_iterable(self._find(root, names or ("*",), exclude) for root in roots))
-        )
+        self.name, self.separator, self.bad = ", ".join(map(str, roots)), separator, BadRows()
+        self.paths = once(itertools.chain.from_iterable(self._find(root, names or ("*",), exclude) for root in roots))
         if not self.paths:
             raise InputError(f"no files in {self.name} match --glob and --exclude; change these options")
         self.origin = {"paths": list(map(str, roots)), "glob": list(names), "exclude": list(exclude)}
 
     @staticmethod
     def _find(root: Path, names: Sequence[str], exclude: Sequence[str]) -> Iterator[Path]:
-        def named(name: str, patterns: Sequence[str]) -> bool:
-            return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-
         def complain(error: OSError):
             raise InputError(
                 f"cannot read folder {error.filename}: {error.strerror}; change its permissions or --exclude it"
@@ -102,21 +123,24 @@ class Files:
         text = self._read(path)
         return iter([None]) if text is None else filter(None, text.split(self.separator))
 
-    @staticmethod
-    def _read(path: Path) -> str | None:
+    def _read(self, path: Path) -> str | None:
         try:
-            text = path.read_bytes().decode("utf-8")  # bytes: text mode would change line ends
+            text = decoded(path.read_bytes())  # bytes: text mode would change line ends
         except UnicodeDecodeError:
-            return None
+            text = "\0"
         except OSError as error:
             raise InputError(f"cannot read {path}: {error.strerror}; change its permissions or --exclude it") from None
-        return None if "\0" in text else text  # valid UTF-8, but binary
+        if "\0" in text:  # also valid UTF-8, but binary
+            table = path.suffix in (".parquet", ".gz", ".zst", ".bz2", ".xz")
+            self.bad.add(path, str(path), "not text" + table * ", see --dataset files")
+            return None
+        return text
 
 
 class Dataset:
     """A split of a Hugging Face dataset, in its order. A row is a document: a text or, with `chat`, a conversation."""
 
-    without = "rows without text, or without an answer"
+    without = ROW_WITHOUT
 
     def __init__(
         self,
@@ -128,7 +152,11 @@ class Dataset:
         *,
         streaming: bool,
         chat: bool,
+        bad: BadRows,
     ):
+        """Raises InputError if the dataset cannot be opened or lacks the columns. bad: receives rows that cannot be
+        read.
+        """
         try:
             import datasets
         except ImportError:
@@ -153,26 +181,11 @@ class Dataset:
             raise self._failure(error) from error
         if not found:
             raise InputError(f"dataset {name} (split {split}) has no rows; check --split, --config and --data-files")
-        self.shape = None
+        self.reader, self.bad = RowReader(columns, chat), bad
         try:
-            if chat:
-                self.shape = Shape.find(found, columns)
+            self.columns = self.reader.columns(found)
         except InputError as error:
             raise InputError(f"dataset {name} has {error}") from None
-        self.columns = [*self.shape.columns, *self.shape.beside] if self.shape else list(columns)
-        if missing := set(self.columns) - set(found):
-            lists = [
-                column for column in REPOSITORY if column in found and not {"content", "code", "text"} & set(found)
-            ]
-            advice = (
-                f"it has the locations of files ({', '.join(lists)}), not their contents; download them and tokenize"
-                " their folder, or "
-                if lists
-                else ""
-            )
-            raise InputError(
-                f"dataset {name} has no column {missing.pop()!r}; {advice}choose --column from {', '.join(found)}"
-            )
         self.origin = {
             "dataset": name,
             "config": config,
@@ -189,20 +202,19 @@ class Dataset:
                 return
             for batch in self.rows.select_columns(self.columns).skip(start).iter(batch_size=ROWS):
                 for values in zip(*(batch[column] for column in self.columns), strict=True):
-                    yield Document.of(unit, self._content(dict(zip(self.columns, values, strict=True))))
+                    where = f"dataset {self.name} (split {self.split}), row {unit}"
+                    try:
+                        document = Document.of(
+                            unit, self.reader.content(dict(zip(self.columns, values, strict=True))), where
+                        )
+                    except InputError as error:
+                        document = self.bad.add(unit, where, str(error))
+                    yield document
                     unit += 1
-        except InputError as error:
-            raise InputError(f"dataset {self.name} (split {self.split}), row {unit}: {error}") from None
+        except InputError:
+            raise
         except Exception as error:
             raise self._failure(error) from error
-
-    def _content(self, row: dict[str, Any]) -> str | Conversation | None:
-        if self.shape:
-            return self.shape.read(row)
-        [(column, text)] = row.items()
-        if text is not None and not isinstance(text, str):
-            raise InputError(f"column {column!r} holds {type(text).__name__}, not text; choose another --column")
-        return text
 
     def identity(self) -> str:
         """Digest that identifies the text without reading it: revision, or name, size and mtime of local files."""

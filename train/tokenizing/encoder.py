@@ -13,6 +13,7 @@ from infer.text.tokenizer import unprefixed
 from laneformer.errors import InputError
 from train.tokenizing import fim
 from train.tokenizing.documents import Document, place
+from train.tokenizing.rows import BadRows
 
 END_OF_TEXT = "<|endoftext|>"
 # A vocabulary cannot grow after pretraining, so a BPE trained here has the tokens for fill-in-the-middle and chat.
@@ -204,22 +205,25 @@ class TextEncoder:
 
 
 class ChatEncoder:
-    """Encodes conversations by a template, with the loss on the assistant's answers; skips those without an answer."""
+    """Encodes conversations by a template, with the loss on the assistant's answers.
 
-    def __init__(self, template: ChatTemplate, eos_id: int, bos_id: int | None):
-        self.template, self.eos_id, self.bos_id = template, eos_id, bos_id
+    Skips those without an answer, and those that the template refuses, which `bad` receives.
+    """
+
+    def __init__(self, template: ChatTemplate, eos_id: int, bos_id: int | None, bad: BadRows):
+        self.template, self.eos_id, self.bos_id, self.bad = template, eos_id, bos_id, bad
 
     def __call__(self, documents: Sequence[Document]) -> list[Encoded]:
         rendered = []
         for document in documents:
             try:
-                rendered.append(self.template.render_with_answers(document.content.messages, document.content.tools))
+                text = self.template.render_with_answers(document.content.messages, document.content.tools)
+                rendered.append((document, text))
             except InputError as error:
-                raise InputError(f"row {document.unit}: {error}") from None
+                self.bad.add(document.unit, document.where, str(error))
         found = []
-        for document, text, (ids, loss) in zip(
-            documents, rendered, self.template.encode_rendered(rendered), strict=True
-        ):
+        encoded = self.template.encode_rendered([text for _, text in rendered])
+        for (document, text), (ids, loss) in zip(rendered, encoded, strict=True):
             if not loss.any():
                 continue
             # StoreWriter adds the marks around a document, and counts the end mark if the token before it counts.

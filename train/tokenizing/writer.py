@@ -16,7 +16,9 @@ from laneformer.errors import InputError
 from train.data.store import MANIFEST, PARTIAL, PROGRESS, Manifest, StoreWriter, TokenStore
 from train.tokenizing.documents import Dataset, Document, Files, Survey, digest, place
 from train.tokenizing.encoder import Encoded, ahead, grouped, pieces
+from train.tokenizing.tables import Tables
 
+Source = Files | Dataset | Tables
 SAMPLE_CHARS = 1 << 14  # characters in a piece of the sample that a BPE is trained on
 CHECKPOINT_TOKENS, CHECKPOINT_SECONDS = 1 << 26, 30.0  # a resumed run repeats at most the smaller of these
 
@@ -26,7 +28,7 @@ class Job:
     """Documents of a source, and the token folder to write them to."""
 
     out: Path
-    source: Files | Dataset
+    source: Source
     survey: Survey | None
     """Result of a first pass over the documents; None for a streamed dataset."""
     validation_fraction: float
@@ -91,7 +93,7 @@ def _write_documents(job: Job, writer: StoreWriter) -> int:
     source, survey = job.source, job.survey
     done, tokens, saved = writer.done, 0, time.monotonic()
     if done:
-        units = "rows" if isinstance(source, Dataset) else "files or documents"
+        units = "files or documents" if isinstance(source, Files) else "rows"
         print(f"resuming after {done:,} {units}", file=sys.stderr)
     # Reading, encoding and writing overlap, each one group behind the previous stage.
     groups = ahead(grouped(source.documents(done), lambda document: document.size if document else 0))
@@ -142,7 +144,7 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> str:
     )
 
 
-def sample(source: Files | Dataset, survey: Survey | None, held_out: float, size: int) -> Iterator[str]:
+def sample(source: Source, survey: Survey | None, held_out: float, size: int) -> Iterator[str]:
     """About `size` bytes of training text for a BPE: chosen by hash, or the first ones if the total is unknown."""
     rate = size / survey.bytes if survey else 1.0
     taken = 0
@@ -160,6 +162,8 @@ def sample(source: Files | Dataset, survey: Survey | None, held_out: float, size
                 return
 
 
-def no_text(source: Files | Dataset, skipped: int) -> InputError:
+def no_text(source: Source, skipped: int) -> InputError:
     """The error for a source that has no text at all."""
-    return InputError(f"no text in {source.name}, {skipped} skipped ({source.without}); choose other sources")
+    return InputError(
+        f"no text in {source.name}, {skipped} skipped ({source.without}{source.bad.summary}); choose other sources"
+    )

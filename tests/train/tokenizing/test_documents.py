@@ -8,6 +8,7 @@ from laneformer.errors import InputError
 from tests.support.training.tokenizing import cache, jsonl, parquet  # noqa: F401
 from train.tokenizing.conversations import Conversation
 from train.tokenizing.documents import Dataset, Document, Files, Survey, digest, place
+from train.tokenizing.rows import BadRows
 
 pa = pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.usefixtures("cache")
@@ -17,8 +18,10 @@ def contents(source, start=0):
     return [document and document.content for document in source.documents(start)]
 
 
-def dataset(kind, *files, columns=("text",), streaming=True, chat=False):
-    return Dataset(kind, "", "train", [str(file) for file in files], columns, streaming=streaming, chat=chat)
+def dataset(kind, *files, columns=("text",), streaming=True, chat=False, bad=None):
+    """Local files through the datasets library, which reads those of the hub so."""
+    bad = BadRows() if bad is None else bad
+    return Dataset(kind, "", "train", [str(file) for file in files], columns, streaming=streaming, chat=chat, bad=bad)
 
 
 @pytest.mark.parametrize("separator", ["", "--"])
@@ -32,6 +35,22 @@ def test_files_are_read_from_any_position(tmp_path, separator):
     )
     assert [contents(source, start) for start in range(7)] == [whole[start:] for start in range(7)]
     assert [document.unit for document in source.documents(1) if document] == ([1, 3] if separator else [3])
+
+
+def test_marks_of_byte_order_are_no_text(tmp_path, capsys):
+    for name, data in {
+        "a": "﻿one\r\ntwo".encode(),
+        "b": "drei".encode("utf-16"),
+        "c": b" \r\n\t ",
+        "d.parquet": b"PAR1\xff",
+        "e": b"\xef\xbb\xbf",
+    }.items():
+        (tmp_path / name).write_bytes(data)
+    (tmp_path / "f").symlink_to("a")
+    (tmp_path / "g").hardlink_to(tmp_path / "b")
+    source = Files([tmp_path, tmp_path / "a"])
+    assert contents(source) == ["one\r\ntwo", "drei", None, None, None]
+    assert capsys.readouterr().err == f"warning: skipped {tmp_path / 'd.parquet'}: not text, see --dataset files\n"
 
 
 def test_resuming_skips_earlier_files(tmp_path):
@@ -120,18 +139,22 @@ def test_conversations_are_read(tmp_path, kind, streaming):
     ]
 
 
-def test_bad_rows_are_named(tmp_path):
+def test_bad_rows_are_skipped_and_named(tmp_path, capsys):
     rows = [
         {"conversations": [{"from": "human", "value": "x"}, {"from": who, "value": "y"}]}
         for who in ("gpt", "gpt", "cat")
     ]
-    source = dataset("json", jsonl(tmp_path / "rows", rows), columns=(), chat=True)
-    with pytest.raises(InputError, match=r"dataset json \(split train\), row 2: messages\[1\] is from 'cat'"):
-        contents(source, 1)
+    bad = BadRows(1)
+    source = dataset("json", jsonl(tmp_path / "rows", rows), columns=(), chat=True, bad=bad)
+    assert contents(source, 1)[1] is None and contents(source)[2] is None
+    line = "dataset json (split train), row 2: messages[1] is from 'cat'; expected one of "
+    assert capsys.readouterr().err.startswith(f"warning: skipped {line}") and list(bad.found) == [2]
+    with pytest.raises(InputError, match=r"1 rows .* --max-bad-rows 0; .*, row 2: messages\[1\] is from 'cat'"):
+        contents(dataset("json", tmp_path / "rows", columns=(), chat=True, bad=BadRows(0)))
     with pytest.raises(InputError, match=r"dataset json has no conversations .*text"):
         dataset("json", jsonl(tmp_path / "text", [{"text": "a"}]), columns=(), chat=True)
     with pytest.raises(InputError, match=r"row 0: column 'id' holds int, not text; .*--column"):
-        contents(dataset("json", jsonl(tmp_path / "ids", [{"id": 1}]), columns=("id",)))
+        contents(dataset("json", jsonl(tmp_path / "ids", [{"id": 1}]), columns=("id",), bad=BadRows(0)))
 
 
 @pytest.mark.parametrize("streaming", [False, True])
