@@ -62,9 +62,9 @@ def open_checkpoint(
     return HfFolder(path, dtype, num_lanes, weights) if step is None else SavedStep(step, dtype, num_lanes)
 
 
-def open_plain(path: str | Path, dtype=None) -> "HfFolder | SavedStep":
+def open_plain(path: str | Path, dtype=None, num_lanes: int | None = None) -> "HfFolder | SavedStep":
     """Like `open_checkpoint`, for programs that change weights. Raises CheckpointError if any weight is quantized."""
-    found = open_checkpoint(path, dtype)
+    found = open_checkpoint(path, dtype, num_lanes)
     if found.quantized:
         raise CheckpointError(
             f"{path} has quantized weights: convert it to 16 bits first with python -m scripts.convert {path} OUT"

@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 import json
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -113,6 +114,12 @@ class OptimizerConfig:
         """Number of steps of the decay at the end of a phase of `steps` steps, 0 unless the schedule is wsd."""
         return math.ceil(self.decay_fraction * steps) if self.schedule == "wsd" else 0
 
+    def steady_steps(self, steps: int) -> int:
+        """Number of steps before the rate falls in a phase of `steps` steps. Their rates depend only on the peak and
+        the warm-up.
+        """
+        return self.warmup_steps if self.schedule == "cosine" else steps - self.decay_steps(steps)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MeshConfig:
@@ -183,8 +190,6 @@ class DistillConfig:
 
     teacher: Path | None = None
     """Checkpoint whose distribution the model learns: a Hugging Face folder or a training run (default: none)."""
-    student: Path | None = None
-    """Checkpoint with the initial weights (default: random weights)."""
     kl_weight: float = 1.0
     """Weight of the KL divergence from the teacher, relative to the cross-entropy."""
     temperature: float = 1.0
@@ -256,6 +261,8 @@ class Phase:
     accumulate: int
     weights: str = "float32"
     group: Shared | None = None
+    skip: tuple[tuple[int, int], ...] = ()
+    """TrainConfig.skip_steps in this phase: the first step of each span, counted from 0, and the number of steps."""
 
     @property
     def last_step(self) -> int:
@@ -269,6 +276,12 @@ class Phase:
     def tokens_at(self, step: int) -> int:
         """Tokens read by the run in its first `step` steps, padding included."""
         return self.tokens_before + (step - self.first_step) * self.tokens_per_step
+
+    def batch_of(self, step: int) -> int:
+        """Number in the data order of the batch that the phase's step `step` reads, both counted from 0."""
+        for first, count in reversed(self.skip):
+            step += count if step >= first else 0
+        return step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -285,6 +298,14 @@ class TrainConfig(PhaseConfig):
     distill: DistillConfig = field(default_factory=DistillConfig)
     seed: int = 0
     """Seed of the initial weights."""
+    initial: Path | None = field(default=None, metadata=LATER)
+    """Checkpoint to start from, a Hugging Face folder or a training run: its weights, its model (options of model.*
+    change it), and the moments of a run that had the same kind of optimizer (default: random weights).
+    """
+    skip_steps: tuple[str, ...] = field(default=(), metadata=LATER)
+    """Steps whose batches are left out, such as 1200:1210 (both included) after a spike: these and later steps read the
+    batches that follow. A further span counts steps as the earlier spans leave them.
+    """
     z_loss: float = 0.0
     """Weight, in the loss, of the mean squared log-sum-exp of the logits (arXiv 2204.02311). It keeps the logits from
     drifting.
@@ -338,7 +359,7 @@ class TrainConfig(PhaseConfig):
         if self.model.hash_layers:
             raise ConfigError("model.hash_layers: only generation is supported; leave it out to train")
         for name in ("compressed_attention", "residual_streams"):
-            if getattr(self.model, name) and (self.distill.teacher or self.distill.student):
+            if getattr(self.model, name) and self.distill.teacher:
                 raise ConfigError(f"model.{name} with distill is not supported; leave one of them out")
         if self.model.num_experts is not None and self.distill.teacher is not None:
             raise ConfigError(
@@ -352,6 +373,12 @@ class TrainConfig(PhaseConfig):
             )
         if FIRST in self.then:
             raise ConfigError(f"then.{FIRST} has the name of the first phase; choose another name")
+        for text, (first, last) in zip(self.skip_steps, self.skipped, strict=True):
+            if not 1 <= first <= last or first > self.total_steps:
+                raise ConfigError(
+                    f"skip_steps = {text} must have a first step of at least 1, and no later than its last and steps ="
+                    f" {self.total_steps}"
+                )
         for phase in self.phases:
             _check_phase(phase, self)
         if self.distill.anneal_steps and parse_layout(self.model.layout)[0] != "dtp":
@@ -379,9 +406,22 @@ class TrainConfig(PhaseConfig):
                 model = model.replace(max_position_embeddings=longest, **changes)
             place = (name, index, steps, tokens)
             own = (phase.steps, model, phase.data, phase.optimizer, phase.accumulate, phase.weights, phase.group)
-            phases.append(Phase(*place, *own))
+            spans = [(max(first - 1, steps), min(last, steps + phase.steps)) for first, last in self.skipped]
+            skip = tuple((first - steps, last - first) for first, last in spans if first < last)
+            phases.append(Phase(*place, *own, skip))
             steps, tokens = steps + phase.steps, tokens + phase.steps * phases[-1].tokens_per_step
         return tuple(phases)
+
+    @property
+    def skipped(self) -> tuple[tuple[int, int], ...]:
+        """First and last step of each span of skip_steps. Raises ConfigError for another form."""
+        spans = []
+        for text in self.skip_steps:
+            first, _, last = text.partition(":")
+            if not (first.isdecimal() and (last or first).isdecimal()):
+                raise ConfigError(f"skip_steps = {text!r} must be a step or FIRST:LAST, such as 1200:1210")
+            spans.append((int(first), int(last or first)))
+        return tuple(spans)
 
     @property
     def total_steps(self) -> int:
@@ -486,12 +526,15 @@ _FREE = (
     "loss_chunk",
     "mesh.*",
     "watch.*",
+    "initial",
     "distill.teacher",
-    "distill.student",
+    "distill.student",  # the name of `initial` in older runs
     "*data.path",
     "*data.validation_path",
     "*data.validation_batches",
 )
+# Fields of a phase that have no effect before its learning rate falls.
+_OF_THE_FALL = ("steps", *(f"optimizer.{name}" for name in ("schedule", "decay", "decay_fraction", "final_fraction")))
 
 
 def recorded(config: TrainConfig) -> dict[str, object]:
@@ -509,20 +552,63 @@ def recorded(config: TrainConfig) -> dict[str, object]:
     return json.loads(json.dumps(dict(flatten(config, "")), default=str))
 
 
-def check_same_run(before: dict[str, object], config: TrainConfig, run: Path) -> None:
-    """Raises ConfigError, naming the options that differ, unless `config` continues the run that `before` records."""
+def check_same_run(
+    before: dict[str, object], config: TrainConfig, run: Path, done: int | None = None
+) -> dict[str, tuple[object, object]]:
+    """The settings that differ from those in the record `before` of a run, name -> (recorded, now), except free ones.
+
+    done: steps of the run that are done (default: all). Raises ConfigError, naming the options, if `config` would
+    change one of them.
+    """
     now = recorded(config)
     # Runs recorded before the section distill existed distilled nothing.
     before = {f"distill.{name}": value for name, value in dataclasses.asdict(DistillConfig()).items()} | before
-
-    def free(name: str) -> bool:
-        return any(fnmatch.fnmatchcase(name, pattern) for pattern in _FREE)
-
-    changed = [
-        name for name in sorted(now.keys() | before.keys()) if not free(name) and before.get(name) != now.get(name)
-    ]
-    if changed:
-        listed = ", ".join(f"{name} (was {before.get(name)!r}, now {now.get(name)!r})" for name in changed[:6])
+    changed = {
+        name: (before.get(name), now.get(name))
+        for name in sorted(now.keys() | before.keys())
+        if before.get(name) != now.get(name) and not any(fnmatch.fnmatchcase(name, free) for free in _FREE)
+    }
+    refused = _change_done_steps(changed, before, config, done)
+    if refused:
+        listed = ", ".join(f"{name} (was {changed[name][0]!r}, now {changed[name][1]!r})" for name in refused[:6])
+        later = any(name.endswith(_OF_THE_FALL) for name in refused)
         raise ConfigError(
             f"{run} holds a run with other settings: {listed}; restore them, or choose another folder with --run"
+            + ("; after the learning rate has fallen, add a phase to go on" if later else "")
         )
+    return changed
+
+
+def _change_done_steps(
+    changed: Collection[str], before: dict[str, object], config: TrainConfig, done: int | None
+) -> list[str]:
+    """The names in `changed` that would change a step that is done: see `check_same_run`."""
+    own = {"steps", "accumulate", "weights", "group"}
+
+    def phase_of(name: str) -> str | None:
+        """The phase that an option belongs to, None for the whole run."""
+        parts = name.split(".")
+        return parts[1] if parts[0] == "then" else FIRST if parts[0] in ("data", "optimizer") or name in own else None
+
+    allowed, first = set(), 0
+    names = list(dict.fromkeys([FIRST, *(name.split(".")[1] for name in before if name.startswith("then."))]))
+    steps = [before["steps" if name == FIRST else f"then.{name}.steps"] for name in names]
+    done = sum(steps) if done is None else done
+    begun = [name for n, name in enumerate(names) if sum(steps[:n]) < done]
+    if [phase.name for phase in config.phases][: len(begun)] == begun:
+        allowed |= {name for name in changed if phase_of(name) not in (None, *begun)}
+        last = config.phases[len(begun) - 1]
+        prefix = "" if last.name == FIRST else f"then.{last.name}."
+        fields = {field.name for field in dataclasses.fields(OptimizerConfig)}
+        old = OptimizerConfig(
+            **{name: before[key] for name in fields if (key := f"{prefix}optimizer.{name}") in before}
+        )
+        first, length = sum(steps[: len(begun) - 1]), steps[len(begun) - 1]
+        if done - first <= min(old.steady_steps(length), last.optimizer.steady_steps(last.steps)):
+            allowed |= {prefix + name for name in _OF_THE_FALL}
+    if "skip_steps" in changed:
+        other = dataclasses.replace(config, skip_steps=tuple(before.get("skip_steps") or ()))
+        pairs = zip(other.phases, config.phases, strict=True)
+        if all(a.batch_of(n) == b.batch_of(n) for a, b in pairs for n in range(min(a.steps, done - a.first_step))):
+            allowed.add("skip_steps")
+    return [name for name in changed if name not in allowed]

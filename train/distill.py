@@ -8,40 +8,27 @@ large vocabularies use small batches.
 
 import json
 import os
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from laneformer.checkpoint import fingerprint, open_checkpoint, open_plain
+from laneformer.checkpoint import fingerprint, open_plain
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.layout import parse_layout
-from laneformer.mesh import DATA, LANE, sharding
+from laneformer.mesh import DATA, LANE
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
-from laneformer.weights import parameter_table
 from train.config import Phase, TrainConfig
 
 TEACHER = "teacher_logits"  # in a batch: float32 [b, s, v]
 RECORD = "distill.json"  # file of a run folder with the fingerprint of its teacher
-# Fields that may differ between the student and the recipe; all others determine weights or what weights compute.
-_FREE = (
-    "layout",
-    "broadcast_delay",
-    "use_early_comm",
-    "early_lands_twice",
-    "use_attention_comm",
-    "use_mlp_comm",
-    "head_dim",
-    "max_position_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-)
 
 
 def distilled_sums(
@@ -84,29 +71,19 @@ def final_delay(model: ModelConfig) -> float:
 
 
 class Distillation:
-    """The teacher of a run, and the student's initial weights.
+    """The teacher of a run, if it has one.
 
-    Raises CheckpointError or ConfigError if either does not fit the model.
+    Raises CheckpointError or ConfigError if it does not fit the model.
     """
 
     def __init__(self, config: TrainConfig, mesh: Mesh, precision: Precision):
         self.config, self.mesh, self.teacher = config, mesh, None
-        if config.distill.student is not None:
-            _check_student(config.distill.student, open_checkpoint(config.distill.student).config, config.model)
         if config.distill.teacher is not None:
             opened = open_plain(config.distill.teacher)
             _check_teacher(config.distill.teacher, opened.config, config)
             everywhere = NamedSharding(mesh, P())
-            weights = {path: _put(weight, everywhere) for path, weight in opened.weights()}
+            weights = {path: put(weight, everywhere) for path, weight in opened.weights()}
             self.teacher = Laneformer(opened.config, weights, precision)
-
-    def first_weights(self) -> dict[str, jax.Array] | None:
-        """The student's weights in float32, on the devices that hold them; None if the run starts with random ones."""
-        if self.config.distill.student is None:
-            return None
-        table = parameter_table(self.config.model)
-        weights = open_plain(self.config.distill.student, "float32").weights()
-        return {path: _put(weight, sharding(table[path].spec, weight.shape, self.mesh)) for path, weight in weights}
 
     def teach(self, batch: dict[str, jax.Array]) -> dict[str, jax.Array]:
         """The batch with the teacher's logits, if there is a teacher."""
@@ -155,22 +132,9 @@ def _logits(teacher: Laneformer, ids_bs: jax.Array, segments_bs: jax.Array | Non
     return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, P(DATA)))
 
 
-def _put(weight, where: NamedSharding) -> jax.Array:
-    # A copy, because the reader reuses its memory.
+def put(weight: np.ndarray, where: NamedSharding) -> jax.Array:
+    """The weight on devices, copied, because the reader of a checkpoint reuses its memory."""
     return jax.make_array_from_callback(weight.shape, where, lambda index: weight[index].copy())
-
-
-def _check_student(path: Path, found: ModelConfig, model: ModelConfig) -> None:
-    names = [field.name for field in fields(ModelConfig) if field.name not in _FREE] + ["head_size"]
-    wrong = [
-        f"{name} {getattr(found, name)!r} (model.{name} = {getattr(model, name)!r})"
-        for name in names
-        if getattr(found, name) != getattr(model, name)
-    ]
-    if wrong:
-        raise ConfigError(
-            f"distill.student = {path} differs from the recipe's model; set the model to its {', '.join(wrong)}"
-        )
 
 
 def _check_teacher(path: Path, found: ModelConfig, config: TrainConfig) -> None:

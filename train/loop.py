@@ -5,7 +5,7 @@ import signal
 import time
 from collections.abc import Collection
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Self
 
 import jax
@@ -21,6 +21,7 @@ from train.config import Phase, TrainConfig
 from train.data.batches import Batches, HeldOut, Prefetch, validation_sets
 from train.distill import Distillation, annealed
 from train.evaluation import Evaluation, Problems, due
+from train.initial import check_initial, read_state
 from train.metrics.profiler import Profile
 from train.metrics.run_log import RunLog, measured
 from train.program.program import save_program
@@ -56,6 +57,8 @@ def train(config: TrainConfig) -> None:
             data = {phase.name: PhaseData.open(phase, stores) for phase in config.phases}
             mesh = _mesh(config)
             distillation = Distillation(config, mesh, precision_of(config, mesh))
+            if config.initial is not None:
+                check_initial(config, any_of(stores).manifest.tokenizer_sha256)
             if speaks:
                 stack.enter_context(only_one(run))
                 record_run(config, stores)
@@ -105,7 +108,7 @@ class PhaseData:
         train, extra = ([stores[path] for path in paths] for paths in (phase.data.path, phase.data.validation_path))
         # A later phase that reads the same folder reads it in another order.
         seed = phase.data.seed + 1_000_003 * phase.index
-        return cls(Batches(phase.data, train, seed), validation_sets(phase.data, train, extra))
+        return cls(Batches(phase.data, train, seed, phase.batch_of), validation_sets(phase.data, train, extra))
 
 
 class _Loop:
@@ -136,8 +139,7 @@ class _Loop:
             self._compile(annealed(self.config, phase, first))
             self.asked = {wish: trainer.put_asked(wish) for wish in (False, True)}
             if state is None:
-                state, weights = trainer.init(), self.distillation.first_weights()
-                state = state if weights is None else replace(state, params=weights)
+                state = trainer.init() if self.config.initial is None else read_state(self.config, trainer)
             elif first == phase.first_step and phase.index > 0:
                 state = trainer.adopt(state, self.config.phases[phase.index - 1])
 

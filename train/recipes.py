@@ -1,5 +1,7 @@
 """Finds a recipe by name and changes its fields from the command line."""
 
+import argparse
+import copy
 import importlib
 import json
 import sys
@@ -11,6 +13,7 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from laneformer import errors
+from laneformer.checkpoint import read_config
 from laneformer.config import DeltaNetSizes, RopeScaling
 from laneformer.errors import ConfigError
 from laneformer.recipe import call_recipe
@@ -62,9 +65,31 @@ def parse(arguments: Sequence[str], program: str = "python -m train") -> TrainCo
         sys.exit(0 if arguments else 2)
     if arguments[0].startswith("-"):
         raise ConfigError(f"{arguments[0]} precedes the recipe; write {program} RECIPE [--section.option value ...]")
-    return read_options(
-        find_recipe(arguments[0]), f"{program} {arguments[0]}", arguments[1:], tyro.conf.FlagConversionOff
-    )
+    recipe = _with_initial(find_recipe(arguments[0]), arguments[1:])
+    return read_options(recipe, f"{program} {arguments[0]}", arguments[1:], tyro.conf.FlagConversionOff)
+
+
+def _with_initial(recipe: TrainConfig, arguments: Sequence[str]) -> TrainConfig:
+    """The recipe with the model of the checkpoint that --initial names, cut into --model.num-lanes, if it is given.
+
+    Raises the errors of `read_config`.
+    """
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    options.add_argument("--initial")
+    options.add_argument("--model.num-lanes", "--model.num_lanes", dest="lanes")
+    try:
+        found, _ = options.parse_known_args(arguments)
+        lanes = found.lanes and int(found.lanes)
+    except (argparse.ArgumentError, ValueError):
+        return recipe  # reading all options reports it
+    if found.initial in (None, "None"):
+        return recipe
+    model = read_config(found.initial)
+    if lanes not in (None, model.num_lanes):
+        model = read_config(found.initial, lanes)
+    recipe = copy.copy(recipe)
+    object.__setattr__(recipe, "model", model)  # without the checks, because further options may change more
+    return recipe
 
 
 def read_options(default: T, program: str, arguments: Sequence[str], *markers) -> T:

@@ -111,7 +111,7 @@ def _check_checkpoints(config: TrainConfig, save_every: int) -> None:
 def record_run(config: TrainConfig, stores: Stores) -> None:
     """Writes run.json and the tokenizer's files for a new run, or checks that `config` continues the folder's run."""
     run = config.run_folder
-    record, saved = run / "run.json", run / STEPS
+    saved = run / STEPS
     if saved.is_symlink() and not saved.exists():
         raise CheckpointError(
             f"{saved} links to {saved.readlink()}, which does not exist; restore it, or remove the link"
@@ -119,27 +119,53 @@ def record_run(config: TrainConfig, stores: Stores) -> None:
     digests = {phase.name: [stores[path].digest("train") for path in phase.data.path] for phase in config.phases}
     if has_started(run):
         before = _read_record(run)
-        check_same_run(before["config"], config, run)
+        done = max([1, *saved_steps(run)])
+        changed = check_same_run(before["config"], config, run, done)
         for phase in config.phases:
-            if before["train_tokens_sha256"].get(phase.name) != digests[phase.name]:
+            begun = phase.first_step < done
+            if begun and before["train_tokens_sha256"].get(phase.name) != digests[phase.name]:
                 raise InputError(
                     f"{', '.join(map(str, phase.data.path))} does not hold the tokens that {run} started with; restore"
                     " them, or choose another folder with --run"
                 )
         _check_checkpoints(config, before["config"].get("save_every", config.save_every))
-    if saved_steps(run):
-        return
+        if saved_steps(run):
+            if changed:
+                _record_changes(run, before, changed, digests, done)
+                _copy_tokenizer(run, stores)
+            return
     with writing(run, "choose another folder with --run"):
-        for file in TOKENIZER_FILES:  # only instruction data has a chat template
-            for store in stores.values():
-                if (store.path / file).exists():
-                    shutil.copyfile(store.path / file, run / file)
+        _copy_tokenizer(run, stores)
         contents = {
             "config": recorded(config),
             "tokenizer_sha256": any_of(stores).manifest.tokenizer_sha256,
             "train_tokens_sha256": digests,
             "versions": versions(),
         }
-        part = run / "run.json.part"
-        part.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-        os.replace(part, record)
+        _write_record(run, contents)
+
+
+def _record_changes(
+    run: Path, before: dict, changed: dict[str, tuple[object, object]], digests: dict[str, list[str]], done: int
+) -> None:
+    """Updates run.json by settings that change no step that is done, and reports them."""
+    known = {name: value for name, value in before["config"].items() if name not in changed}
+    now = {name: new for name, (_, new) in changed.items() if new is not None}
+    history = [*before.get("changes", []), {"after_step": done, "settings": changed}]
+    with writing(run, "choose another folder with --run"):
+        _write_record(run, before | {"config": known | now, "train_tokens_sha256": digests, "changes": history})
+    listed = ", ".join(f"{name} (was {old!r}, now {new!r})" for name, (old, new) in list(changed.items())[:6])
+    print(f"after step {done} with other settings: {listed}{', ...' if len(changed) > 6 else ''}")
+
+
+def _copy_tokenizer(run: Path, stores: Stores) -> None:
+    for file in TOKENIZER_FILES:  # only instruction data has a chat template
+        for store in stores.values():
+            if (store.path / file).exists():
+                shutil.copyfile(store.path / file, run / file)
+
+
+def _write_record(run: Path, contents: dict) -> None:
+    part = run / "run.json.part"
+    part.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+    os.replace(part, run / "run.json")

@@ -111,8 +111,13 @@ class Trainer:
 
     def init(self) -> State:
         """The state before the first step, created on the devices that hold it."""
-        params = initial_weights(self.phase.model, self.config.seed, shardings=self.state_shardings.params)
-        return jax.jit(self._before, donate_argnums=0, out_shardings=self.state_shardings)(params)
+        return self.starting_at(
+            initial_weights(self.phase.model, self.config.seed, shardings=self.state_shardings.params)
+        )
+
+    def starting_at(self, weights: dict[str, jax.Array]) -> State:
+        """The state before the first step with these weights, which are not copied."""
+        return jax.jit(self._before, donate_argnums=0, out_shardings=self.state_shardings)(weights)
 
     def adopt(self, state: State, before: Phase) -> State:
         """Turns the final state of phase `before` into the first of this phase.

@@ -184,6 +184,56 @@ def test_resumed_run_may_not_change_these_options(changes, named):
 SHORT = OptimizerConfig(warmup_steps=5)  # for phases of few steps
 
 
+def test_steps_to_come_may_change():
+    """What changes no step that is done is allowed, and reported."""
+    constant = changed(tiny(), optimizer__schedule="constant")
+    more = changed(constant, steps=90)
+    assert check_same_run(recorded(constant), more, Path("run")) == {"steps": (60, 90)}
+    decaying = changed(more, optimizer__schedule="wsd", optimizer__decay_fraction=0.3)  # from step 63 on
+    assert set(check_same_run(recorded(constant), decaying, Path("run"))) == {
+        "steps",
+        "optimizer.schedule",
+        "optimizer.decay_fraction",
+    }
+    assert check_same_run(recorded(tiny()), changed(tiny(), steps=80), Path("run"), 48)
+    phase = LaterPhase(steps=10, data=tiny().data, optimizer=SHORT)
+    added = changed(tiny(), then={"mid": phase})
+    assert check_same_run(recorded(tiny()), added, Path("run"))["then.mid.steps"] == (None, 10)
+    longer = changed(tiny(), then={"mid": dataclasses.replace(phase, steps=11), "end": phase})
+    assert check_same_run(recorded(added), longer, Path("run"), 60)
+    skipping = changed(tiny(), skip_steps=("21:25",))
+    assert check_same_run(recorded(tiny()), skipping, Path("run"), 20) == {"skip_steps": (None, ["21:25"])}
+    again = changed(tiny(), skip_steps=("21:25", "22"))
+    assert check_same_run(recorded(skipping), again, Path("run"), 21)
+    for before, now, done, named in (
+        (constant, changed(constant, steps=40), 50, r"steps \(was 60, now 40\)"),
+        (constant, changed(more, optimizer__schedule="cosine"), None, "optimizer.schedule"),
+        (constant, changed(more, optimizer__learning_rate=1.0), None, r"optimizer.learning_rate \(was 0.01, now 1.0\)"),
+        (tiny(), changed(tiny(), steps=80), 49, r"steps \(was 60, now 80\).*add a phase"),
+        (added, longer, 61, r"then\.mid\.steps \(was 10, now 11\)"),
+        (added, changed(tiny(), then={"early": phase, "mid": phase}), 61, r"then\.early\."),
+        (added, changed(added, steps=61), 61, r"steps \(was 60, now 61\)"),
+        (tiny(), skipping, 21, r"skip_steps \(was None, now \['21:25'\]\)"),
+        (skipping, again, 22, "skip_steps"),
+        (skipping, tiny(), 21, "skip_steps"),
+    ):
+        with pytest.raises(ConfigError, match=named):
+            check_same_run(recorded(before), now, Path("run"), done)
+
+
+def test_skipped_steps_move_later_batches_up():
+    then = {"mid": LaterPhase(steps=10, data=tiny().data, optimizer=SHORT)}
+    config = changed(tiny(), then=then, skip_steps=("3:4", "2", "59:62"))
+    first, mid = config.phases
+    # Steps 1, 2, 3, ... first read batches 0, 1, 4, ...; then step 2 reads the next one.
+    assert [first.batch_of(step) for step in range(5)] == [0, 4, 5, 6, 7]
+    assert [first.batch_of(step) for step in (57, 58, 59)] == [60, 63, 64]
+    assert [mid.batch_of(step) for step in (0, 1, 9)] == [2, 3, 11]
+    for spans in (("0:3",), ("5:4",), ("71",), ("a",), ("1:",), ("1:2:3",), ("-1:3",)):
+        with pytest.raises(ConfigError, match="skip_steps"):
+            changed(tiny(), then=then, skip_steps=spans)
+
+
 def later(**changes):
     return {"mid": dataclasses.replace(LaterPhase(steps=10, data=tiny().data, optimizer=SHORT), **changes)}
 

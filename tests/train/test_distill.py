@@ -18,7 +18,8 @@ from train.distill import TEACHER, annealed
 from train.step import Trainer
 
 DENSE = tiny().model.replace(num_lanes=1, layout="tp")
-STEPS = ("--steps", "6", "--save-every", "2", "--validate-every", "100", "--data.batch-size", "2")
+STEPS = ("--steps", "6", "--optimizer.warmup-steps", "2", "--save-every", "2", "--validate-every", "100")
+STEPS += ("--data.batch-size", "2")
 ON = ("--model.num-lanes", "2", "--mesh.lane", "1", "--model.layout", "dtp(1)")
 GROWING = ("--distill.anneal-steps", "4", "--distill.anneal-stages", "2")
 
@@ -133,13 +134,14 @@ def test_runs_recorded_without_distillation_resume():
     check_same_run(before, tiny(), Path("run"))
     with pytest.raises(ConfigError, match=r"distill.kl_weight \(was 1.0, now 2.0\)"):
         check_same_run(before, changed(tiny(), distill=DistillConfig(kl_weight=2.0)), Path("run"))
-    moved = changed(tiny(), distill=DistillConfig(teacher=Path("elsewhere"), student=Path("elsewhere")))
-    check_same_run(before, moved, Path("run"))  # a fingerprint identifies the teacher, not its folder
+    moved = changed(tiny(), distill=DistillConfig(teacher=Path("elsewhere")), initial=Path("elsewhere"))
+    # A fingerprint identifies the teacher, not its folder; `student` was the name of `initial`.
+    check_same_run(before | {"distill.student": "old"}, moved, Path("run"))
 
 
 @pytest.mark.slow
 def test_distilled_run_learns_and_resumes_bitwise(dense, student, resumed):
-    options = (*STEPS, *ON, *GROWING, "--distill.teacher", str(dense), "--distill.student", str(student))
+    options = (*STEPS, *ON, *GROWING, "--distill.teacher", str(dense), "--initial", str(student))
     before = hashlib.sha256((dense / "model.safetensors").read_bytes()).digest()
     run, out = resumed(2, *options)  # step 3, within the second stage, is the last before the interruption
     assert "6 steps done" in out
@@ -165,14 +167,14 @@ def test_another_teacher_raises(tmp_path, dense, command, stop_at):
 @pytest.mark.exhaustive
 def test_losses_agree_on_every_mesh(tmp_path, dense, student, command):
     options = (
-        *STEPS[:6],
+        *STEPS[:8],
         "--model.num-lanes",
         "2",
         "--model.layout",
         "dtp(1)",
         "--distill.teacher",
         str(dense),
-        "--distill.student",
+        "--initial",
         str(student),
     )
     for mesh, more in {"one": ("--mesh.lane", "1"), "four": ("--mesh.lane", "2", "--mesh.data", "2")}.items():
@@ -184,17 +186,14 @@ def test_losses_agree_on_every_mesh(tmp_path, dense, student, command):
     ("options", "message"),
     [
         (("--distill.teacher", "nowhere"), "nowhere is not a folder"),
-        (("--distill.student", "nowhere"), "nowhere is not a folder"),
+        (("--initial", "nowhere"), "nowhere is not a folder"),
         (("--distill.teacher", "DENSE", "--model.vocab-size", "128"), "vocabulary of 64, but the model has 128"),
         (
             ("--distill.teacher", "DENSE", "--data.sequence-length", "48", "--model.max-position-embeddings", "64"),
             "data.sequence_length",
         ),
-        (("--distill.student", "DENSE"), "num_lanes 1 (model.num_lanes = 2)"),
-        (
-            ("--distill.student", "STUDENT", "--model.rope-theta", "5e5"),
-            "rope_theta 10000.0 (model.rope_theta = 500000.0)",
-        ),
+        (("--initial", "STUDENT", "--model.num-lanes", "4"), "num_lanes = 4"),
+        (("--initial", "STUDENT", "--model.rope-theta", "5e5"), "rope_theta 10000.0 (model.rope_theta = 500000.0)"),
         (("--distill.anneal-steps", "4", "--model.layout", "ladder"), "not ladder"),
         (("--distill.anneal-steps", "7"), "distill.anneal_steps = 7 must be at most steps = 6"),
         (("--distill.temperature", "0"), "distill.temperature above 0, got 1.0 and 0.0"),

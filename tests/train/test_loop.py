@@ -487,6 +487,28 @@ def test_run_without_validation_text_finishes(finished_copy, command, finished):
     assert now == [line for line in before if "loss" in line]
 
 
+@pytest.mark.slow
+def test_finished_run_goes_on_with_more_steps(tmp_path, command):
+    """And with skipped steps and a decay, all of which change no step that is done."""
+    options = ("--optimizer.schedule", "constant", "--validate-every", "10", "--save-every", "5")
+    fall = ("--steps", "24", "--optimizer.schedule", "wsd", "--skip-steps", "15:17", "--validate-every", "10")
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    assert command(run, *options, "--steps", "10")[0] == 0
+    status, out, err = command(run, *fall)
+    assert (status, err) == (0, "") and "after step 10 with other settings: " in out
+    assert "skip_steps (was None, now ['15:17']), steps (was 10, now 24)" in out
+    assert command(whole, *fall)[0] == 0
+    assert records(run) == records(whole)
+    plain = tmp_path / "plain"
+    assert command(plain, *fall[:4], *fall[6:])[0] == 0
+    assert losses(plain)[:14] == losses(run)[:14] and losses(plain)[14] != losses(run)[14]
+    record = json.loads((run / "run.json").read_text())
+    assert record["config"]["steps"] == 24 and record["config"]["skip_steps"] == ["15:17"]
+    assert [(change["after_step"], change["settings"]["steps"]) for change in record["changes"]] == [(10, [10, 24])]
+    assert command(run, *fall)[1].endswith("nothing to do\n")
+    one_line_error(command(run, *fall, "--steps", "30"), "steps (was 24, now 30)", "add a phase")
+
+
 class World:
     """Substitutes for the modules around the loop, which record steps in flight, fetched, measured and saved."""
 

@@ -134,8 +134,18 @@ def test_run_stopped_at_a_phase_border_ends_bitwise_the_same(tmp_path, phases, w
 
 
 @pytest.mark.slow
+def test_phases_added_to_a_finished_run_end_bitwise_the_same(tmp_path, place, command, phases, whole):
+    run = tmp_path / "run"
+    first = ("--steps", "20", "--validate-every", "15", "--save-every", "5")
+    assert command(run, *first, path=place / "plain")[0] == 0
+    status, out, err = phases(run)
+    assert (status, err) == (0, "") and "then.instruct.accumulate (was None, now 2)" in out
+    same(run, whole)
+
+
+@pytest.mark.slow
 def test_settings_of_every_phase_belong_to_the_run(phases, whole, tmp_path):
     status, _, err = phases(whole, "--then.instruct.optimizer.learning-rate", "0.5")
     assert status == 2 and "then.instruct.optimizer.learning_rate (was 0.001, now 0.5)" in err
-    status, _, err = phases(tmp_path / "other", "--then.long.data.sequence-length", "4000")
-    assert status == 2 and "rows of sequence_length 4000" in err and not (tmp_path / "other").exists()
+    status, _, err = phases(tmp_path / "other", "--then.instruct.data.sequence-length", "4000")
+    assert status == 2 and "a row of sequence_length 4000" in err and not (tmp_path / "other").exists()

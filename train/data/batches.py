@@ -50,12 +50,19 @@ def tagged(stores: Sequence[TokenStore]) -> dict[str, TokenStore]:
 class Batches:
     """The training batches of one phase, from the split `train` of one or several stores, reshuffled in every epoch.
 
-    stores: the folders of data.path, in the same order. seed: seed of the order of rows. The attribute `keys` names the
-    arrays of every batch. Raises InputError for a store without a single row, ConfigError for a share of less than one
-    row in a block of the mixture.
+    stores: the folders of data.path, in the same order. seed: seed of the order of rows. batch_of: the batch that a
+    step reads, numbered in this order (default: its own). The attribute `keys` names the arrays of every batch. Raises
+    InputError for a store without a single row, ConfigError for a share of less than one row in a block of the mixture.
     """
 
-    def __init__(self, data: DataConfig, stores: Sequence[TokenStore], seed: int):
+    def __init__(
+        self,
+        data: DataConfig,
+        stores: Sequence[TokenStore],
+        seed: int,
+        batch_of: Callable[[int], int] = lambda step: step,
+    ):
+        self.batch_of = batch_of
         self.tags, self.seed = tuple(tagged(stores)), seed
         self.batch_size, self.length = data.batch_size, data.sequence_length
         self.keys = row_keys(data, stores, "train")
@@ -72,6 +79,7 @@ class Batches:
         """(source, row in that source) for each of the chosen `rows` of the batch of `step`."""
         if step < 0:
             raise IndexError(f"step {step} is negative")
+        step = self.batch_of(step)
         wanted = collections.defaultdict(list)  # (source, epoch) -> [(place in the batch, row before shuffling)]
         chosen = range(self.batch_size)[rows]
         for place, row in enumerate(chosen):
@@ -97,8 +105,8 @@ class Batches:
         return stacked([self.sources[source].row(row) for source, row in chosen], self.keys, self.length)
 
     def epochs_at(self, step: int) -> dict[str, float]:
-        """Passes over each source in the steps before `step`, by tag."""
-        taken = self.mixture.rows_before(step * self.batch_size)
+        """Passes over each source before the batch of `step`, by tag."""
+        taken = self.mixture.rows_before(self.batch_of(step) * self.batch_size)
         return {tag: rows / source.rows for tag, rows, source in zip(self.tags, taken, self.sources, strict=True)}
 
 

@@ -221,6 +221,13 @@ def test_tag_is_the_last_name_of_the_folder(tmp_path, monkeypatch):
     assert [*tagged([TokenStore.open(".")])] == [*tagged([TokenStore.open("../code/")])] == ["code"]
 
 
+def test_skipped_batches_are_those_of_other_steps(counting):
+    plain, skipping = batches(counting), Batches(config([counting]), [counting], 3, lambda step: step + 2 * (step > 4))
+    for step, read in ((4, 4), (5, 7), (40, 42)):
+        assert same(skipping.batch_at(step), plain.batch_at(read))
+        assert skipping.epochs_at(step) == plain.epochs_at(read)
+
+
 def test_validation_sets_are_fixed_distinct_and_spread(stores):
     data = config(stores[::2], sequence_length=10, batch_size=2, validation_batches=3)
     (held_out,) = validation_sets(data, stores[::2], []).values()  # `small` has no such split
