@@ -24,6 +24,7 @@ PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 ALPHABET = 256 + len(SPECIAL_TOKENS)  # every byte, and the special tokens
+WORD_CHARS = 256  # characters of a word, at most, in training
 GROUP_BYTES = 1 << 22  # bytes per call of the tokenizer, which encodes the documents of a call in parallel
 PIECE_CHARS = 1 << 20  # characters; longer documents are encoded in pieces, in parallel and with bounded memory
 NEAR_CHARS = 256  # characters on each side of a place that decide whether a text may be cut there
@@ -44,14 +45,16 @@ class Encoded(NamedTuple):
 
 
 def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
-    """A byte-level BPE of `vocab` tokens that round-trips every string; the first tokens are SPECIAL_TOKENS."""
+    """A byte-level BPE of `vocab` tokens that round-trips every string; the first tokens are SPECIAL_TOKENS.
+
+    Words of more than WORD_CHARS characters are cut for training: every merge reads a word that contains its pair to
+    the end, so one word of n characters would take n steps per merge.
+    """
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    words = pre_tokenizers.Split(Regex(PIECES), "isolated")
+    cut = pre_tokenizers.Split(Regex(rf"[\s\S]{{1,{WORD_CHARS}}}"), "isolated")
+    encoded = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, cut, encoded])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
@@ -60,6 +63,7 @@ def train_bpe(texts: Iterable[str], vocab: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, encoded])
     return tokenizer
 
 

@@ -1,10 +1,13 @@
 """Encoding: text round-trips through a trained BPE, pieces make up the text, and work done ahead keeps its order."""
 
+import collections
 import itertools
+import json
 import random
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -39,6 +42,41 @@ def test_special_tokens_have_the_first_ids_and_digits_are_single(trained):
     ]
     assert trained.get_vocab_size() == 600
     assert trained.encode("12345").tokens == list("12345")
+
+
+def merges_of(words, ids, count):
+    """The merges of a BPE by its definition (Sennrich et al., arXiv 1508.07909): each joins the most frequent pair,
+    the one of the lowest ids among equals.
+    """
+    words, found = [[*word] for word in words], []
+    for _ in range(count):
+        pairs = collections.Counter(pair for word in words for pair in itertools.pairwise(word))
+        a, b = min(pairs, key=lambda pair: (-pairs[pair], ids[pair[0]], ids[pair[1]]))
+        ids[a + b] = len(ids)
+        found.append((a, b))
+        for word in words:
+            at = 0
+            while at < len(word) - 1:
+                if (word[at], word[at + 1]) == (a, b):
+                    word[at : at + 2] = [a + b]
+                at += 1
+    return found
+
+
+@pytest.mark.parametrize("length", [5, 1000])
+def test_trained_merges_are_those_of_words_cut_to_a_length(monkeypatch, length):
+    """With 1,000, no word is cut. The cut has no effect on encoding."""
+    monkeypatch.setattr(encoder, "WORD_CHARS", length)
+    random = np.random.default_rng(0)
+    words = ["".join(random.choice([*"abc"], n, p=[0.5, 0.3, 0.2])) for n in (300, 7, 7, 4, 64)]
+    tokenizer = encoder.train_bpe(["\n".join(words)], encoder.ALPHABET + 20)
+    ids = tokenizer.get_vocab()
+    known = {token: ids[token] for token in (*encoder.SPECIAL_TOKENS, *encoder.pre_tokenizers.ByteLevel.alphabet())}
+    cut = [word[at : at + length] for word in words for at in range(0, len(word), length)]
+    expected = merges_of(cut, known, 20)
+    assert [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]] == expected
+    assert "".join(tokenizer.encode(words[0]).tokens) == words[0]
+    assert len(tokenizer.pre_tokenizer.pre_tokenize_str(words[0])) == 1
 
 
 @given(st.text(alphabet="ab\n", max_size=200))
