@@ -9,7 +9,8 @@ import dataclasses
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,7 @@ import tyro
 
 import laneformer as lf
 from laneformer.checkpoint import checkpoint_files, open_plain
-from laneformer.errors import CheckpointError, ConfigError, run_command
+from laneformer.errors import CheckpointError, ConfigError, run_command, writing
 from laneformer.precision import Precision
 from laneformer.weights import parameter_table
 from scripts.convert import TOKENIZER_FILES
@@ -91,8 +92,9 @@ def convert_dense(options: Options) -> str:
     dense = lf.load(options.source, precision=Precision(param=source.dtype))
     sizes = [config.num_key_value_heads, config.intermediate_size] * config.num_hidden_layers
     late = late_pairs(config.schedule)
-    modules = measure(dense, ids) if late else []
-    lanes = chosen_lanes(options, modules, late, sizes)
+    progress = Progress()
+    modules = measure(dense, ids, progress) if late else []
+    lanes = chosen_lanes(options, modules, late, sizes, progress)
     model = cut(dense, config, lanes)
     difference, scale = largest_difference(dense, model, ids[:2])
     if not difference <= TOLERANCE * scale:
@@ -100,14 +102,16 @@ def convert_dense(options: Options) -> str:
             f"the lanes' logits differ by {difference:.3g} from the dense ones (of up to {scale:.3g}); nothing was"
             " written, check the checkpoint in SOURCE"
         )
-    lf.save_hf(model, options.target)
-    beside = checkpoint_files(options.source)
-    for name in (name for name in TOKENIZER_FILES if (beside / name).exists()):
-        shutil.copyfile(beside / name, options.target / name)
     scores = missed_by(modules, late, lanes, options)
-    (options.target / REPORT).write_text(
-        json.dumps(report(options, lanes, scores, difference), indent=1) + "\n", encoding="utf-8"
-    )
+    with writing(options.target, "choose another folder"):
+        options.target.mkdir(parents=True, exist_ok=True)
+        beside = checkpoint_files(options.source)
+        for name in (name for name in TOKENIZER_FILES if (beside / name).exists()):
+            shutil.copyfile(beside / name, options.target / name)
+        (options.target / REPORT).write_text(
+            json.dumps(report(options, lanes, scores, difference), indent=1) + "\n", encoding="utf-8"
+        )
+    lf.save_hf(model, options.target)  # config.json last: a folder with it is complete
     lines = [
         (
             f"{options.target}: {lf.parameter_count(config):,} parameters, {config.num_lanes} lanes, layout"
@@ -172,7 +176,23 @@ def calibration_ids(config: lf.ModelConfig, options: Options) -> np.ndarray:
     return Batches(data, [store], options.seed).batch_at(0)["ids"][:, :length]
 
 
-def chosen_lanes(options: Options, modules: list[Units], late: Late, sizes: list[int]) -> Lanes:
+class Progress:
+    """Prints what a long computation does to standard error, at most every few seconds."""
+
+    SECONDS = 5.0
+
+    def __init__(self):
+        self.last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() - self.last >= self.SECONDS:
+            print(text, file=sys.stderr, flush=True)
+            self.last = time.monotonic()
+
+
+def chosen_lanes(
+    options: Options, modules: list[Units], late: Late, sizes: list[int], progress: Callable[[str], None]
+) -> Lanes:
     """Lane of every unit of every module, by the chosen assignment. Raises ConfigError for affinity without delay."""
     if options.assignment == "contiguous":
         return contiguous(sizes, options.lanes)
@@ -183,7 +203,7 @@ def chosen_lanes(options: Options, modules: list[Units], late: Late, sizes: list
             f"layout {options.layout} delays nothing, so affinity is undefined; give the layout to train the model with"
             " (--layout 'dtp(1)'), or --assignment contiguous"
         )
-    return assign(modules, late, options.lanes, options.seed)
+    return assign(modules, late, options.lanes, options.seed, progress)
 
 
 def cut(dense: lf.Laneformer, config: lf.ModelConfig, lanes: Lanes) -> lf.Laneformer:

@@ -12,6 +12,7 @@ the stream's root mean square; u_j: share of unit j in the mean square output of
 projections of j (q, k, v or gate, up); late: share of m's output that has not landed when n reads.
 """
 
+from collections.abc import Callable
 from itertools import combinations
 from typing import NamedTuple
 
@@ -54,12 +55,17 @@ class _Observed(NamedTuple):
     scale: jax.Array
 
 
-def measure(model: Laneformer, ids_bs: np.ndarray) -> list[Units]:
-    """The units of every module of a dense model (one lane), observed on these tokens."""
+def _silent(_: str) -> None:
+    """Drops a line about the progress."""
+
+
+def measure(model: Laneformer, ids_bs: np.ndarray, progress: Callable[[str], None] = _silent) -> list[Units]:
+    """The units of every module of a dense model (one lane), observed on these tokens. progress: receives lines."""
     config, weights = model.config, model.weights()
     rotary = rotary_tables(config, jnp.arange(ids_bs.shape[1]))
     x, modules = model.tok_embeddings[...][ids_bs].astype(jnp.float32)[None], []
     for n, options in enumerate(config.layers):
+        progress(f"measuring layer {n + 1} of {config.num_hidden_layers}")
         own = {path.split(".")[-1]: w for path, w in weights.items() if path.startswith(f"layers.{n}.attention.")}
         # Attention without wo: returns the activations that wo multiplies.
         bare = Attention(own | {"wo": jnp.eye(own["wo"].shape[-1])[None]}, options.attention, model.precision)
@@ -249,19 +255,27 @@ def exchanged(value: np.ndarray, lanes: np.ndarray, most: int) -> np.ndarray:
     return lanes
 
 
-def assign(modules: list[Units], late: Late, count: int, seed: int) -> Lanes:
-    """A good assignment: from random ones, alternates exchanges in each module and renumbering until neither helps."""
+def assign(modules: list[Units], late: Late, count: int, seed: int, progress: Callable[[str], None] = _silent) -> Lanes:
+    """A good assignment: from random ones, alternates exchanges in each module and renumbering until neither helps.
+
+    progress: receives lines.
+    """
     ends = []
     for restart in range(RESTARTS):
         state = Assignment(
             modules, late, random([len(units.reads) for units in modules], count, seed + 1_000_003 * restart), count
         )
-        before = float("inf")
-        while state.missed() < before * (1 - LEAST):
-            before = state.missed()
+        before, sweep = float("inf"), 0
+        while (missed := state.missed()) < before * (1 - LEAST):
+            before, sweep = missed, sweep + 1
             for m in range(len(modules)):
+                progress(
+                    f"assigning: start {restart + 1} of {RESTARTS}, sweep {sweep}, module {m + 1} of {len(modules)},"
+                    f" {missed:.4f} read late"
+                )
                 state.improve(m)
             for first in range(1, len(modules)):
+                progress(f"assigning: start {restart + 1} of {RESTARTS}, sweep {sweep}, lanes from module {first + 1}")
                 state.rename(first)
         ends.append((state.missed(), restart, state.lanes))
     return min(ends)[2]
