@@ -93,12 +93,20 @@ class OptimizerConfig:
     momentum: float = 0.95
     """muon: decay per step of the momentum, which is then orthogonalised."""
     weight_decay: float = 0.1
-    """Decay of matrices per step, as a multiple of the learning rate; norms and biases do not decay."""
+    """Decay per step of matrices, embeddings and head, as a multiple of the learning rate; norms and biases do not
+    decay.
+    """
+    decay_embeddings: bool = field(default=True, metadata=LATER)
+    """Whether embeddings and head decay like matrices."""
+    embedding_rate: float = field(default=1.0, metadata=LATER)
+    """Learning rate of the embeddings, which a tied head shares, as a multiple of learning_rate."""
+    head_rate: float = field(default=1.0, metadata=LATER)
+    """Learning rate of the head as a multiple of learning_rate."""
     clip_norm: float = 1.0
     """Largest gradient norm over all weights; gradients above it are scaled down to it."""
 
     def __post_init__(self):
-        for name in ("learning_rate", "eps", "clip_norm"):
+        for name in ("learning_rate", "eps", "clip_norm", "embedding_rate", "head_rate"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"optimizer.{name} must be a positive number, got {getattr(self, name)}")
         for name, top in (("beta1", 1), ("beta2", 1), ("momentum", 1), ("weight_decay", math.inf)):
@@ -417,10 +425,10 @@ class TrainConfig(PhaseConfig):
         """First and last step of each span of skip_steps. Raises ConfigError for another form."""
         spans = []
         for text in self.skip_steps:
-            first, _, last = text.partition(":")
-            if not (first.isdecimal() and (last or first).isdecimal()):
+            first, *last = text.split(":")
+            if not all(word.isdecimal() for word in (first, *last)) or len(last) > 1:
                 raise ConfigError(f"skip_steps = {text!r} must be a step or FIRST:LAST, such as 1200:1210")
-            spans.append((int(first), int(last or first)))
+            spans.append((int(first), int((last or [first])[0])))
         return tuple(spans)
 
     @property
@@ -571,10 +579,13 @@ def check_same_run(
     refused = _change_done_steps(changed, before, config, done)
     if refused:
         listed = ", ".join(f"{name} (was {changed[name][0]!r}, now {changed[name][1]!r})" for name in refused[:6])
-        later = any(name.endswith(_OF_THE_FALL) for name in refused)
+        more = ""
+        if any(name.split(".")[-1] == "steps" for name in refused):
+            more = "; after the learning rate has begun to fall, add a phase to go on"
+        if "skip_steps" in refused:
+            more = f"; to skip steps that are done, move the checkpoints after them out of {run / 'checkpoints'}"
         raise ConfigError(
-            f"{run} holds a run with other settings: {listed}; restore them, or choose another folder with --run"
-            + ("; after the learning rate has fallen, add a phase to go on" if later else "")
+            f"{run} holds a run with other settings: {listed}; restore them, or choose another folder with --run{more}"
         )
     return changed
 

@@ -30,15 +30,19 @@ def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:
 
 
 def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.GradientTransformation:
-    """The optimizer at learning rate 1: clipping by the norm over all weights, AdamW or Muon, decay of matrices and
-    embeddings.
+    """The optimizer at learning rate 1: clipping by the norm over all weights, AdamW or Muon, decay, and the factors of
+    the rates of embeddings and head, which multiply their decay too.
 
     Muon orthogonalises each lane's share of a matrix, and each expert's, separately. It scales the result to the size
     of an AdamW update, so that one learning rate serves both (Liu et al., arXiv 2502.16982). With Muon, embeddings,
     head, routers, norms and biases still use AdamW.
     """
     table = parameter_table(model)
-    decays = {path: weight.group != "vector" for path, weight in table.items()}
+    decays = {
+        path: weight.group == "matrix" or (weight.group == "embedding" and config.decay_embeddings)
+        for path, weight in table.items()
+    }
+    rates = {"tok_embeddings": config.embedding_rate, "lm_head": config.head_rate}
     rule = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
     if config.kind == "muon":
         labels = {path: "muon" if per_lane(weight) else "adam" for path, weight in table.items()}
@@ -47,7 +51,8 @@ def make_optimizer(config: OptimizerConfig, model: ModelConfig) -> optax.Gradien
         optax.clip_by_global_norm(config.clip_norm),
         rule,
         optax.add_decayed_weights(config.weight_decay, decays),
-        optax.scale(-1.0),
+        # Without state like `optax.scale`, so that checkpoints of older runs have the same tree.
+        optax.stateless(lambda updates, _: {path: -rates.get(path, 1.0) * update for path, update in updates.items()}),
     )
 
 

@@ -35,7 +35,10 @@ BAD = {  # dataclass -> keyword of `changed` -> bad values; the error names the 
         "data__validation_batches": (-1,),
     },
     "OptimizerConfig": {
-        **dict.fromkeys(("optimizer__learning_rate", "optimizer__eps", "optimizer__clip_norm"), (0.0, -1.0, INF, NAN)),
+        **dict.fromkeys(
+            [f"optimizer__{name}" for name in ("learning_rate", "eps", "clip_norm", "embedding_rate", "head_rate")],
+            (0.0, -1.0, INF, NAN),
+        ),
         **dict.fromkeys(("optimizer__beta1", "optimizer__beta2", "optimizer__momentum"), (-0.1, 1.0, NAN)),
         "optimizer__weight_decay": (-0.1, INF, NAN),
         "optimizer__decay_fraction": (-0.1, 1.5, NAN),
@@ -210,7 +213,7 @@ def test_steps_to_come_may_change():
         (constant, changed(more, optimizer__schedule="cosine"), None, "optimizer.schedule"),
         (constant, changed(more, optimizer__learning_rate=1.0), None, r"optimizer.learning_rate \(was 0.01, now 1.0\)"),
         (tiny(), changed(tiny(), steps=80), 49, r"steps \(was 60, now 80\).*add a phase"),
-        (added, longer, 61, r"then\.mid\.steps \(was 10, now 11\)"),
+        (added, longer, 69, r"then\.mid\.steps \(was 10, now 11\)"),
         (added, changed(tiny(), then={"early": phase, "mid": phase}), 61, r"then\.early\."),
         (added, changed(added, steps=61), 61, r"steps \(was 60, now 61\)"),
         (tiny(), skipping, 21, r"skip_steps \(was None, now \['21:25'\]\)"),

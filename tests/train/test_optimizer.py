@@ -32,6 +32,28 @@ def test_only_matrices_and_embeddings_decay():
     assert kept == {"attention_norm", "ffn_norm", "norm", "wq_bias", "wk_bias", "wv_bias", "q_norm", "k_norm"}
 
 
+def test_embeddings_and_head_have_their_own_rates_and_decay():
+    """One AdamW step, whose first update is the sign of the gradient."""
+    config = changed(
+        tiny(),
+        optimizer__weight_decay=0.5,
+        optimizer__decay_embeddings=False,
+        optimizer__embedding_rate=0.25,
+        optimizer__head_rate=3.0,
+        optimizer__clip_norm=1e9,
+    )
+    for model in (config.model, config.model.replace(tie_word_embeddings=True)):
+        params = {path: np.ones(p.shape, np.float32) for path, p in parameter_table(model).items()}
+        optimizer = make_optimizer(config.optimizer, model)
+        run = jax.jit(lambda p, o=optimizer: o.update(p, o.init(p), p)[0])
+        updates = {path: float(np.unique(update).item()) for path, update in jax.device_get(run(params)).items()}
+        assert updates.pop("tok_embeddings") == pytest.approx(-0.25)
+        assert ("lm_head" in updates) == (not model.tie_word_embeddings)
+        assert updates.pop("lm_head", -3.0) == pytest.approx(-3.0)
+        for path, update in updates.items():
+            assert update == pytest.approx(-1.0 if path.endswith("norm") else -1.5, rel=1e-5), path
+
+
 def test_schedule_has_known_corner_values():
     rate = learning_rate(OptimizerConfig(learning_rate=1.0, warmup_steps=10, decay_fraction=0.2), 100)
     assert [round(float(rate(step)), 6) for step in (0, 1, 8, 9, 10, 79, 80, 81, 99, 100)] == [
