@@ -19,7 +19,7 @@ LANE, DATA = "lane", "data"
 
 def use_host_devices(count: int) -> None:
     """Splits this machine's CPU into `count` JAX devices. Raises ConfigError if JAX already runs with another count."""
-    _make_room_for_queues(count)
+    _prepare(count)
     try:
         jax.config.update("jax_num_cpu_devices", count)
     except RuntimeError:
@@ -30,18 +30,26 @@ def use_host_devices(count: int) -> None:
             ) from None
 
 
-def _make_room_for_queues(count: int) -> None:
-    """Prevents a deadlock of queued programs with collectives on `count` CPU devices.
+def _prepare(count: int) -> None:
+    """Prevents two deadlocks of collectives on `count` CPU devices in one process.
 
     XLA's CPU client runs each device's program on a pool of `count` threads. It also blocks threads of that pool while
     too many programs are queued. A pool twice as large has room for both. JAX creates the pool on first use.
+
+    A program that XLA reads from JAX's compilation cache has lost the order of its collectives: each gets its own
+    resource, while the compiler gives them a common one (CreateResourceFromProto in XLA's thunk_proto_serdes.cc).
+    Devices may then wait in different ones until no thread is left.
     """
     if count > 1:
         os.environ.setdefault("PJRT_NPROC", str(2 * max(count, os.cpu_count() or 1)))
+        jax.config.update("jax_enable_compilation_cache", False)
 
 
+# Programs may also split the CPU through the environment.
 for _count in re.findall(r"--xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")):
-    _make_room_for_queues(int(_count))  # for programs that split the CPU through XLA_FLAGS
+    _prepare(int(_count))
+if (_count := os.environ.get("JAX_NUM_CPU_DEVICES", "")).isdecimal():
+    _prepare(int(_count))
 
 
 def keep_freed_memory() -> None:

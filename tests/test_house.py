@@ -27,10 +27,10 @@ ROOMS = {  # lowest first; the longest name that matches a module determines its
     ),
     "train": (
         "rounding",
-        "__init__ config data tokenizing recipes program metrics samples dense flops planning.cluster",
+        "__init__ config same_run data tokenizing recipes program metrics samples dense flops planning.cluster",
         "optimizer distill",
         "step",
-        "checkpoint run_folder evaluation planning bench",
+        "checkpoint initial run_folder evaluation planning bench",
         "loop",
         "ablate",
         "__main__",

@@ -1,10 +1,8 @@
 """The configuration of a training run: one frozen dataclass of sections, shown by `python -m train RECIPE --help`."""
 
 import dataclasses
-import fnmatch
 import json
 import math
-from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -521,30 +519,6 @@ def _check_phase(phase: Phase, config: TrainConfig) -> None:
         )
 
 
-# Fields that a resumed run may change: they affect the result by rounding at most.
-_FREE = (
-    "run",
-    "name",
-    "log_every",
-    "validate_every",
-    "save_every",
-    "keep",
-    "keep_every",
-    "remat",
-    "loss_chunk",
-    "mesh.*",
-    "watch.*",
-    "initial",
-    "distill.teacher",
-    "distill.student",  # the name of `initial` in older runs
-    "*data.path",
-    "*data.validation_path",
-    "*data.validation_batches",
-)
-# Fields of a phase that have no effect before its learning rate falls.
-_OF_THE_FALL = ("steps", *(f"optimizer.{name}" for name in ("schedule", "decay", "decay_fraction", "final_fraction")))
-
-
 def recorded(config: TrainConfig) -> dict[str, object]:
     """All fields of the config: "section.option" -> JSON value."""
 
@@ -558,68 +532,3 @@ def recorded(config: TrainConfig) -> dict[str, object]:
             yield prefix, value
 
     return json.loads(json.dumps(dict(flatten(config, "")), default=str))
-
-
-def check_same_run(
-    before: dict[str, object], config: TrainConfig, run: Path, done: int | None = None
-) -> dict[str, tuple[object, object]]:
-    """The settings that differ from those in the record `before` of a run, name -> (recorded, now), except free ones.
-
-    done: steps of the run that are done (default: all). Raises ConfigError, naming the options, if `config` would
-    change one of them.
-    """
-    now = recorded(config)
-    # Runs recorded before the section distill existed distilled nothing.
-    before = {f"distill.{name}": value for name, value in dataclasses.asdict(DistillConfig()).items()} | before
-    changed = {
-        name: (before.get(name), now.get(name))
-        for name in sorted(now.keys() | before.keys())
-        if before.get(name) != now.get(name) and not any(fnmatch.fnmatchcase(name, free) for free in _FREE)
-    }
-    refused = _change_done_steps(changed, before, config, done)
-    if refused:
-        listed = ", ".join(f"{name} (was {changed[name][0]!r}, now {changed[name][1]!r})" for name in refused[:6])
-        more = ""
-        if any(name.split(".")[-1] == "steps" for name in refused):
-            more = "; after the learning rate has begun to fall, add a phase to go on"
-        if "skip_steps" in refused:
-            more = f"; to skip steps that are done, move the checkpoints after them out of {run / 'checkpoints'}"
-        raise ConfigError(
-            f"{run} holds a run with other settings: {listed}; restore them, or choose another folder with --run{more}"
-        )
-    return changed
-
-
-def _change_done_steps(
-    changed: Collection[str], before: dict[str, object], config: TrainConfig, done: int | None
-) -> list[str]:
-    """The names in `changed` that would change a step that is done: see `check_same_run`."""
-    own = {"steps", "accumulate", "weights", "group"}
-
-    def phase_of(name: str) -> str | None:
-        """The phase that an option belongs to, None for the whole run."""
-        parts = name.split(".")
-        return parts[1] if parts[0] == "then" else FIRST if parts[0] in ("data", "optimizer") or name in own else None
-
-    allowed, first = set(), 0
-    names = list(dict.fromkeys([FIRST, *(name.split(".")[1] for name in before if name.startswith("then."))]))
-    steps = [before["steps" if name == FIRST else f"then.{name}.steps"] for name in names]
-    done = sum(steps) if done is None else done
-    begun = [name for n, name in enumerate(names) if sum(steps[:n]) < done]
-    if [phase.name for phase in config.phases][: len(begun)] == begun:
-        allowed |= {name for name in changed if phase_of(name) not in (None, *begun)}
-        last = config.phases[len(begun) - 1]
-        prefix = "" if last.name == FIRST else f"then.{last.name}."
-        fields = {field.name for field in dataclasses.fields(OptimizerConfig)}
-        old = OptimizerConfig(
-            **{name: before[key] for name in fields if (key := f"{prefix}optimizer.{name}") in before}
-        )
-        first, length = sum(steps[: len(begun) - 1]), steps[len(begun) - 1]
-        if done - first <= min(old.steady_steps(length), last.optimizer.steady_steps(last.steps)):
-            allowed |= {prefix + name for name in _OF_THE_FALL}
-    if "skip_steps" in changed:
-        other = dataclasses.replace(config, skip_steps=tuple(before.get("skip_steps") or ()))
-        pairs = zip(other.phases, config.phases, strict=True)
-        if all(a.batch_of(n) == b.batch_of(n) for a, b in pairs for n in range(min(a.steps, done - a.first_step))):
-            allowed.add("skip_steps")
-    return [name for name in changed if name not in allowed]

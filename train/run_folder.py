@@ -11,10 +11,11 @@ from pathlib import Path
 from laneformer.checkpoint import STEPS
 from laneformer.errors import CheckpointError, ConfigError, InputError, writing
 from train.checkpoint import saved_steps, versions
-from train.config import TrainConfig, check_same_run, recorded
+from train.config import TrainConfig, recorded
 from train.data.store import TokenStore
 from train.metrics.records import last_step
 from train.metrics.run_log import METRICS
+from train.same_run import check_same_run
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 Stores = dict[Path, TokenStore]

@@ -134,20 +134,13 @@ def environment() -> dict[str, str]:
     } | {"XLA_FLAGS": " ".join(flags)}
 
 
-def start(
-    run: Path, store: Path, *options: str, limit: str = "", recipe: str = RECIPE, compiles: bool = False
-) -> subprocess.Popen:
-    """Starts `python -m train` of a recipe in a separate process. limit: arguments of the shell's ulimit. compiles:
-    whether it adds its programs to the tests' cache. A process that a test kills would leave part of one there.
-    """
+def start(run: Path, store: Path, *options: str, limit: str = "", recipe: str = RECIPE) -> subprocess.Popen:
+    """Starts `python -m train` of a recipe in a separate process. limit: arguments of the shell's ulimit."""
     command = [sys.executable, "-m", "train", recipe, "--run", str(run), "--data.path", str(store), *options]
-    # Programs that were read from the cache stopped for good twice: 14 of the pool's 16 threads waited in two sums over
-    # devices of one step. Compiled programs did not in 60 runs.
-    added = {} if compiles else {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9", "PJRT_NPROC": "64"}
     if limit:
         command = ["bash", "-c", f'ulimit {limit} && exec "$0" "$@"', *command]
     return subprocess.Popen(
-        command, cwd=ROOT, env=environment() | added, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        command, cwd=ROOT, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
 
 

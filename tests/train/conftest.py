@@ -27,7 +27,7 @@ def finished(tmp_path_factory, store) -> Path:
 
     def train(run: Path):
         shutil.rmtree(run, ignore_errors=True)  # a worker of pytest may have failed here
-        status, out, err = finish(start(run, store, compiles=True))
+        status, out, err = finish(start(run, store))
         assert (status, err) == (0, ""), "no library may print a warning"
         assert all(line in out for line in ("new run in", "step 60/60", "60 steps done"))
 

@@ -13,8 +13,9 @@ from laneformer import ConfigError, Laneformer, ModelConfig, make_mesh
 from laneformer.weights import parameter_table
 from scripts.convert_dense import main as convert_dense
 from tests.support.tiny_recipe import changed, losses, records, tiny
-from train.config import DistillConfig, check_same_run, recorded
+from train.config import DistillConfig, recorded
 from train.distill import TEACHER, annealed
+from train.same_run import check_same_run
 from train.step import Trainer
 
 DENSE = tiny().model.replace(num_lanes=1, layout="tp")

@@ -54,7 +54,7 @@ def phases(place, options, command):
 @pytest.fixture(scope="module")
 def whole(begin, tmp_path_factory):
     run = tmp_path_factory.mktemp("whole") / "run"
-    status, out, err = finish(begin(run, compiles=True))
+    status, out, err = finish(begin(run))
     assert (status, err) == (0, "")
     assert "phase long: 1,920 tokens" in out and "50 steps done" in out
     return run
