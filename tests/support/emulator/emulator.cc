@@ -1,5 +1,5 @@
-// Runs the threads of a kernel on the CPU (port_host.h). driver.cc calls laneformer_emulate for each launch. This file
-// is compiled once and linked to the kernel of each model (kernel.cc).
+// Runs the threads of a kernel on the CPU. driver.cc calls laneformer_emulate for each launch. This file is compiled
+// once and linked to the kernel of each model (kernel.cc or ptx/kernel.cc).
 //
 // A grid runs in rounds. In each round CTAs and warps take turns in random order, and copies complete at random. In its
 // turn, a warp runs for a random number of passes, and in each pass each thread until it waits or yields. A run also
@@ -49,8 +49,19 @@ struct Copy {
   void* to;
   const void* from;
   unsigned bytes;
-  unsigned long long* barrier;
+  uint64_t* barrier;
 };
+
+// The contents of an mbarrier.
+struct Barrier {
+  uint64_t phase : 1;      // of its number, the lowest bit
+  uint64_t expected : 15;  // arrivals of a phase
+  uint64_t missing : 15;   // arrivals that this phase still waits for
+  int64_t announced : 33;  // bytes announced and not yet copied; negative if copied first
+};
+static_assert(sizeof(Barrier) == 8);
+constexpr uint64_t kUntouched = ~0ull;         // shared memory starts with all bits set
+constexpr int64_t kMostBytes = (1 << 20) - 1;  // announced at once, by the PTX ISA
 
 // The slots of a launch's fibers, kept for the next launch. Variables of a thread, because each device has its own
 // thread of the host.
@@ -142,9 +153,26 @@ void body() {
   leave(fiber);
 }
 
-void arrive(const Copy& copy) {
+[[noreturn]] void fail(const char* what) {
+  std::fprintf(stderr, "%s\n", what);
+  std::abort();
+}
+
+Barrier* barrier_at(uint64_t* place) {
+  if (*place == kUntouched) fail("an mbarrier is used before it is initialized");
+  return (Barrier*)place;
+}
+
+void end_phase(Barrier* barrier) {
+  if (barrier->missing == 0 && barrier->announced == 0) barrier->missing = barrier->expected, barrier->phase ^= 1;
+}
+
+void complete(const Copy& copy) {
   std::memcpy(copy.to, copy.from, copy.bytes);
-  ++*copy.barrier;
+  Barrier* const barrier = barrier_at(copy.barrier);
+  barrier->announced -= copy.bytes;
+  if (barrier->missing == 0 && barrier->announced < 0) fail("more bytes are copied than were announced to an mbarrier");
+  end_phase(barrier);
 }
 
 }  // namespace
@@ -169,19 +197,31 @@ uint32_t value_of(uint32_t value, int lane) {
 void read(const void* from) {
   Fiber* const fiber = self();
   if (from < fiber->shared || from >= fiber->shared + laneformer_kernel.ring_bytes) return;
-  if (fiber->num_reads == kMostReads)
-    std::fprintf(stderr, "a thread has read the ring too often without reads_done\n"), std::abort();
+  if (fiber->num_reads == kMostReads) fail("a thread has read the ring too often without reads_done");
   fiber->reads[fiber->num_reads++] = from;
 }
 
-void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* barrier) {
+void barrier_init(uint64_t* place, unsigned arrivals) { *(Barrier*)place = {0, arrivals, arrivals, 0}; }
+
+void arrive(uint64_t* place, unsigned bytes) {
+  Barrier* const barrier = barrier_at(place);
+  if (barrier->missing == 0) fail("more threads arrive at an mbarrier than it expects");
+  if (barrier->announced + bytes > kMostBytes) fail("too many bytes are announced to an mbarrier");
+  barrier->announced += bytes;
+  barrier->missing--;
+  end_phase(barrier);
+}
+
+bool passed(uint64_t* place, unsigned parity) { return barrier_at(place)->phase != (parity & 1); }
+
+void bulk_copy(void* to, const void* from, unsigned bytes, uint64_t* barrier) {
+  barrier_at(barrier);
   const auto inside = [&](const void* read) { return read >= to && read < (char*)to + bytes; };
   const int first = self()->cta * num_threads;
   for (int i = first; i < first + num_threads; i++)
     if (std::any_of(slots[i].reads, slots[i].reads + slots[i].num_reads, inside))
-      std::fprintf(stderr, "a bulk copy may overwrite data before it has been read\n"), std::abort();
-  if (((uintptr_t)to | (uintptr_t)from | bytes) % 16)
-    std::fprintf(stderr, "a bulk copy is not aligned to 16 bytes\n"), std::abort();
+      fail("a bulk copy may overwrite data before it has been read");
+  if (((uintptr_t)to | (uintptr_t)from | bytes) % 16) fail("a bulk copy is not aligned to 16 bytes");
   std::memset(to, 0xff, bytes);
   copies.push_back({to, from, bytes, barrier});
 }
@@ -222,7 +262,7 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     const int c = i / threads, t = i % threads;
     f = {};
     f.main_stack = &main_stack;
-    f.shared = shared[c];
+    f.shared = shared[c], f.shared_bytes = shared_bytes;
     f.thread = t, f.lane = t % warp_size, f.cta = c;
     f.warp = &blocks[c].warps[t / warp_size], f.block = &blocks[c];
     f.bit = 1ull << f.lane;
@@ -279,7 +319,7 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
         continue;
       }
       // Copies complete in any order, because a slot has one at a time.
-      arrive(copies[i]);
+      complete(copies[i]);
       copies[i] = copies.back();
       copies.pop_back();
       moved = true;

@@ -1,4 +1,4 @@
-// The interface between a kernel's code (port_host.h, kernel.cc) and emulator.cc, which runs its threads.
+// The interface between a kernel's code (port_host.h and kernel.cc, or ptx/) and emulator.cc, which runs its threads.
 #pragma once
 
 #include <cstdint>
@@ -19,6 +19,7 @@ struct Fiber {  // a thread of a kernel
   void* stack_pointer;
   void** main_stack;  // the stack pointer of the loop that runs the fibers
   char* shared;
+  int64_t shared_bytes;
   struct Group *warp, *block;
   uint64_t bit;        // of the thread among those of its warp
   const void** reads;  // [kMostReads] of the weights' ring, which a bulk copy may still overtake
@@ -57,10 +58,16 @@ void yield();                                 // lets others run
 void meet(Group*);                            // waits for all threads of the group
 uint32_t value_of(uint32_t value, int lane);  // of a thread of the warp; all threads call it with their own value
 void read(const void* from);                  // records a read of 16 bytes
-void bulk_copy(void* to, const void* from, unsigned bytes, unsigned long long* barrier);
+
+// Barriers in shared memory (mbarriers). A phase ends when all threads that the barrier expects have arrived and all
+// bytes that they announced have been copied. bulk_copy completes its bytes on a barrier, late.
+void barrier_init(uint64_t* barrier, unsigned arrivals);
+void arrive(uint64_t* barrier, unsigned bytes);   // announces the bytes first
+bool passed(uint64_t* barrier, unsigned parity);  // whether the phase of this parity has ended
+void bulk_copy(void* to, const void* from, unsigned bytes, uint64_t* barrier);
 #pragma GCC visibility pop
 
-// kernel.cc describes its model's kernel in this form.
+// A model's kernel.
 struct Kernel {
   int threads, warp_size, ring_bytes;
   void (*run)(const laneformer::gpu::Params&);      // one thread

@@ -183,15 +183,17 @@ LF_DEVICE float log_of(float v) {
 }
 LF_DEVICE void add_shared(u64* p, u64 v) { *p += v; }
 
-LF_DEVICE void barrier_init(u64* barrier) { *barrier = 0; }  // counts the phases that have ended
+LF_DEVICE uint64_t* barrier_at(u64* barrier) { return (uint64_t*)barrier; }
+LF_DEVICE void barrier_init(u64* barrier) { emulator::barrier_init(barrier_at(barrier), 1); }
 LF_DEVICE void barrier_init_done() {}
 LF_DEVICE u64 stream_policy() { return 0; }
 LF_DEVICE void reads_done() { emulator::self()->num_reads = 0; }
 LF_DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier, u64) {
-  emulator::bulk_copy(to, from, bytes, barrier);
+  emulator::arrive(barrier_at(barrier), bytes);
+  emulator::bulk_copy(to, from, bytes, barrier_at(barrier));
 }
 LF_DEVICE void await_barrier(u64* barrier, u32 parity) {
-  while ((*(volatile u64*)barrier & 1) == parity) pause();
+  while (!emulator::passed(barrier_at(barrier), parity)) pause();
 }
 
 }  // namespace gpu
