@@ -1,6 +1,10 @@
 """Sessions of small models on GPUs that the CPU emulates (emulator/), with their kernels compiled for the host.
 
-With LANEFORMER_TEST_GPU=cuda (or hip) in the environment, the sessions run on the machine's own GPU instead.
+Environment variables:
+
+EMULATOR_CODE: what the emulated devices run. "port", the default, is the kernel's source, with the part of port.h that
+is special to CUDA replaced (port_host.h). "ptx" is the PTX that nvcc makes of it, translated to C++ (emulator/ptx).
+LANEFORMER_TEST_GPU: "cuda" or "hip" runs the sessions on the machine's own GPU instead.
 """
 
 import ctypes
@@ -10,8 +14,8 @@ import platform
 import subprocess
 import threading
 import types
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -25,6 +29,7 @@ from infer.engine.gpu import CudaBackend
 from infer.engine.native import plan_of
 from laneformer import ModelConfig, Precision
 from laneformer.processes import Group
+from tests.support.emulator import ptx
 
 EMULATOR = Path(__file__).resolve().parent / "emulator"
 SMALL = Machine(warp_size=32, ctas=8, warps=2, shared_bytes=232_448, bulk_copies=True)
@@ -34,7 +39,7 @@ needs_gpu = pytest.mark.skipif(
     reason="emulated GPUs need a C++ compiler on x86-64",
 )
 only_emulated = pytest.mark.skipif(REAL is not None, reason="needs emulated GPUs")
-
+needs_nvcc = pytest.mark.skipif(gpu_build.nvcc() is None, reason="nvcc is not installed")
 
 FLAGS = ("-std=c++17", "-fPIC", "-Wall", "-Wextra", f"-I{gpu_build.SOURCES}", f"-I{EMULATOR}")
 # -Og: compiling takes longer than most calls of a kernel.
@@ -55,10 +60,28 @@ KERNEL_FLAGS = (
 )
 
 
-def _compiled(name: str, suffix: str, sources: Iterable[Path], *options: str, work: Path = EMULATOR) -> Path:
-    """Path of the file that the compiler makes of the sources with these options. It compiles again only if the options
-    or the sources have changed. work: the folder in which the compiler runs.
-    """
+PTX_FLAGS = (
+    "-std=c++17",
+    "-Og",
+    "-fPIC",
+    "-shared",
+    "-mfma",
+    "-ffp-contract=off",
+    "-fno-strict-aliasing",
+    "-w",
+    f"-I{EMULATOR}",
+    f"-I{EMULATOR / 'ptx'}",
+    f'-DLF_EMULATED="{EMULATOR / "port_host.h"}"',
+)
+
+
+def code() -> str:
+    """What emulated devices run: "port" or "ptx"."""
+    return os.environ.get("EMULATOR_CODE", "port")
+
+
+def _kept(name: str, suffix: str, sources: Iterable[Path], options: tuple, make: Callable[[Path], None]) -> Path:
+    """Path of the file that `make` writes. It is made again only if the sources or the options have changed."""
     digest = hashlib.sha256(repr(options).encode())
     for path in sources:
         digest.update(path.name.encode() + path.read_bytes())
@@ -67,11 +90,25 @@ def _compiled(name: str, suffix: str, sources: Iterable[Path], *options: str, wo
     target = folder / f"{name}-{digest.hexdigest()[:16]}{suffix}"
     if not target.exists():
         unfinished = target.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
-        command = [*build.compiler(), *options, "-o", str(unfinished)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=work)
-        assert done.returncode == 0, done.stderr
+        make(unfinished)
         unfinished.replace(target)
     return target
+
+
+def _compiled(name: str, suffix: str, sources: Iterable[Path], *options: str, work: Path = EMULATOR) -> Path:
+    """Path of the file that the compiler makes of the sources with these options. work: the folder in which it runs."""
+    return _kept(name, suffix, sources, options, partial(_compile, *options, work=work))
+
+
+def _compile(*arguments: str | Path, work: Path) -> None:
+    """Runs the compiler in a folder. The last argument is the file to write."""
+    *options, target = map(str, arguments)
+    _run([*build.compiler(), *options, "-o", target], work)
+
+
+def _run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert done.returncode == 0, done.stderr
 
 
 @cache
@@ -94,13 +131,46 @@ def compile_with(machine: Machine):
     """
 
     def compile_kernel(folder: Path, out: Path, architecture: str) -> None:
-        sources = (*sorted(folder.iterdir()), *(EMULATOR / name for name in ("kernel.cc", "emulator.h", "port_host.h")))
-        options = [*KERNEL_FLAGS, f"-DLF_WARP_SIZE={machine.warp_size}", f"-DLF_BULK={int(machine.bulk_copies)}"]
-        code = ["-I.", str(EMULATOR / "kernel.cc"), str(emulator())]
-        library = _compiled("kernel", ".so", sources, *options, *code, work=folder)
+        library = {"port": _port_library, "ptx": _ptx_library}[code()](folder, machine)
         out.write_bytes(str(library).encode() + b"\0")
 
     return compile_kernel
+
+
+def _port_library(folder: Path, machine: Machine) -> Path:
+    sources = (*sorted(folder.iterdir()), *(EMULATOR / name for name in ("kernel.cc", "emulator.h", "port_host.h")))
+    options = [*KERNEL_FLAGS, f"-DLF_WARP_SIZE={machine.warp_size}", f"-DLF_BULK={int(machine.bulk_copies)}"]
+    code = ["-I.", str(EMULATOR / "kernel.cc"), str(emulator())]
+    return _compiled("kernel", ".so", sources, *options, *code, work=folder)
+
+
+def _ptx_library(folder: Path, machine: Machine) -> Path:
+    if machine.warp_size != 32:
+        pytest.skip("PTX has warps of 32 threads")
+    if gpu_build.nvcc() is None:
+        pytest.skip("nvcc is not installed")
+    translator = sorted(path for path in (EMULATOR / "ptx").iterdir() if path.is_file())
+    sources = (*sorted(folder.iterdir()), *translator, EMULATOR / "emulator.h", EMULATOR / "port_host.h")
+
+    def make(target: Path) -> None:
+        compile_translated(ptx_of(folder), folder, target)
+
+    return _kept("ptx", ".so", sources, (PTX_FLAGS, gpu_build.NVIDIA_FLAGS, str(emulator())), make)
+
+
+def ptx_of(folder: Path) -> str:
+    """The PTX that nvcc makes of the kernel in a folder."""
+    source, made = folder / gpu_build.KERNEL, folder / "kernel.ptx"
+    target = "-gencode=arch=compute_90a,code=compute_90a"
+    _run([gpu_build.nvcc(), "-ptx", "-O3", *gpu_build.NVIDIA_FLAGS, target, str(source), "-o", str(made)], folder)
+    return made.read_text()
+
+
+def compile_translated(text: str, folder: Path, target: Path) -> None:
+    """Writes a library that runs PTX on the emulator. text: the PTX of the kernel in the folder."""
+    kernel = "laneformer_step_" if ".entry laneformer_step(" in text else "laneformer_decode_"
+    (folder / "translated.h").write_text(f"{ptx.translate(text)}\nconstexpr auto translated_kernel = {kernel};\n")
+    _compile(*PTX_FLAGS, "-I.", EMULATOR / "ptx" / "kernel.cc", emulator(), target, work=folder)
 
 
 def make_session(

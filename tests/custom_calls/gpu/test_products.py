@@ -79,7 +79,8 @@ class Products:
         for path in kernel_sources(PERSISTENT):
             if path.name != PERSISTENT:
                 shutil.copy(path, folder)
-        shutil.copy(emulated.EMULATOR / "products.cu", folder / KERNEL)
+        for source, name in (("products.cu", KERNEL), ("products.cc", "host.cc")):
+            shutil.copy(emulated.EMULATOR / source, folder / name)
         (folder / "model.h").write_text("\n".join(header))
         image = folder.parent / "image"
         emulated.compile_with(emulated.SMALL)(folder, image, "sm_90a")

@@ -1,6 +1,6 @@
 // A kernel for tests of products, in place of the decode kernel: tests/custom_calls/gpu/test_products.py compiles it
-// for the emulator and calls laneformer_products. It computes the products of model.h's shapes one after the other.
-// Vectors are in Params::small; the sums of rows go to Params::logits.
+// for the emulator and calls laneformer_products (products.cc). It computes the products of model.h's shapes one after
+// the other. Vectors are in Params::small; the sums of rows go to Params::logits.
 #include "product.h"
 
 namespace laneformer {
@@ -10,7 +10,7 @@ template <class... Shape>
 struct Shapes {};
 
 template <class Shape>
-void multiply(const Params& p, Stream& stream, Lists& lists, float* shared) {
+LF_DEVICE void multiply(const Params& p, Stream& stream, Lists& lists, float* shared) {
   float* brought = shared + kPartials<Shape> + kPartials<Shape> % 2;
   product<Shape>(stream, typename Shape::Weights::Reader(p, lists, Shape::kProduct), shared, brought,
                  FromShared<Reading<Shape>>{p.small + Shape::kVector});
@@ -21,7 +21,7 @@ void multiply(const Params& p, Stream& stream, Lists& lists, float* shared) {
 }
 
 template <class... Shape>
-void multiply_all(Shapes<Shape...>, const Params& p, Stream& stream, Lists& lists, float* shared) {
+LF_DEVICE void multiply_all(Shapes<Shape...>, const Params& p, Stream& stream, Lists& lists, float* shared) {
   (multiply<Shape>(p, stream, lists, shared), ...);
 }
 
@@ -36,17 +36,6 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
 }
 
 LF_KERNEL void laneformer_read(LF_PARAMS) {}
-
-extern "C" int laneformer_emulate(const Params*, int grid, int64_t shared_bytes, uint64_t seed);
-
-// Runs the kernel on the emulator. Returns what laneformer_emulate returns.
-extern "C" int laneformer_products(const void* weights, const float* vectors, const unsigned* coding,
-                                   const unsigned* listed, int listed_words, float* sums, int grid, uint64_t seed) {
-  Params p = {};
-  p.weights = weights, p.small = vectors, p.coding = coding, p.listed = listed, p.listed_words = listed_words;
-  p.logits = sums;
-  return laneformer_emulate(&p, grid, kRingBytes + 8 * kWarps * kSlots + 4 * kFloats, seed);
-}
 
 }  // namespace gpu
 }  // namespace laneformer
