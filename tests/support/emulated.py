@@ -97,10 +97,10 @@ def _kept(name: str, suffix: str, sources: Iterable[Path], options: tuple, make:
 
 def _compiled(name: str, suffix: str, sources: Iterable[Path], *options: str, work: Path = EMULATOR) -> Path:
     """Path of the file that the compiler makes of the sources with these options. work: the folder in which it runs."""
-    return _kept(name, suffix, sources, options, partial(_compile, *options, work=work))
+    return _kept(name, suffix, sources, options, partial(compile_cc, *options, work=work))
 
 
-def _compile(*arguments: str | Path, work: Path) -> None:
+def compile_cc(*arguments: str | Path, work: Path) -> None:
     """Runs the compiler in a folder. The last argument is the file to write."""
     *options, target = map(str, arguments)
     _run([*build.compiler(), *options, "-o", target], work)
@@ -170,7 +170,7 @@ def compile_translated(text: str, folder: Path, target: Path) -> None:
     """Writes a library that runs PTX on the emulator. text: the PTX of the kernel in the folder."""
     kernel = "laneformer_step_" if ".entry laneformer_step(" in text else "laneformer_decode_"
     (folder / "translated.h").write_text(f"{ptx.translate(text)}\nconstexpr auto translated_kernel = {kernel};\n")
-    _compile(*PTX_FLAGS, "-I.", EMULATOR / "ptx" / "kernel.cc", emulator(), target, work=folder)
+    compile_cc(*PTX_FLAGS, "-I.", EMULATOR / "ptx" / "kernel.cc", emulator(), target, work=folder)
 
 
 def make_session(
