@@ -37,6 +37,21 @@ class InputError(LaneformerError, ValueError):
     """Token ids, prompts or data that do not fit the model."""
 
 
+def printable(text: str) -> str:
+    """The text with its unprintable characters, except line ends and tabs, as Python writes them (\\x1b).
+
+    Names in files that others made may contain control sequences of terminals, or characters that reverse a line.
+    """
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+
+
+class LogFormat(logging.Formatter):
+    """Formats log messages as their printable text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 def one_line(error: Exception) -> str:
     """The text of an error as one line of at most 300 characters, without the settings that TensorStore appends.
 
@@ -46,7 +61,7 @@ def one_line(error: Exception) -> str:
         " ".join(re.split(r" \[(?:tensorstore_spec|source locations|os_error_code)", str(error))[0].split())
         or type(error).__name__
     )
-    return _shortened(text, 300)
+    return _shortened(printable(text), 300)
 
 
 def _shortened(text: str, most: int) -> str:
@@ -105,6 +120,8 @@ def run_command(
     Ctrl-C; 141 if the reader of the output has closed it, as `| head` does.
     """
     say_errors_once()
+    if logging.lastResort is not None:  # Python's handler of warnings that no other handler takes
+        logging.lastResort.setFormatter(LogFormat())
     raise_at_interrupt()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed, as with `>&-`
@@ -117,13 +134,13 @@ def run_command(
         if isinstance(result, int):
             return result
         if result is not None:
-            print(result, flush=True)
+            print(printable(str(result)), flush=True)
         return 0
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (LaneformerError, OSError) as error:
-        print(f"error: {_shortened(' '.join(str(error).splitlines()), 2000)}", file=sys.stderr)
+        print(f"error: {_shortened(printable(' '.join(str(error).splitlines())), 2000)}", file=sys.stderr)
         return 2
     except MemoryError as error:
         print(f"error: out of memory ({one_line(error)}); use a smaller model or a larger machine", file=sys.stderr)

@@ -18,7 +18,7 @@ from infer.engine.engine import Engine
 from infer.engine.generation import Generation, Result
 from infer.engine.job import is_first_process, open_engine, show_log, take_devices
 from infer.engine.options import JobEngineOptions
-from laneformer.errors import ConfigError, InputError
+from laneformer.errors import ConfigError, InputError, printable
 from laneformer.weights import kv_bytes_per_token
 
 log = logging.getLogger("infer")
@@ -125,8 +125,9 @@ def stream(generation: Generation, prompt: str | list[int], text: bool) -> None:
         print(
             f"{DIM}{prompt if isinstance(prompt, str) else ','.join(map(str, prompt)) + ','}{PLAIN}", end="", flush=True
         )
+    shown = printable if sys.stdout.isatty() else str  # a terminal would obey control sequences
     for piece in generation.texts() if text else _ids(generation):
-        print(piece, end="", flush=True)
+        print(shown(piece), end="", flush=True)
 
 
 def _ids(generation: Generation) -> Iterator[str]:

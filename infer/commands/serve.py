@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from infer.engine.options import Integer, JobEngineOptions
-from laneformer.errors import ConfigError
+from laneformer.errors import ConfigError, LogFormat
 from laneformer.interrupts import importing
 
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
@@ -91,7 +91,9 @@ def run(options: Options) -> int:
             f"--host {options.host} is reachable by others: set a key with {KEY} or --api-key-file, or give --insecure"
         )
     listening = listen(options.host, options.port)
-    logging.basicConfig(format="%(message)s", force=True)  # replaces a handler that an imported library installed
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormat())
+    logging.basicConfig(handlers=[handler], force=True)  # replaces a handler that an imported library installed
     logging.getLogger("infer").setLevel(logging.INFO)
     metrics = Metrics()
     limits = Limits(options.max_waiting, options.timeout, options.tokens_per_dispatch)

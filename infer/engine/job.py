@@ -10,7 +10,7 @@ import jax
 from infer.engine.engine import Engine
 from infer.engine.options import EngineOptions, JobEngineOptions
 from infer.engine.sources import RandomSource, is_recipe, recipe_model
-from laneformer.errors import ConfigError
+from laneformer.errors import ConfigError, LogFormat
 from laneformer.mesh import make_mesh, use_host_devices
 from laneformer.precision import Precision
 from laneformer.processes import join_job
@@ -19,7 +19,7 @@ from laneformer.processes import join_job
 def show_log() -> None:
     """Sends the engine's log messages, such as the backend that auto chose, to standard error."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(message)s"))
+    handler.setFormatter(LogFormat())
     for name in ("infer", "laneformer"):
         logging.getLogger(name).handlers = [handler]
         logging.getLogger(name).setLevel(logging.INFO)

@@ -1,6 +1,7 @@
 """Errors in one line, and the exit status and output of command lines."""
 
 import errno
+import logging
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from laneformer.errors import ConfigError, LaneformerError, one_line, run_command, writing
+from laneformer.errors import ConfigError, LaneformerError, LogFormat, one_line, printable, run_command, writing
 from tests.support.paths import ROOT
 
 
@@ -23,6 +24,28 @@ from tests.support.paths import ROOT
 )
 def test_error_in_one_line_keeps_its_cause(error, text):
     assert one_line(error) == text
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2J\x9b31m\u202etxt.exe\r\udc80"
+
+
+def test_text_for_a_terminal_has_no_control_characters(capsys):
+    def fail():
+        raise ConfigError(f"tensor {HOSTILE} is missing")
+
+    assert run_command(fail) == 2
+    assert run_command(lambda: f"folder {HOSTILE}\nnext line") == 0
+    record = logging.LogRecord("infer", logging.WARNING, "", 0, "field %s has no effect", (HOSTILE,), None)
+    out, err = capsys.readouterr()
+    for text in (out, err, LogFormat().format(record), one_line(ValueError(HOSTILE))):
+        assert r"\x1b]0;title\x07" in text and r"\u202e" in text
+        assert all(c.isprintable() or c == "\n" for c in text)
+    assert out.count("\n") == 2 and err.count("\n") == 1
+
+
+def test_printable_text_is_unchanged():
+    text = "αβ → 漢字 🙂\n\tif x: return"
+    assert printable(text) == text
 
 
 def test_long_error_keeps_its_beginning_and_its_cause():
