@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,25 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 
 def _parts(value: Any) -> Any:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+
+
+def files_inside(folder: Path, names: Iterable[str]) -> list[Path]:
+    """Those of the named files that the folder has, to be copied with it.
+
+    Raises CheckpointError for a symbolic link that leads out of the folder, because the copy of a folder that someone
+    else published must not contain other files of this machine, and for anything but regular files. The links of a
+    Hugging Face cache, from snapshots/REVISION to the folder blobs, are followed.
+    """
+    real = folder.resolve()
+    places = [real, *([real.parents[1] / "blobs"] if real.parent.name == "snapshots" else [])]
+    files = [folder / name for name in names if os.path.lexists(folder / name)]
+    for file in files:
+        content = Path(os.path.realpath(file))  # unlike resolve(), without an error for a loop
+        if not any(content.is_relative_to(place) for place in places):
+            raise CheckpointError(f"{file} is a symbolic link to {content}, outside of its folder: copy the file there")
+        if not file.is_file():
+            raise CheckpointError(f"{file} is not a regular file: copy it again")
+    return files
 
 
 def refuse_link_loops(folder: Path) -> None:

@@ -16,6 +16,7 @@ from infer.text.tokenizer_files import TOKENIZER
 from laneformer import load, parameter_count, save_hf
 from laneformer.checkpoint import checkpoint_files, is_run
 from laneformer.errors import CheckpointError, run_command
+from laneformer.files import files_inside
 from laneformer.hf.folder import HfFolder
 
 TOKENIZER_FILES = (
@@ -64,6 +65,8 @@ def convert(options: Options) -> str:
         )
     if options.target.absolute() == options.source.absolute():
         raise CheckpointError("SOURCE and TARGET are the same folder; choose another TARGET")
+    beside = checkpoint_files(options.source)
+    tokenizer_files = files_inside(beside, TOKENIZER_FILES)
     model = load(
         options.source,
         None if options.dtype == "stored" else options.dtype,
@@ -77,10 +80,9 @@ def convert(options: Options) -> str:
         weights=options.weights,
         round_exceptions=options.round_exceptions,
     )
-    beside = checkpoint_files(options.source)
-    copied = [name for name in TOKENIZER_FILES if (beside / name).exists()]
-    for name in copied:
-        shutil.copyfile(beside / name, options.target / name)
+    for file in tokenizer_files:
+        shutil.copyfile(file, options.target / file.name)
+    copied = {file.name for file in tokenizer_files}
     config, dtype = model.config, model.tok_embeddings[...].dtype.name
     if is_run(options.source) and TOKENIZER in copied:  # of which the recipe may have chosen what precedes a text
         before = Tokenizer.find(options.source, config.bos_token_id).before

@@ -22,6 +22,7 @@ import tyro
 import laneformer as lf
 from laneformer.checkpoint import checkpoint_files, open_plain
 from laneformer.errors import CheckpointError, ConfigError, run_command, writing
+from laneformer.files import files_inside
 from laneformer.precision import Precision
 from laneformer.weights import parameter_table
 from scripts.convert import TOKENIZER_FILES
@@ -88,6 +89,7 @@ def convert_dense(options: Options) -> str:
         raise CheckpointError("SOURCE and TARGET are the same folder; choose another TARGET")
     source = open_plain(options.source)
     config = lane_config(source.config, options)
+    tokenizer_files = files_inside(checkpoint_files(options.source), TOKENIZER_FILES)
     ids = calibration_ids(config, options)
     dense = lf.load(options.source, precision=Precision(param=source.dtype))
     sizes = [config.num_key_value_heads, config.intermediate_size] * config.num_hidden_layers
@@ -105,9 +107,8 @@ def convert_dense(options: Options) -> str:
     scores = missed_by(modules, late, lanes, options)
     with writing(options.target, "choose another folder"):
         options.target.mkdir(parents=True, exist_ok=True)
-        beside = checkpoint_files(options.source)
-        for name in (name for name in TOKENIZER_FILES if (beside / name).exists()):
-            shutil.copyfile(beside / name, options.target / name)
+        for file in tokenizer_files:
+            shutil.copyfile(file, options.target / file.name)
         (options.target / REPORT).write_text(
             json.dumps(report(options, lanes, scores, difference), indent=1) + "\n", encoding="utf-8"
         )

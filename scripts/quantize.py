@@ -20,6 +20,7 @@ import tyro
 
 import laneformer as lf
 from laneformer.errors import CheckpointError, ConfigError, run_command
+from laneformer.files import files_inside
 from laneformer.hf import read_values
 from laneformer.hf.folder import HfFolder
 from laneformer.hf.packed.compressed import config_of, settings_of, tensors_of
@@ -80,13 +81,14 @@ def quantize(options: Options) -> str:
         )
     if options.rows < 1:
         raise ConfigError(f"--rows must be at least 1, got {options.rows}")
+    tokenizer_files = files_inside(options.model, TOKENIZER_FILES)
     folder = HfFolder(options.model)
     if folder.quantized:
         raise CheckpointError(f"{options.model} is quantized already; give the model that it was made from")
     ids = None if options.data is None else read_rows(options.data, folder.config, options.rows)
     rounded = write(folder, options)
-    for name in (name for name in TOKENIZER_FILES if (options.model / name).exists()):
-        shutil.copyfile(options.model / name, options.out / name)
+    for file in tokenizer_files:
+        shutil.copyfile(file, options.out / file.name)
     lines = [f"{name}  {100 * found.error:.2f} %" for name, found in rounded.items()]
     weights, size = (sum(getattr(found, field) for found in rounded.values()) for field in ("weights", "bytes"))
     lines.append(

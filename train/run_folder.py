@@ -10,6 +10,7 @@ from pathlib import Path
 
 from laneformer.checkpoint import STEPS
 from laneformer.errors import CheckpointError, ConfigError, InputError, writing
+from laneformer.files import files_inside
 from train.checkpoint import saved_steps, versions
 from train.config import TrainConfig, recorded
 from train.data.store import TokenStore
@@ -160,10 +161,9 @@ def _record_changes(
 
 
 def _copy_tokenizer(run: Path, stores: Stores) -> None:
-    for file in TOKENIZER_FILES:  # only instruction data has a chat template
-        for store in stores.values():
-            if (store.path / file).exists():
-                shutil.copyfile(store.path / file, run / file)
+    for store in stores.values():
+        for file in files_inside(store.path, TOKENIZER_FILES):  # only instruction data has a chat template
+            shutil.copyfile(file, run / file.name)
 
 
 def _write_record(run: Path, contents: dict) -> None:

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from laneformer import CheckpointError, files, load, save_hf
-from laneformer.files import DEEPEST, parse_json, read_file, refuse_link_loops
+from laneformer.files import DEEPEST, files_inside, parse_json, read_file, refuse_link_loops
 from tests.support import tiny
 
 
@@ -31,6 +31,29 @@ def test_regular_files_are_read(tmp_path, monkeypatch):
         read_file(file)
     with pytest.raises(FileNotFoundError):
         read_file(tmp_path / "other")
+
+
+def test_files_outside_of_a_folder_are_not_copied_with_it(tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b" / "snapshots" / "1f", tmp_path / "models--a--b" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in (tmp_path / "secret", blobs / "2e", snapshot / "plain", snapshot / "other"):
+        file.write_text("{}")
+    (snapshot / "inner").symlink_to("plain")
+    (snapshot / "cached").symlink_to("../../blobs/2e")  # as the cache of huggingface_hub has it
+    names = ("missing", "plain", "inner", "cached")
+    assert [file.name for file in files_inside(snapshot, names)] == ["plain", "inner", "cached"]
+    (tmp_path / "link").symlink_to(snapshot)  # the folder itself may be a link
+    assert len(files_inside(tmp_path / "link", names)) == 3
+    for target in ("../../../secret", str(tmp_path / "secret"), "../../blobs/../../secret", "../1f/../../../secret"):
+        (snapshot / "bad").unlink(missing_ok=True)
+        (snapshot / "bad").symlink_to(target)
+        with pytest.raises(CheckpointError, match=r"bad is a symbolic link to .*secret, outside of its folder"):
+            files_inside(snapshot, ("plain", "bad"))
+    for name, target in (("loop", "loop"), ("broken", "nowhere"), ("folder", ".")):
+        (snapshot / name).symlink_to(target)
+        with pytest.raises(CheckpointError, match=f"{name} is not a regular file"):
+            files_inside(snapshot, (name,))
 
 
 @pytest.mark.parametrize(("opening", "closing"), ["[]", ('{"a":', "}")])

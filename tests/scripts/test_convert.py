@@ -42,6 +42,16 @@ def test_dtype_spelling_and_tokenizer_are_written(tmp_path, capsys):
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "{}"
 
 
+def test_link_to_a_private_file_is_not_exported(tmp_path, capsys):
+    source, secret = shutil.copytree(LANED, tmp_path / "source"), tmp_path / "secret"
+    secret.write_text("{}")
+    (source / "generation_config.json").symlink_to(secret)
+    assert main([str(source), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "generation_config.json" in error and error.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
 def test_bf12_round_trip_changes_no_byte(tmp_path, capsys):
     for source, target, *options in (
         (LANED, "plain", "--dtype", "bfloat16"),
