@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 
 OPS = Path(__file__).resolve().parent.parent / "laneformer" / "ops.py"  # loaded by path: the package may import JAX
-SCALARS = {int: "int", float: "float", bool: "bool"}
+SCALARS = {int: "int64_t", float: "float", bool: "bool"}  # 64 bits, because code multiplies sizes
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "/"}
 # C++ types that are not generated: entries of the plan's tables, and an enumeration of common/activation.h.
 BY_HAND = {"Weight": "Array", "Rotary": "RotaryIndex", "Activation": "Activation"}
@@ -144,7 +144,7 @@ def _size(kind: type, name: str) -> str:
 
 def _operand(kind: type, member: str) -> str:
     """The C++ expression of an int field or a `size`, as an int64_t."""
-    return f"{member}()" if member in sizes(kind) else f"(int64_t){member}"
+    return f"{member}()" if member in sizes(kind) else member
 
 
 def _constant(name: str) -> str:

@@ -117,7 +117,7 @@ class Reader {
 
   // ---- ops: fields in the order of laneformer/ops.py, as custom_calls/words.py writes them
 
-  void read(const char* what, int& value) { value = size(what); }
+  void read(const char* what, int64_t& value) { value = size(what); }
   void read(const char*, float& value) { value = number(); }
   void read(const char*, bool& value) { value = flag(); }
   void read(const char* what, RotaryIndex& value) { value.index = index((int64_t)plan_.rotaries.size(), what); }

@@ -135,8 +135,8 @@ void Worker::attend(const plan::Attend& op, int layer, const Unit& unit, const U
       d_.parts.floats() + ((int64_t)(part.lane * kChunks + unit.chunk) * kBlock + run.first) * op.heads * (e + 2);
   const Call& after = next ? *next->run->slot->call : call;
   const Keys ahead = next ? next->keys : Keys{part.lane, 0, 0};
-  k_.attend({q_.data() + run.first * op.heads * e, keys, values, out, d_.cache, op.kv_heads, op.heads / op.kv_heads,
-             (int)e, part.first, part.last, run.start, window, run.count,
+  k_.attend({q_.data() + run.first * op.heads * e, keys, values, out, d_.cache, (int)op.kv_heads,
+             (int)(op.heads / op.kv_heads), (int)e, part.first, part.last, run.start, window, run.count,
              cache(after, plan::Kept::keys, ahead.lane) + ahead.first * n * e * width,
              cache(after, plan::Kept::values, ahead.lane) + ahead.first * n * e * width, ahead.last - ahead.first});
 }
@@ -247,8 +247,8 @@ void Worker::attend(const plan::LatentAttend& op, int layer, const Unit& unit, c
   const int64_t row = (int64_t)run.first * op.heads + unit.first_head;
   float* const out =
       d_.parts.floats() + ((int64_t)(part.lane * kChunks + unit.chunk) * kBlock * op.heads + row) * (op.rank + 2);
-  k_.attend_latents({q_.data() + row * n, latents(unit), out, d_.cache, unit.last_head - unit.first_head, op.heads,
-                     (int)n, op.rank, part.first, part.last, run.start, run.count,
+  k_.attend_latents({q_.data() + row * n, latents(unit), out, d_.cache, unit.last_head - unit.first_head, (int)op.heads,
+                     (int)n, (int)op.rank, part.first, part.last, run.start, run.count,
                      next ? latents(*next) + next->keys.first * bytes : nullptr,
                      next ? (next->keys.last - next->keys.first) * bytes : 0, space_.data()});
 }

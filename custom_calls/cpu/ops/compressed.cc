@@ -149,7 +149,8 @@ void Worker::score_entries(const plan::CompressedAttend& op, int layer, const Ru
     for (int head = 0; head < index.heads; head++) turn_last(q + head * index.channels, index.channels, op.rotary, p);
     if (d_.activations == Activations::rounded) round_trip(q, n);
     k_.index_scores({q, projected.floats() + (lane * kBlock + p) * projected.padded + index.first, keys, d_.cache,
-                     index.heads, index.channels, part.first, part.last, scores_of_entries(lane, p), space_.data()});
+                     (int)index.heads, (int)index.channels, part.first, part.last, scores_of_entries(lane, p),
+                     space_.data()});
   }
 }
 
