@@ -3,14 +3,17 @@ depth.
 """
 
 import errno
+import gzip
+import io
 import json
 import os
 import stat
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from laneformer.errors import CheckpointError
+from laneformer.errors import CheckpointError, InputError
 
 MOST_BYTES = 1 << 30  # largest file that is read at once
 DEEPEST = 100  # most levels of nesting in a JSON file
@@ -27,6 +30,21 @@ def read_file(file: Path) -> bytes:
         if found.st_size > MOST_BYTES:
             raise CheckpointError(f"{file} has {found.st_size:,} bytes, more than {MOST_BYTES:,}: copy it again")
         return opened.read()
+
+
+def unzip(raw: bytes) -> bytes:
+    """The content of gzipped bytes; other bytes unchanged. Raises InputError if it is damaged or larger than
+    MOST_BYTES, of which a small file can hold many times as much.
+    """
+    if raw[:2] != b"\x1f\x8b":
+        return raw
+    try:
+        content = gzip.GzipFile(fileobj=io.BytesIO(raw)).read(MOST_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise InputError(f"damaged gzip data ({error}): get it again") from None
+    if len(content) > MOST_BYTES:
+        raise InputError(f"gzip data of more than {MOST_BYTES:,} bytes: unpack it and give a part of it")
+    return content
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:

@@ -1,7 +1,5 @@
 """`python -m scripts.plot_trace TRACE`: shows where the time of a token went, from a trace of `infer bench --trace`."""
 
-import gzip
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +9,7 @@ import numpy as np
 import tyro
 
 from laneformer.errors import InputError, run_command
+from laneformer.files import parse_json, read_file, unzip
 from scripts.picture import pyplot, save
 
 FIRST, DRAWS = "embed", "head"  # first op of a pass, and the op that only passes with a drawn token have
@@ -55,10 +54,7 @@ class Trace:
     def read(cls, path: Path) -> "Trace":
         """Reads a trace. Raises InputError for another kind of file, or a trace of fewer than two tokens."""
         try:
-            with (
-                gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file
-            ):
-                events = json.load(file)["traceEvents"]
+            events = parse_json(unzip(read_file(path)))["traceEvents"]
             kind = next(e["args"]["name"].split()[0] for e in events if e["name"] == "thread_name")
             workers: dict[int, list[Span]] = {e["tid"]: [] for e in events if e["name"] == "thread_name"}
             for e in events:
@@ -66,7 +62,7 @@ class Trace:
                     workers[e["tid"]].append(
                         Span(e["name"], e.get("args", {}).get("layer"), e["ts"], e["ts"] + e["dur"])
                     )
-        except (ValueError, KeyError, TypeError, AttributeError, StopIteration, EOFError, gzip.BadGzipFile) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
             raise InputError(
                 f"{path} is not a trace ({error!r}); give a file of `python -m infer bench --trace`"
             ) from None

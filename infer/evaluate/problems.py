@@ -1,18 +1,17 @@
 """Programming problems with tests: HumanEval, HumanEval+, MBPP and MBPP+, from the published files or `datasets`."""
 
 import ast
-import gzip
 import hashlib
 import json
 import re
 import warnings
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from laneformer.errors import ConfigError, InputError
+from laneformer.files import parse_json, unzip
 
 # Name -> data set on the Hugging Face hub, its configuration, its split.
 HUB = {
@@ -174,18 +173,18 @@ def read_jsonl(path: Path) -> list[dict]:
 def _rows(raw: bytes, name: str) -> list[dict]:
     rows, at = [], "its text"
     try:
-        text = (gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw).decode()
+        text = unzip(raw).decode()
         if text.lstrip().startswith("["):
-            rows = json.loads(text)
+            rows = parse_json(text)
         else:
             for n, line in enumerate(text.split("\n"), 1):
                 at = f"line {n}"
                 if line.strip():
-                    rows.append(json.loads(line))
+                    rows.append(parse_json(line))
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from None
     except ValueError as error:
         raise InputError(f"{name}: {at} is not JSON ({error})") from None
-    except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{name} is a damaged gzip file ({error}): get it again") from None
     if not all(isinstance(row, dict) for row in rows):
         raise InputError(f"{name}: each line, or element of the list, must be a JSON object")
     return rows

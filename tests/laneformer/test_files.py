@@ -1,13 +1,14 @@
-"""Files of a checkpoint: pipes, devices, loops of links and deep JSON are refused in one line, without waiting."""
+"""Files of others: pipes, devices, loops of links and deep JSON are refused in one line, without waiting."""
 
+import gzip
 import json
 import os
 import shutil
 
 import pytest
 
-from laneformer import CheckpointError, files, load, save_hf
-from laneformer.files import DEEPEST, files_inside, parse_json, read_file, refuse_link_loops
+from laneformer import CheckpointError, InputError, files, load, save_hf
+from laneformer.files import DEEPEST, files_inside, parse_json, read_file, refuse_link_loops, unzip
 from tests.support import tiny
 
 
@@ -31,6 +32,20 @@ def test_regular_files_are_read(tmp_path, monkeypatch):
         read_file(file)
     with pytest.raises(FileNotFoundError):
         read_file(tmp_path / "other")
+
+
+def test_gzip_data_is_unpacked_up_to_a_limit(monkeypatch):
+    monkeypatch.setattr(files, "MOST_BYTES", 1000)
+    parts = gzip.compress(b"a" * 400) + gzip.compress(b"b" * 600)
+    assert unzip(b"plain") == b"plain" and unzip(parts) == b"a" * 400 + b"b" * 600
+    for packed, words in (
+        (gzip.compress(bytes(1001)), "more than 1,000 bytes"),
+        (parts + gzip.compress(b"c"), "more than 1,000 bytes"),
+        (parts[:-4], "damaged gzip"),
+        (b"\x1f\x8bbroken", "damaged gzip"),
+    ):
+        with pytest.raises(InputError, match=words):
+            unzip(packed)
 
 
 def test_files_outside_of_a_folder_are_not_copied_with_it(tmp_path):
