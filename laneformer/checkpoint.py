@@ -17,6 +17,7 @@ from laneformer.formats import KERNEL_FORMATS, Bf12Product
 from laneformer.hf import config_from_hf, find_family, language_model, read_hf_config
 from laneformer.hf.folder import HfFolder
 from laneformer.hf.packed.quantization import read_schemes
+from laneformer.hf.safetensors import MappedFile
 from laneformer.mesh import sharding
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
@@ -54,7 +55,7 @@ def open_checkpoint(
     """The checkpoint in `path`, validated without reading weights. Arguments and errors are those of `load`.
 
     The result has `.config`, `.dtype`, `.weights()` (one weight at a time), `.packed()` (weights that a kernel can use
-    as they are stored) and `.model()`.
+    as they are stored), `.mapped` (the files that these use) and `.model()`.
     """
     if dtype is not None:
         _check_dtype(dtype)
@@ -84,6 +85,7 @@ class SavedStep:
         if num_lanes not in (None, self.config.num_lanes):
             raise CheckpointError(f"num_lanes = {num_lanes}: {step} was trained with {self.config.num_lanes} lanes")
         self.dtype = jnp.dtype(dtype or meta["param_dtype"]).name
+        self.mapped: dict[Path, MappedFile] = {}  # a run does not store packed weights
 
     def weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, np.ndarray]]:
         """Path and array of each weight, in `packing_order`, except the paths in `without`. All weights are restored at
@@ -96,7 +98,7 @@ class SavedStep:
                 yield path, weight
 
     def packed(self) -> Iterator[Bf12Product]:
-        """An empty iterator, because a run does not store packed weights."""
+        """An empty iterator."""
         return iter(())
 
     def model(self, mesh: Mesh | None = None, precision: Precision | None = None) -> Laneformer:

@@ -117,6 +117,11 @@ class CheckpointSource:
         """Matrices in the format that a session uses directly from the files."""
         return self._checkpoint.packed()
 
+    def check_files(self) -> None:
+        """Raises CheckpointError if a file that a session uses directly was changed."""
+        for file in self._checkpoint.mapped.values():
+            file.check()
+
     def model(self) -> Laneformer:
         return self._checkpoint.model(self.mesh, self.precision)
 

@@ -3,6 +3,7 @@ in one call.
 """
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -10,7 +11,7 @@ import jax
 import custom_calls
 from custom_calls import Plan, Session, fastest_way
 from custom_calls.cpu.session import MOST_ROWS
-from infer.engine.backend import CheckpointSource, Source, device_name
+from infer.engine.backend import CheckpointSource, Chunk, Request, Source, device_name
 from infer.engine.native import (
     NativeBackend,
     bf12_conditions,
@@ -130,7 +131,12 @@ class CpuBackend(NativeBackend):
             session.speculate(self.speculation)
         except custom_calls.NativeError as error:
             raise ConfigError(str(error)) from None
+        self._check_files = source.check_files if packed else lambda: None
         self._use(session, parallel if prefix_cache is None else prefix_cache)
+
+    def start(self, request: Request) -> Iterator[Chunk]:
+        self._check_files()
+        return super().start(request)
 
     def _give_texts(self, lease: Lease, slot: int, start: int) -> None:
         request = lease.request

@@ -29,7 +29,7 @@ from laneformer.formats import (
     bf12_rounded,
     bf12_table,
 )
-from laneformer.hf.safetensors import ALIGNMENT, DTYPES, Output, Source, Tensor, map_file
+from laneformer.hf.safetensors import ALIGNMENT, DTYPES, MappedFile, Output, Source, Tensor
 from laneformer.ops import Product
 
 KEY, VERSION = "bf12", 1  # key in the metadata, and version of the format
@@ -177,7 +177,7 @@ class PackedTensor(Tensor):
 
     def read(self, memory: np.ndarray) -> np.ndarray:
         bits = memory.view(np.uint16).reshape(self.stored.group.lanes, *self.shape[-2:])
-        self.stored.group.decode(self.stored.within(map_file(self.file)), self.name, bits)
+        self.stored.group.decode(self.stored.within(MappedFile(self.file).pages), self.name, bits)
         return memory.view(DTYPES[self.dtype]).reshape(self.shape)
 
 

@@ -32,12 +32,12 @@ from laneformer.hf.safetensors import (
     DTYPES,
     INDEX,
     QUANTIZED,
+    MappedFile,
     Output,
     Source,
     Stack,
     check_tensors,
     find_tensors,
-    map_file,
     with_stacks,
     write_outputs,
     write_tensors,
@@ -87,6 +87,7 @@ class HfFolder:
         tensors, self._groups = unpacked(tensors, metadata)
         self.tensors = with_stacks(path, self.sources, tensors)
         self._widened = weights == "bfloat16"
+        self.mapped: dict[Path, MappedFile] = {}  # the files whose pages `packed` has returned
         check_tensors(path, self.sources, self.tensors)
         self._dtype = None if dtype is None else jnp.dtype(dtype)
         for weight in filter(self._is_record, self.sources):
@@ -147,16 +148,15 @@ class HfFolder:
         paths = {source.name: path for path, source in self.sources.items()}
         if self._family is not own.FAMILY or self._dtype not in (None, jnp.bfloat16):
             return
-        pages: dict[Path, np.ndarray] = {}
         for stored in self._groups:
             if reason := stored.unfit:
                 log.info("%s: %s is packed again: %s", self.path, stored.group.name, reason)
                 continue
             group, file = stored.group, stored.tiles.file
-            if file not in pages:
-                pages[file] = map_file(file)
+            if file not in self.mapped:
+                self.mapped[file] = MappedFile(file)
             yield Bf12Product(
-                tuple(paths[name] for name in group.shapes), group.interleaved, stored.within(pages[file])
+                tuple(paths[name] for name in group.shapes), group.interleaved, stored.within(self.mapped[file].pages)
             )
 
     def model(self, mesh: Mesh | None = None, precision: Precision | None = None) -> Laneformer:

@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import stat
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -222,21 +223,45 @@ def with_stacks(folder: Path, sources: Mapping[str, Source], tensors: Mapping[st
     return found
 
 
-def map_file(file: Path) -> np.ndarray:
-    """The bytes of a file, uint8 [size], as mapped pages. Pages are read when first used, and shared with other
-    processes that map them. The file must not change while the array exists. Raises CheckpointError.
+class MappedFile:
+    """A file as mapped pages. Pages are read when first used, and shared with other processes that map them.
 
-    The file is mapped in one piece, because large pages require addresses that fit the offsets in the file.
+    The file must not change while it is mapped: what overwrites it changes the pages, and what truncates it ends the
+    process that reads them. A file that is replaced, by renaming another one to its name, stays mapped as it was.
     """
-    try:
-        with file.open("rb") as opened:
-            pages = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError) as error:  # ValueError: it is empty
-        raise _damaged(file, error) from None
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without huge pages
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, np.uint8)
+
+    pages: np.ndarray
+    """The bytes of the file, uint8 [size]."""
+
+    def __init__(self, file: Path):
+        """Raises CheckpointError.
+
+        The file is mapped in one piece, because large pages require addresses that fit the offsets in the file.
+        """
+        self.file = file
+        try:
+            self._descriptor = os.open(file, os.O_RDONLY)
+            weakref.finalize(self, os.close, self._descriptor)
+            self._state = self._now()
+            pages = mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
+        except (OSError, ValueError) as error:  # ValueError: it is empty
+            raise _damaged(file, error) from None
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                pages.madvise(mmap.MADV_HUGEPAGE)
+        self.pages = np.frombuffer(pages, np.uint8)
+
+    def _now(self) -> tuple[int, int]:
+        found = os.fstat(self._descriptor)
+        return found.st_size, found.st_mtime_ns
+
+    def check(self) -> None:
+        """Raises CheckpointError if the size or the time of the file has changed since it was mapped."""
+        if self._now() != self._state:
+            raise CheckpointError(
+                f"{self.file.name} was changed while it was in use: load the model again; to replace a file in use,"
+                " rename another one to its name"
+            )
 
 
 class Header(NamedTuple):

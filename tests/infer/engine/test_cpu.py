@@ -78,6 +78,23 @@ def test_weights_in_twelve_bits_give_the_same_answer(case, tmp_path):
     assert "bf12_weights" not in engines["bfloat16"].conditions
 
 
+def test_changed_file_in_use_is_an_error(tmp_path):
+    """Its pages are mapped: truncating it would end the process, and overwriting it change answers."""
+    laneformer.save_hf(laneformer.load(ORACLE / "case_03", "bfloat16"), tmp_path, weights="bf12")
+    file = tmp_path / "model.safetensors"
+    engine = Engine.load(tmp_path)
+    tokens = [*engine.generate([1, 2], max_new_tokens=3)]
+    (tmp_path / "new").write_bytes(b"")
+    content = file.read_bytes()
+    (tmp_path / "new").replace(file)  # replaced, not changed
+    assert [*engine.generate([1, 2], max_new_tokens=3)] == tokens
+    file.write_bytes(content)
+    engine = Engine.load(tmp_path)
+    file.touch()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors was changed while it was in use"):
+        [*engine.generate([1, 2], max_new_tokens=3)]
+
+
 @pytest.mark.parametrize(("dtype", "weights", "words"), [
     ("float32", "bf12", "--weights bf12 needs bfloat16 weights, got float32: add --dtype bfloat16"),
     ("bfloat16", "int3", "weights must be bfloat16, bf12, int4, .*, got int3"),

@@ -13,7 +13,7 @@ from laneformer import CheckpointError, ConfigError, load, save_hf
 from laneformer.checkpoint import open_checkpoint
 from laneformer.formats import BF12_END
 from laneformer.hf.folder import HfFolder
-from laneformer.hf.safetensors import map_file, read_header
+from laneformer.hf.safetensors import MappedFile, read_header
 from laneformer.weights import packing_order
 from tests.support import tiny
 
@@ -86,7 +86,7 @@ def test_files_are_readable_and_aligned(tmp_path):
     assert "model.layers.0.attention.wq.weight.bf12_tiles" in tiles
     assert "model.layers.0.attention.wk.weight.bf12_tiles" not in tiles, "with wq"
     header = read_header(tmp_path / "model.safetensors")
-    pages = map_file(tmp_path / "model.safetensors")
+    pages = MappedFile(tmp_path / "model.safetensors").pages
     assert all(header.tensors[name].within(pages).ctypes.data % 64 == 0 for name in tiles)
     named = [name for group in json.loads(header.metadata["bf12"])["groups"] for name in group["matrices"]]
     assert len(named) == len({*named}) and {"lm_head.weight", "model.tok_embeddings.weight"} < {*named}
