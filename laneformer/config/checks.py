@@ -1,7 +1,6 @@
 """Checks of the sizes and numbers in a config."""
 
 import math
-import sys
 
 from laneformer.errors import ConfigError
 
@@ -20,7 +19,9 @@ LARGEST = {
     "moe_intermediate_size": 2**24,
     "shared_expert_intermediate_size": 2**24,
 }
+MOST_MATRICES = 2**20  # layers times experts of each
 LARGEST_OTHER = 2**40  # largest allowed value of other sizes in a config.json
+LARGEST_NUMBER = 1e18  # largest allowed real number, and the inverse of the smallest above 0: squares fit float32
 
 
 def require_int(name: str, value, *, at_least: int | None = None, at_most: int | None = None):
@@ -34,9 +35,11 @@ def require_int(name: str, value, *, at_least: int | None = None, at_most: int |
 
 
 def require_number(name: str, value, *, above: float = -math.inf, at_least: float = -math.inf):
-    """Raises ConfigError, naming the field, unless the value is a finite number within these bounds."""
+    """Raises ConfigError, naming the field, unless the value is a number within these bounds (and LARGEST_NUMBER)."""
     # NaN is never <=; an int may be too large for a float.
-    finite = isinstance(value, int | float) and abs(value) <= sys.float_info.max
-    if isinstance(value, bool) or not finite or value <= above or value < at_least:
+    fits = isinstance(value, int | float) and abs(value) <= LARGEST_NUMBER and not 0 < abs(value) < 1 / LARGEST_NUMBER
+    if isinstance(value, bool) or not fits or value <= above or value < at_least:
         bound = f"above {above}" if above > -math.inf else f"of at least {at_least}"
-        raise ConfigError(f"{name} = {value!r} must be a finite number {bound}")
+        raise ConfigError(
+            f"{name} = {value!r} must be a finite number {bound}, and from {1 / LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}"
+        )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Literal, get_args, get_origin
 
-from laneformer.config.checks import LARGEST, require_int, require_number
+from laneformer.config.checks import LARGEST, MOST_MATRICES, require_int, require_number
 from laneformer.config.options import (
     AttentionOptions,
     CompressedAttentionOptions,
@@ -313,6 +313,11 @@ class ModelConfig(AttentionVariant, ModuleVariant):
                     )
             return
         require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1, at_most=self.num_experts)
+        if (all_experts := self.num_hidden_layers * self.num_experts) > MOST_MATRICES:
+            raise ConfigError(
+                f"num_experts = {self.num_experts:,} in num_hidden_layers = {self.num_hidden_layers:,} layers are"
+                f" {all_experts:,} experts; use at most {MOST_MATRICES:,}"
+            )
         if not self.gated_mlp:
             raise ConfigError(
                 "gated_mlp = false with num_experts is not supported: experts have a gate; remove gated_mlp"

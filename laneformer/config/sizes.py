@@ -65,8 +65,12 @@ class RopeScaling:
             if getattr(self, name) is not None:
                 require_number(f"rope_scaling.{name}", getattr(self, name), at_least=0.0)
         if self.type in ("llama3", "yarn"):
+            original = "original_max_position_embeddings"
             require_int(
-                "rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings, at_least=1
+                f"rope_scaling.{original}",
+                getattr(self, original),
+                at_least=1,
+                at_most=LARGEST["max_position_embeddings"],
             )
         if not isinstance(self.truncate, bool):
             raise ConfigError(f"rope_scaling.truncate = {self.truncate!r} must be true or false")

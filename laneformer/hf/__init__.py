@@ -102,7 +102,7 @@ def config_from_hf(values: Mapping[str, Any], num_lanes: int | None = None) -> M
             f"model_type = {language_model(values)['model_type']!r}: {family.name} cannot be run yet;"
             " `python -m infer roofline CONFIG.json` projects its speed"
         )
-    if language_model(values) is not values and values.get("model_type") not in MULTIMODAL:
+    if language_model(values) is not values and str(values.get("model_type")) not in MULTIMODAL:
         raise ConfigError("text_config: models that also take images are not supported; use a language model's folder")
     fields = Fields(language_model(values))
     config = family.config_from(fields, num_lanes)

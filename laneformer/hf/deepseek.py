@@ -105,7 +105,7 @@ def more_v3(fields: Fields) -> dict[str, Any]:
 
 def drafts_v3(fields: Fields) -> tuple[str, ...]:
     """Prefixes of the layers after the model's own, which draft further tokens."""
-    count = fields.size("num_nextn_predict_layers", 0, 0)
+    count = fields.size("num_nextn_predict_layers", 0, 0, 64)
     return tuple(f"model.layers.{fields.layers + n}." for n in range(count))
 
 

@@ -105,14 +105,14 @@ class Fields:
         """Whether the field is null and not missing, for the few fields where this makes a difference."""
         return name in self._values and self._values[name] is None
 
-    def size(self, name: str, default: int | None = None, least: int = 1) -> int:
-        """A whole number, at least `least` and at most LARGEST of that name. Raises ConfigError if it is missing."""
+    def size(self, name: str, default: int | None = None, least: int = 1, most: int | None = None) -> int:
+        """A whole number from `least` to `most`, by default LARGEST of that name. Raises ConfigError if missing."""
         value = self.get(name, default)
         if value is None:
             raise ConfigError(f"{name} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ConfigError(f"{name} = {value!r}: write a whole number of at least {least}")
-        if value > (most := LARGEST.get(name, LARGEST_OTHER)):
+        if value > (most := most or LARGEST.get(name, LARGEST_OTHER)):
             raise ConfigError(f"{name} = {value:,}: write a whole number of at most {most:,}")
         return value
 
