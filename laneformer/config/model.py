@@ -205,7 +205,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
         for name, most in LARGEST.items():
             if name != "head_dim" and not (name in OF_EXPERTS and getattr(self, name) is None):
                 require_int(name, getattr(self, name), at_least=1, at_most=most)
-        require_int("broadcast_delay", self.broadcast_delay, at_least=0)
+        require_int("broadcast_delay", self.broadcast_delay, at_least=0, at_most=LARGEST["num_hidden_layers"])
         require_int("sliding_window_n_layers", self.sliding_window_n_layers)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
