@@ -238,3 +238,23 @@ def test_models_that_cannot_be_cut_are_refused(changes, lanes, words):
     )
     with pytest.raises(laneformer.ConfigError, match=words):
         lane_config(dense, Options(source=Path("dense"), target=Path("lanes"), lanes=lanes))
+
+
+def test_interrupted_conversion_can_be_repeated(tmp_path, monkeypatch, capsys):
+    """It is interrupted while weights are written, after minutes of assigning."""
+    target = tmp_path / "lanes"
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    command = [str(DENSE / "llama3"), str(target), "--lanes", "2", *FAST]
+    monkeypatch.setattr("scripts.convert_dense.Progress.SECONDS", 0.0)
+    with monkeypatch.context() as patch:
+        patch.setattr("laneformer.hf.folder.write_tensors", interrupt)
+        assert main(command) == 130
+    err = capsys.readouterr().err
+    assert "measuring layer 1 of 2\n" in err and "assigning: start 2 of 2, sweep 1, module 4 of 4, " in err
+    assert not (target / "config.json").exists()
+    assert main(command) == 0
+    assert json.loads((target / "lanes.json").read_text())["lanes"] == 2
+    assert main(command) == 2 and "already holds a checkpoint" in capsys.readouterr().err
