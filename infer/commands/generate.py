@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import tyro
 
 from infer.bench.latency import weight_bytes
-from infer.engine.defaults import FILE, SamplingOptions, named, recommended
+from infer.engine.defaults import GENERATION, SamplingOptions, named, recommended
 from infer.engine.engine import Engine
 from infer.engine.generation import Generation, Result
 from infer.engine.job import is_first_process, open_engine, show_log, take_devices
@@ -67,7 +67,7 @@ def run(options: Options) -> int:
     options = dataclasses.replace(options, sampling=options.sampling.over(defaults))
     take_devices(options.engine)
     if used:
-        log.info("sampling by default: %s (%s)", named(used), FILE)
+        log.info("sampling by default: %s (%s)", named(used), GENERATION)
     engine = open_engine(options.engine, **options.engine.drafts())
     compiled = engine.warmup(len(engine.encode(prompt)), options.max_new_tokens, options.top_logprobs)
     generation = engine.generate(

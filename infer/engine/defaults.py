@@ -14,7 +14,7 @@ from infer.engine.sources import is_recipe
 from infer.sampling import Sampling
 from laneformer.checkpoint import checkpoint_files
 from laneformer.errors import ConfigError
-from laneformer.hf.generation import FILE, read_generation
+from laneformer.hf.fields import GENERATION, read_generation
 
 log = logging.getLogger("infer")
 
@@ -39,7 +39,7 @@ def recommended(checkpoint: str | Path) -> dict[str, float | int]:
     """
     if is_recipe(str(checkpoint)):
         return {}
-    file = checkpoint_files(checkpoint) / FILE
+    file = checkpoint_files(checkpoint) / GENERATION
     values = read_generation(file.parent)
     found = {name: values[name] for name in RECOMMENDED if name in values}
     draws = values.get("do_sample")

@@ -205,7 +205,7 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
     used.
     """
     from infer.engine.backend import on_host
-    from infer.engine.defaults import FILE, named, recommended
+    from infer.engine.defaults import GENERATION, named, recommended
     from infer.engine.sources import is_recipe
     from infer.text.chat_template import ChatTemplate
     from laneformer.checkpoint import checkpoint_files
@@ -223,7 +223,7 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
         no_chat = str(error)
     sampling = recommended(checkpoint)
     if sampling:
-        log.info("sampling by default: %s (%s)", named(sampling), FILE)
+        log.info("sampling by default: %s (%s)", named(sampling), GENERATION)
     engine.warmup(min(WARM_PROMPT, engine.config.max_position_embeddings - 1), WARM_ANSWER)
     conditions = {**engine.conditions, "random_weights": folder is None, "on_cpu": engine.backend == "cpu" or on_host()}
     facts = {

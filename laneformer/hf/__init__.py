@@ -14,9 +14,7 @@ from laneformer.hf import deepseek, deepseek_v4, exaone4, gpt_oss, llama, mixtra
 from laneformer.hf import laneformer as own
 from laneformer.hf.dimensions import Dimensions
 from laneformer.hf.family import Family
-from laneformer.hf.fields import Fields
-from laneformer.hf.generation import FILE as GENERATION
-from laneformer.hf.generation import end_tokens, read_generation
+from laneformer.hf.fields import GENERATION, Fields, end_tokens, read_generation
 from laneformer.hf.laneformer import config_to_hf
 
 __all__ = [
