@@ -1,4 +1,4 @@
-"""The values of a config.json and a generation_config.json, each checked when it is read. A null field means the same as
+"""The values of a config.json or generation_config.json, each checked when it is read. A null field means the same as
 a missing one.
 """
 

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, example, given, settings
 
 from laneformer.errors import LaneformerError
 from laneformer.hf.folder import HfFolder
-from tests.support.extreme_values import FOLDERS, FURTHER, VALUES, changes, config_of, fields_of, write_changed
+from tests.support.hf.extreme_values import FOLDERS, FURTHER, VALUES, changes, config_of, fields_of, write_changed
 from tests.support.paths import DENSE, MOE
 
 SECONDS = 1  # of processor time

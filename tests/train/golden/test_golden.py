@@ -1,6 +1,6 @@
 """Twenty steps of every layout give the recorded losses.
 
-After an intended change, python tests/train/test_golden.py records new losses.
+After an intended change, python tests/train/golden/test_golden.py records new losses.
 """
 
 import json
