@@ -35,7 +35,7 @@ def test_rounded_values_equal_those_of_files(kind, shared):
 @pytest.mark.slow
 def test_phase_learns_and_evaluates_with_rounded_matrices():
     """Losses of the phase equal those of a model with rounded weights, and steps change the unrounded weights."""
-    then = {"int4": LaterPhase(steps=5, data=tiny().data, optimizer=tiny().optimizer, weights="int4")}
+    then = {"int4": LaterPhase(steps=10, data=tiny().data, optimizer=tiny().optimizer, weights="int4")}
     config, mesh = changed(tiny(), model__num_hidden_layers=1, then=then), make_mesh(8, data=2, lane=4)
     plain, last = (Trainer(config, phase, mesh) for phase in config.phases)
     state = plain.init()

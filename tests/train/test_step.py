@@ -231,7 +231,7 @@ def test_later_phase_keeps_moments_of_the_same_optimizer_and_warms_up():
     config = changed(
         tiny(),
         then={
-            "same": LaterPhase(steps=3, data=data, optimizer=OptimizerConfig(learning_rate=1e-3)),
+            "same": LaterPhase(steps=3, data=data, optimizer=OptimizerConfig(learning_rate=1e-3, warmup_steps=2)),
             "other": LaterPhase(
                 steps=10, data=data, optimizer=OptimizerConfig(kind="muon", learning_rate=2e-3, warmup_steps=4)
             ),

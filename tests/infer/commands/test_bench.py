@@ -22,7 +22,7 @@ from train.config import DataConfig, TrainConfig
 
 def small():
     data = DataConfig(path=(Path("none"),), sequence_length=64, batch_size=1)
-    return TrainConfig(name="small", steps=1, data=data, model=ModelConfig(
+    return TrainConfig(name="small", steps=1000, data=data, model=ModelConfig(
         vocab_size=48, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, num_lanes=4, max_position_embeddings=64, eos_token_id=tuple(range(48))))
 """

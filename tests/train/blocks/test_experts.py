@@ -175,7 +175,13 @@ def test_run_reports_its_experts_and_resumes_bitwise(resumed):
         ({"distill__teacher": "teacher"}, "distill.teacher"),
         ({"weights": "int4"}, "weights = int4"),
         (
-            {"then": {"last": LaterPhase(steps=1, data=tiny().data, weights="int8")}},
+            {
+                "then": {
+                    "last": LaterPhase(
+                        steps=1, data=tiny().data, optimizer=OptimizerConfig(warmup_steps=0), weights="int8"
+                    )
+                }
+            },
             r"then\.last\.weights = int8 with model\.num_experts = 4",
         ),
         ({"activation_dtype": "bfloat16"}, r"activation_dtype = bfloat16 with model\.num_experts = 4"),

@@ -17,7 +17,7 @@ def recipe(data: int, lane: int, layers: int, remat: str) -> TrainConfig:
     """A recipe with more than half a gigabyte of state and activations, whose steps take about a second."""
     return TrainConfig(
         name="measured",
-        steps=10,
+        steps=1000,
         model=lf.ModelConfig(
             vocab_size=4096,
             hidden_size=512,

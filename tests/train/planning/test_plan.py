@@ -28,7 +28,12 @@ ONE_NODE = ClusterConfig(device="h200", nodes=1, compiler="cpu")
 def planned():
     """The tiny recipe in two phases with the same program on one node, 2 x 4, compiled for the CPU."""
     config = changed(tiny(), mesh__lane=4)
-    return plan(dataclasses.replace(config, then={"second": LaterPhase(steps=40, data=config.data)}), ONE_NODE)
+    return plan(
+        dataclasses.replace(
+            config, then={"second": LaterPhase(steps=40, data=config.data, optimizer=config.optimizer)}
+        ),
+        ONE_NODE,
+    )
 
 
 @pytest.fixture
