@@ -1,7 +1,7 @@
 """A trainer in PyTorch that shares no code with this project's trainer: a Llama, AdamW of torch.optim, and Muon as
 Keller Jordan published it (kellerjordan.github.io/posts/muon, 2024).
 
-    python -m tests.support.training.torch_trainer     # needs torch (2.13.0); records tests/train/golden/convergence.json
+    python -m tests.support.training.torch_trainer  # needs torch (2.13.0); records tests/train/golden/convergence.json
 
 This project's Muon differs from the article in four choices. The first three are arguments of `Muon`:
  - lookahead "debiased": the mean and the gradient in Nesterov's step are corrected for the bias of their start, as in
