@@ -76,6 +76,7 @@ _FUNCTIONS = {
     "gpu_cancel": (None, _ID, _INT),
     "gpu_drawn": (None, _ID, _INT, _INT, _INT, _INT, *[_POINTER] * 5),
     "gpu_failure": (_INT, _ID, *_ERROR),
+    "gpu_stuck": (_LONG, _ID, _POINTER, _LONG),
     "gpu_speculate": (_ID, _ID, _INT, _POINTER, _LONG, *_ERROR),
     "gpu_give_texts": (_ID, _ID, _INT, *[_POINTER, _LONG] * 3, _INT, *_ERROR),
     "gpu_drafting": (None, _ID, _INT, _POINTER),

@@ -21,8 +21,8 @@ def pass_tags(layout: Layout) -> int:
 
 def boards(layout: Layout) -> Iterator[tuple[str, int]]:
     """Name and size of each board of a lane, in words, for one row of a pass."""
-    yield "StreamBoard", layout.hidden
-    yield "OtherStreamBoard", layout.hidden
+    for name in ("StreamBoard", "OtherStreamBoard"):
+        yield name, _in_threes(layout.triples[name], layout.hidden) if name in layout.triples else layout.hidden
     yield from _between_ops(layout).items()
     nets = [op.value_heads * (op.value_dim + op.head_tiles) for op in layout.nets]
     indexed = [op.ratio for op in layout.attends if isinstance(op, CompressedAttend) and op.index]
@@ -56,8 +56,10 @@ def shared(layout: Layout) -> Iterator[tuple[str, int]]:
     """
     vocab, packets, turns = layout.plan.ops.vocab_size, layout.lanes * layout.ctas, 2 * layout.rows
     yield "Abort", 16
-    yield "CheckIn", packets
+    yield "Claims", layout.grid  # of each CTA: the last call in which one of its threads has reported a failure
+    yield "CheckIn", packets + layout.spares
     yield "Packets", turns * packets * 6
+    yield "Spare", turns * layout.spares
     yield "LargestZ", turns * packets
     yield "Z", turns * vocab
     yield "Logits", turns * vocab
@@ -89,8 +91,16 @@ def _between_ops(layout: Layout) -> dict[str, int]:
     for kind in layout.kinds:
         for stage in kind.stages:
             if stage.writes:
-                words[stage.writes] = max(words.get(stage.writes, 0), stage.first + _words(stage))
+                own = stage.first + _words(stage)
+                if stage.writes in layout.triples:
+                    own = _in_threes(layout.triples[stage.writes], stage.op.channels)
+                words[stage.writes] = max(words.get(stage.writes, 0), own)
     return words
+
+
+def _in_threes(rows: int, channels: int) -> int:
+    """Words of a board on which each CTA publishes `rows` channels, three in 16 bytes."""
+    return -(-channels // rows) * -(-rows // 3) * 2
 
 
 def _words(stage: Stage) -> int:

@@ -79,6 +79,9 @@ def model_header(layout: Layout) -> str:
         "History": layout.table.history,
         "NumSums": len(layout.table.sums),
         "LaneWords": edges.lane_words(layout),
+        "Spares": layout.spares,
+        "StagedFloats": layout.staged_floats,
+        "StreamTriples": layout.triples.get("StreamBoard", 0),
     }
     numbers |= edges.places(edges.boards(layout))[0]
     numbers |= {f"{name}At": place for name, place in edges.places(edges.shared(layout))[0].items()}
@@ -108,6 +111,7 @@ def model_header(layout: Layout) -> str:
         "#pragma once",
         f"#define LF_KEPT {sum(map(len, layout.plan.kept))}",
         *(["#define LF_EXPERTS 1"] if layout.any_experts else []),
+        *(["#define LF_OUT_OF_LINE 1"] if "out-of-line" in layout.variants else []),
         '#include "ops.h"',
         "namespace laneformer {",
         "namespace gpu {",
@@ -200,6 +204,8 @@ def _structs(layout: Layout, kind: Kind, index: int) -> Iterator[str]:
         constants, functions = _of_fields(layout, of_layers)
         constants |= {"Module": stage.module, "EndsModule": number + 1 == len(kind.stages)}
         constants |= {"From": boards.get(stage.reads, -1), "To": boards.get(stage.writes, -1) + stage.first}
+        triples = layout.triples.get("StreamBoard" if op.reads is Value.STREAM else stage.reads, 0)
+        constants |= {"FromTriples": triples, "ToTriples": layout.triples.get(stage.writes, 0)}
         constants |= {"Reads": op.reads, "Writes": op.writes, "Traced": TRACE_NAMES.index(trace_name(op))}
         constants |= {f"Is{each.__name__}": isinstance(op, each) for each in get_args(Op)}
         constants["IsRouter"] = isinstance(op, Router)

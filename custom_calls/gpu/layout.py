@@ -18,6 +18,7 @@ from custom_calls.gpu.kinds import Kind, Tiler, signature
 from custom_calls.gpu.stages import Stage, stages
 from custom_calls.gpu.supported import unknown
 from custom_calls.gpu.tiling import Machine, Tiling
+from custom_calls.gpu.variants import check
 from custom_calls.plan import Dtype, Plan
 from laneformer.ops import (
     ENTRIES,
@@ -32,6 +33,7 @@ from laneformer.ops import (
     Op,
     Product,
     Rotary,
+    Value,
 )
 
 # Lines in a slot of the stream's ring, 4 KiB. Each warp issues its own copies; a single thread would need larger ones.
@@ -70,6 +72,8 @@ class Layout:
     """Requests of a call, each in its own slot; at most `rows`."""
     drafts: bool = False
     """Whether passes may have drafts if a call has several requests. With one request, passes of several rows may."""
+    variants: Collection[str] = ()
+    """Variants of the kernel; see custom_calls/gpu/variants.py."""
 
     def __post_init__(self):
         if not 1 <= self.rows <= MOST_ROWS:
@@ -88,6 +92,7 @@ class Layout:
             raise ValueError("the GPU kernel needs attention in at least one layer; use backend xla")
         if len({signature(dataclasses.replace(module, ops=())) for module in self.modules}) > 1:
             raise ValueError("the GPU kernel needs a norm of the sum in all modules or in none; use backend xla")
+        check(self)
 
     @property
     def table(self):
@@ -480,6 +485,7 @@ class Layout:
             )
             + even(rows * self._merged)
             + even(max(tiling.brought_floats for tiling in tilings))
+            + even(warps * self._staged_with(head))
             + even(rows * self.streams * self.stream_rows)
             + even(rows * self.join_floats)
             + even(rows * self.stream_rows)
@@ -563,14 +569,57 @@ class Layout:
         return ring + self.barrier_bytes + 4 * self.shared_floats
 
     @property
+    def spares(self) -> int:
+        """CTAs on all devices that compute no op and write to host memory: one on each device, or none."""
+        devices = 1 if self.peer_ctas else self.lanes // self.lanes_here
+        return devices * ("spare-writer" in self.variants)
+
+    @cached_property
+    def triples(self) -> dict[str, int]:
+        """Boards whose values travel in threes, which only products write and read: name, and rows of each CTA that
+        writes them.
+        """
+        if "triples" not in self.variants:
+            return {}
+        found = {"StreamBoard": self.stream_rows, "OtherStreamBoard": self.stream_rows}
+        others = set()
+        for kind in self.kinds:
+            for stage, tiling in zip(kind.stages, kind.tilings, strict=True):
+                product = isinstance(stage.op, Product) and not stage.op.blocks
+                if stage.writes and product and not stage.of_head and not stage.first:
+                    rows = tiling.rows // 2 if stage.op.gated else tiling.rows
+                    if found.setdefault(stage.writes, rows) != rows:
+                        others.add(stage.writes)
+                elif stage.writes:
+                    others.add(stage.writes)
+                others |= {stage.queries, stage.latents, stage.index, *(() if product else (stage.reads,))}
+        return {name: rows for name, rows in found.items() if name not in others}
+
+    def _staged_with(self, head: Tiling) -> int:
+        """Floats of shared memory into which a warp brings its part of a vector from a board of threes."""
+        if not self.triples:
+            return 0
+        readers = [
+            tiling
+            for kind in self.kinds
+            for stage, tiling in zip(kind.stages, kind.tilings, strict=True)
+            if tiling and (stage.op.reads is Value.STREAM or stage.reads in self.triples)
+        ]
+        return max(tiling.segment_columns for tiling in [*readers, head])
+
+    @property
+    def staged_floats(self) -> int:
+        return self._staged_with(self.head)
+
+    @property
     def threads(self) -> int:
         """Threads of a CTA."""
         return self.machine.warps * self.machine.warp_size
 
     @property
     def grid(self) -> int:
-        """CTAs of a device."""
-        return self.lanes_here * self.ctas + self.peer_ctas
+        """CTAs of a device: those of its lanes, the spare one that writes to the host, those that emulate lanes."""
+        return self.lanes_here * self.ctas + (self.spares > 0) + self.peer_ctas
 
 
 def _parts(head: Tiling, wanted: int) -> int:

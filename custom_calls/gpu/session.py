@@ -4,7 +4,7 @@ import ctypes
 import hashlib
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from custom_calls.gpu import edges
+from custom_calls.gpu import edges, watchdog
 from custom_calls.gpu.codes import CodesChoice
 from custom_calls.gpu.compile import PERSISTENT, STEPS, image
 from custom_calls.gpu.formats import Bf12Choice
@@ -22,6 +22,7 @@ from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import Layout
 from custom_calls.gpu.slot import GpuSlot, SlotStream, drafting_of
 from custom_calls.gpu.tiling import H200, MI300X, Machine
+from custom_calls.gpu.variants import from_environment
 from custom_calls.gpu.weights import GpuWeights
 from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from custom_calls.plan import Plan
@@ -51,7 +52,8 @@ LAUNCHES = {
 def machine_of(platform: str, device: jax.Device) -> Machine:
     """The properties of an H200 or MI300X, with fewer CTAs if the device has fewer multiprocessors."""
     machine = MACHINES[platform]
-    return replace(machine, ctas=min(machine.ctas, getattr(device, "core_count", machine.ctas)))
+    cores = getattr(device, "core_count", machine.multiprocessors)
+    return replace(machine, ctas=min(machine.ctas, cores), multiprocessors=cores)
 
 
 class Group(Protocol):
@@ -108,6 +110,7 @@ class GpuSession(SlotStream, DecodeSession):
         rows: int = 1,
         slots: int = 1,
         drafts: bool = False,
+        variants: Collection[str] | None = None,
         compile_with: Callable[[Path, Path, str], None] | None = None,
         driver: Path | None = None,
     ):
@@ -132,6 +135,8 @@ class GpuSession(SlotStream, DecodeSession):
         reads that many tokens at a time. slots: slots of a call, at most `rows`; with several, a pass has a row of each
         request (see `yield_`, and `decode` for the arrays of such a call). drafts: whether a call with several slots
         may have drafts, in rows that requests and prompts leave free; a call with one slot always may.
+
+        variants: names in VARIANTS of custom_calls/gpu/variants.py; by default those in LANEFORMER_GPU_VARIANTS.
         """
         if reason := without_kernel(plan.ops, GpuOp):
             raise NativeError(f"the GPU kernel does not support this model ({reason})")
@@ -141,6 +146,9 @@ class GpuSession(SlotStream, DecodeSession):
             raise NativeError(f"passes of {rows} rows need launch 'persistent', got {launch!r}")
         if slots > 1 and group.several:
             raise NativeError(f"calls of {slots} slots need one process, got several")
+        chosen = from_environment() if variants is None else tuple(variants)
+        if launch != "persistent" and "spare-writer" in chosen:
+            raise NativeError(f"variant 'spare-writer' needs launch 'persistent', got {launch!r}")
         if launch != "persistent" and peer_ctas:
             raise NativeError(f"peer_ctas needs launch 'persistent', got {launch!r}")
         self._group = group
@@ -164,7 +172,7 @@ class GpuSession(SlotStream, DecodeSession):
             bf12, self._codes = bf12 or Bf12Choice(), codes or CodesChoice()
             machine = machine or machine_of(platform, devices[0])
             packed = frozenset(bf12.tables), self._codes.formats
-            self.layout = Layout(plan, machine, lanes_here, peer_ctas, *packed, rows, slots, drafts)
+            self.layout = Layout(plan, machine, lanes_here, peer_ctas, *packed, rows, slots, drafts, chosen)
             header = model_header(self.layout)
         except ValueError as error:
             raise NativeError(str(error)) from None
@@ -345,9 +353,21 @@ class GpuSession(SlotStream, DecodeSession):
 
     @property
     def failure(self) -> str | None:
-        """Why the last call failed on the devices; None if it did not fail."""
+        """Why the last call failed on the devices, and where its CTAs waited then; None if it did not fail."""
         text = ctypes.create_string_buffer(1000)
-        return text.value.decode() if self._lib.laneformer_gpu_failure(self.id, text, len(text)) else None
+        if not self._lib.laneformer_gpu_failure(self.id, text, len(text)):
+            return None
+        where = watchdog.describe(self.stuck(), self.ops, self.layout.slots)
+        return text.value.decode() + (f" ({where})" if where else "")
+
+    def stuck(self) -> np.ndarray:
+        """What each CTA of this process waited for when the last call failed: array of `watchdog.STUCK`, the first one
+        first. A CTA that did not wait has no record.
+        """
+        count = self._lib.laneformer_gpu_stuck(self.id, None, 0)
+        records = np.zeros(count, watchdog.STUCK)
+        self._lib.laneformer_gpu_stuck(self.id, records.ctypes.data, count)
+        return records
 
     def speculate(self, most: int, prices: Sequence[float] | None = None) -> None:
         """Lets the next calls check up to `most` drafts of each request in a pass, at most rows - 1; 0 for none. Drafts

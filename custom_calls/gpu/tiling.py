@@ -38,6 +38,8 @@ class Machine:
     """Largest shared memory of a CTA, in bytes."""
     bulk_copies: bool
     """Whether the weights stream through a ring in shared memory."""
+    multiprocessors: int = 132
+    """Multiprocessors of the device, on each of which one CTA is resident."""
 
     @property
     def selector_bits(self) -> int:
@@ -46,7 +48,7 @@ class Machine:
 
 
 H200 = Machine(warp_size=32, ctas=128, warps=8, shared_bytes=232_448, bulk_copies=True)
-MI300X = Machine(warp_size=64, ctas=256, warps=8, shared_bytes=65_536, bulk_copies=False)
+MI300X = Machine(warp_size=64, ctas=256, warps=8, shared_bytes=65_536, bulk_copies=False, multiprocessors=304)
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,11 @@ class Tiling:
         if self.blocks:
             found |= {"Lines": self.all_lines, "Turns": self.turns, "BlockParts": self.block_parts}
         return found
+
+    @property
+    def segment_columns(self) -> int:
+        """Columns of a warp in a segment."""
+        return self.vectors * self.group * self.format.per
 
     @property
     def taken(self) -> int:

@@ -82,10 +82,11 @@ LF_KERNEL void clocks(LF_PARAMS, const Job job) {
   job.done[3] = (u64)(clock64() - cycles) * 1000 / (last - from);  // MHz
 }
 
-LF_KERNEL void ring(LF_PARAMS, const Job job) {
+LF_KERNEL void ring(LF_PARAMS p, const Job job) {
   LF_SHARED(memory);
+  const Watch watch(p, p.shared[0], 0);
   begin(job, 0);
-  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), Passes{0});
+  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), Passes{0}, watch);
   keep(job, take<kTake>(stream, job.lines));
   end(job, 0);
   stream.drain();
@@ -109,8 +110,9 @@ __global__ void __launch_bounds__(kThreads, 1) multiply(LF_PARAMS p, const Job j
   LF_SHARED(product_memory);  // another name than `memory` of the extern "C" kernels
   __shared__ float brought[kBrought<Shape> + 1];
   constexpr int rows = Shape::kTogether, vectors = rows * Shape::kVectors;
+  const Watch watch(p, p.shared[0], 0);
   begin(job, 0);
-  Stream stream(job.weights + cta() * kShare, product_memory, (u64*)(product_memory + kRingBytes), Passes{0});
+  Stream stream(job.weights + cta() * kShare, product_memory, (u64*)(product_memory + kRingBytes), Passes{0}, watch);
   Lists lists(p);
   lists.begin(0);
   typename Shape::Weights::Reader weights(p, lists, 0);
@@ -174,10 +176,11 @@ LF_KERNEL void plain(LF_PARAMS, const Job job) {
 
 // Bursts: all CTAs together read a number of bytes that are in no cache, with bulk copies of 4 KiB in every warp. The
 // memory is idle before each burst.
-LF_KERNEL void burst(LF_PARAMS, const Job job) {
+LF_KERNEL void burst(LF_PARAMS p, const Job job) {
   constexpr int bytes = 4096, slots = kRingBytes / kWarps / bytes;
   LF_SHARED(memory);
   __shared__ u64 barriers[kWarps][slots];
+  const Watch watch(p, p.shared[0], 0);
   char* own = memory + warp() * slots * bytes;
   const u64 policy = stream_policy();
   if (warp_lane() == 0) {
@@ -203,7 +206,7 @@ LF_KERNEL void burst(LF_PARAMS, const Job job) {
     for (int n = 0; n < smaller(count, slots); n++) issue(n);
     for (int n = 0; n < count; n++) {
       const u32 at = taken + n;
-      await_barrier(&barriers[warp()][at % slots], at / slots & 1);
+      await_copy(&barriers[warp()][at % slots], at / slots & 1, at % slots, watch);
       for (int i = warp_lane() * 16; i < bytes; i += kLineBytes) mixed ^= mix(load_vec(own + at % slots * bytes + i));
       reads_done();
       sync_warp();
@@ -227,7 +230,7 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
   LF_SHARED(memory);
   constexpr int each = (kWidest / 8 + kThreads - 1) / kThreads;
   Watch watch(p, p.shared[0], cta() / job.group);
-  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), Passes{0});
+  Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), Passes{0}, watch);
   const int c = cta() % job.group, rows = job.words / job.group;
   u64* boards = p.boards + (i64)(cta() / job.group) * 2 * kWidest;
   u64* flags = p.boards + (i64)gridDim.x * 2 * kWidest + (i64)(cta() / job.group) * job.group * 16;
@@ -250,7 +253,7 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
       }
       if (thread() < job.group) {
         for (u32 spins = 0; (int)((u32)load_word(flags + thread() * 16) - tag) < 0;)
-          if (!watch.keep_waiting(spins, kAtVector, thread())) break;
+          if (!watch.keep_waiting(spins, kAtVector, thread(), flags + thread() * 16, tag)) break;
         fence_device();
       }
       sync_cta();
@@ -278,8 +281,10 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
 // memory meanwhile.
 LF_KERNEL void lanes(LF_PARAMS p, const Job job) {
   LF_SHARED(memory);
+  const int lane = cta() / job.group, c = cta() % job.group, row = c * kRows + thread();
+  Watch watch(p, p.shared[0], lane);
   if (cta() >= 2 * job.group) {
-    Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), Passes{0});
+    Stream stream(job.weights + cta() * kShare, memory, (u64*)(memory + kRingBytes), Passes{0}, watch);
     u32 mixed = 0;
     begin(job, 0);
     while (!__any_sync(0xffffffffu, load_word(job.done) == job.first_tag || load_word(p.shared[0]) != 0))
@@ -289,8 +294,6 @@ LF_KERNEL void lanes(LF_PARAMS p, const Job job) {
     keep(job, mixed);
     return;
   }
-  const int lane = cta() / job.group, c = cta() % job.group, row = c * kRows + thread();
-  Watch watch(p, p.shared[0], lane);
   const u64 from = clock_ns();
   while (clock_ns() - from < 50000) pause();  // until the streams of the other CTAs run
   begin(job, 0);
@@ -299,8 +302,7 @@ LF_KERNEL void lanes(LF_PARAMS p, const Job job) {
     for (int round = 0; round < job.rounds; round++) {
       const u32 sequence = job.first_tag + round;
       if (job.ping && lane == 1)
-        for (u32 spins = 0; !arrived(load_word(p.shared[0] + 16 + Mail::at(sequence, 0, row)), sequence);)
-          if (!watch.keep_waiting(spins, kAtLanding, 0)) break;
+        wait_for(p.shared[0] + 16 + Mail::at(sequence, 0, row), sequence, watch, kAtLanding, 0);
       Mail::push(p, 16, sequence, lane, row, total);
       float values[2];
       Mail::pull(p.shared[0] + 16, sequence, row, values, watch, kAtLanding);

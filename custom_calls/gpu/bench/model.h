@@ -19,6 +19,8 @@ namespace gpu {
 
 constexpr int kWarps = LF_WARPS, kSlotLines = LF_SLOT_LINES, kSlots = LF_SLOTS;
 constexpr int kPassTags = 64, kPassRows = 1, kRequests = 1, kLaneWords = 0;
+constexpr int kCtas = 1, kClaimsAt = 0, kSpares = 0, kLanesHere = 1,
+              kStagedFloats = 0;  // of records of failures, which benchmarks do not make
 constexpr bool kListed = true;
 constexpr int kLayerLines = 16384 / LF_WARPS, kHeadLines = 0;  // 8 MiB for a CTA with any number of warps
 

@@ -46,7 +46,8 @@ LF_DEVICE void read_module(Ops<Op...>, AnyStream& stream, int layer, u32& mixed)
 // Reads the weights of p.room tokens.
 LF_KERNEL void laneformer_read(LF_PARAMS p) {
   LF_SHARED(memory);
-  StreamOf<PassCourse> stream(weights_of_cta(p), memory, (u64*)(memory + kRingBytes), PassCourse{0});
+  const Watch watch(p, nullptr, 0);
+  StreamOf<PassCourse> stream(weights_of_cta(p), memory, (u64*)(memory + kRingBytes), PassCourse{0}, watch);
   u32 mixed = 0;
   for (int pass = 0; pass < p.room; pass++) {
 #if LF_EXPERTS

@@ -192,6 +192,12 @@ int32_t laneformer_gpu_failure(int64_t id, char* text, int64_t size) {
   put_text(failure.c_str(), text, size);
   return !failure.empty();
 }
+// Copies up to `room` records of Session::stuck and returns their number.
+int64_t laneformer_gpu_stuck(int64_t id, Stuck* to, int64_t room) {
+  const std::vector<Stuck> found = sessions.find(id)->stuck();
+  std::copy_n(found.begin(), std::min<int64_t>((int64_t)found.size(), room), to);
+  return (int64_t)found.size();
+}
 int64_t laneformer_gpu_speculate(int64_t id, int32_t most, const float* prices, int64_t count, char* error,
                                  int64_t size) {
   return guarded(error, size, [&] {

@@ -61,6 +61,7 @@ Session::Session(Model numbers, const char* driver, const char* library, const v
     emitted_ = (EmittedToken*)driver_.allocate_host(sizeof(EmittedToken) * emitted);
     emitted_tokens_ = (int*)driver_.allocate_host(sizeof(int) * emitted * kMaxTop);
     emitted_logprobs_ = (float*)driver_.allocate_host(sizeof(float) * emitted * kMaxTop);
+    stuck_ = (Stuck*)driver_.allocate_host(sizeof(Stuck) * devices_.size() * (size_t)model.grid);
     std::fill(std::begin(host_->done), std::end(host_->done), 1);
   } catch (...) {
     free_all();
@@ -119,7 +120,7 @@ void Session::free_all() {
       if (address) driver_.release(address);
     if (device.module) driver_.unload(device.module);
   }
-  for (void* memory : {(void*)host_, (void*)emitted_, (void*)emitted_tokens_, (void*)emitted_logprobs_})
+  for (void* memory : {(void*)host_, (void*)stuck_, (void*)emitted_, (void*)emitted_tokens_, (void*)emitted_logprobs_})
     if (memory) driver_.release_host(memory);
   for (const Given& given : given_)
     if (given.memory) driver_.release_host(given.memory);
@@ -169,11 +170,11 @@ void Session::launch(int index, Params params, int64_t passes, void* stream) {
   params.device = device.place;
   params.first_lane = device.place * model_.lanes_here;
   params.reports = index == 0;
-  const Waits waits[] = {kAtCheckIn, kAtLanding, kAtVector};
-  for (int i = 0; i < 3; i++) params.timeouts_ns[i] = (unsigned long long)timeout_ms(waits[i]) * 1'000'000ull;
+  set_timeouts(params);
   params.chaos_ns = (unsigned long long)model_.chaos_us * 1'000ull;
   params.peer_delay_ns = (unsigned long long)model_.peer_delay_us * 1'000ull;
   params.host = host_;
+  params.stuck = stuck_ + (size_t)index * (size_t)model_.grid;
   params.passes = passes_;
   params.emitted_room = (int)model_.plan.context;
   params.emitted = emitted_;
@@ -339,21 +340,33 @@ void Session::drawn(int slot, int32_t first, int32_t count, int32_t top, int32_t
   }
 }
 
-// Timeout of a wait. At the check-in other processes may still compile. Waits for lanes time out first, so that the
-// error names the lane.
+// Timeout of a wait. At the check-in other processes may still compile. Waits for lanes and for copies of weights time
+// out first, so that the error names these.
 int64_t Session::timeout_ms(int where) const {
-  return where == kAtCheckIn   ? 6 * model_.timeout_ms
-         : where == kAtLanding ? model_.timeout_ms
-                               : model_.timeout_ms / 8 * 9;
+  return where == kAtCheckIn                          ? 6 * model_.timeout_ms
+         : where == kAtLanding || where == kAtWeights ? model_.timeout_ms
+                                                      : model_.timeout_ms / 8 * 9;
+}
+
+void Session::set_timeouts(Params& params) const {
+  const Waits waits[] = {kAtCheckIn, kAtLanding, kAtVector};
+  for (int i = 0; i < 3; i++) params.timeouts_ns[i] = (unsigned long long)timeout_ms(waits[i]) * 1'000'000ull;
 }
 
 std::string Session::failure() const {
-  static const char* const missing[] = {
-      "", "the check-in of lane", "channels of a vector from", "attention's split", "the part of lane",
-      "", "the logit of token"};
+  static const char* const missing[] = {"",
+                                        "the check-in of lane",
+                                        "channels of a vector from",
+                                        "attention's split",
+                                        "the part of lane",
+                                        "",
+                                        "the logit of token",
+                                        "",
+                                        "a copy of weights, ring slot",
+                                        "the spare CTA of device"};
   const unsigned long long failed = *(volatile unsigned long long*)&host_->failure;
   if (failed == 0) return "";
-  const int what = failed & 7, lane = failed >> 3 & 0xff, waited_for = failed >> 11 & 0x1fffff;
+  const int what = failed & 15, lane = failed >> 4 & 0xff, waited_for = failed >> 12 & 0xfffff;
   const int layer = (int)((failed >> 32) % (unsigned)model_.pass_tags) - 1;
   if (what == kBadCall)
     return "prompt, position and limit do not fit the cache or the result, or a token is outside the vocabulary, or "
@@ -367,6 +380,16 @@ std::string Session::failure() const {
          ": timed out waiting for " + which + " after " + std::to_string(timeout_ms(what)) + " ms";
 }
 
+std::vector<Stuck> Session::stuck() const {
+  std::vector<Stuck> found;
+  const uint32_t call =
+      (uint32_t)(*(volatile unsigned long long*)&host_->failure >> 32) & ~(uint32_t)(model_.pass_tags - 1);
+  for (size_t i = 0; call && i < devices_.size() * (size_t)model_.grid; i++)
+    if (stuck_[i].call == call) found.push_back(stuck_[i]);
+  std::stable_sort(found.begin(), found.end(), [](const Stuck& a, const Stuck& b) { return a.time_ns < b.time_ns; });
+  return found;
+}
+
 double Session::read_pass(const void* const* weights) {
   const std::lock_guard<std::mutex> lock(launching_);
   double longest = 0;
@@ -376,6 +399,7 @@ double Session::read_pass(const void* const* weights) {
     Params params{};
     params.weights = weights[d];
     params.host = host_;
+    set_timeouts(params);
     void* arguments[] = {&params};
     const auto seconds = [&](int passes) {
       params.room = passes;
@@ -403,7 +427,7 @@ void Session::trace(int64_t spans) {
       *address = 0;
     }
     if (spans == 0) continue;
-    const size_t ctas = (size_t)model_.lanes_here * model_.ctas;
+    const size_t ctas = (size_t)model_.grid;
     device.spans = driver_.allocate(ctas * (size_t)spans * sizeof(Span));
     device.num_spans = driver_.allocate(ctas * sizeof(int));
   }

@@ -57,6 +57,9 @@ class Session {
   DraftCounts draft_counts(int slot) const { return host_->drafts[slot]; }  // counts of the last call, after its end
 
   std::string failure() const;  // why the last call failed on the devices; empty if it did not fail
+  // What each CTA of this process's devices waited for when the last call failed, the first one first. CTAs that did
+  // not wait have no record.
+  std::vector<Stuck> stuck() const;
 
   // Seconds that the slowest device takes to read the weights of one token without computing. weights: by device.
   double read_pass(const void* const* weights);
@@ -76,6 +79,7 @@ class Session {
 
   bool connected() const;
   int64_t timeout_ms(int where) const;  // where: a value of Waits
+  void set_timeouts(Params&) const;
   void close_peers(Device&);
   // The texts from which a slot's call drafts, and their memory.
   struct Given {
@@ -96,6 +100,7 @@ class Session {
   Driver driver_;
   std::vector<Device> devices_;
   Host* host_ = nullptr;
+  Stuck* stuck_ = nullptr;  // [devices][grid]
   EmittedToken* emitted_ = nullptr;
   int* emitted_tokens_ = nullptr;
   float* emitted_logprobs_ = nullptr;

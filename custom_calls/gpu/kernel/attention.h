@@ -460,7 +460,7 @@ struct Attention {
             values[i] = value_of(word);
             all = all && arrived(word, tag);
           }
-          if (all || !watch.keep_waiting(spins, kAtAttention, s0)) break;
+          if (all || !watch.keep_waiting(spins, kAtAttention, s0, board + s0 * kPartWords, tag)) break;
         }
         LF_UNROLL for (int i = 0; i < each; i++) {
           if (s0 + i >= splits.count) continue;

@@ -20,6 +20,7 @@ constexpr int kSeveral = larger_of(2, kPassRows);  // rows of the code for sever
 template <int most, class Rows>
 LF_DEVICE void run_pass(Decoder& decoder, const Run<most>& run, const Rows& rows, bool draws, int head_rows,
                         Stream& stream, u32 tag, u32 sequence) {
+  if (is_spare()) return;
   decoder.embed(run, [&](int m) { return rows.token(m); }, tag);
   for (int layer = 0; layer < kLayers; layer++) decoder.run(run, layer, tag, sequence);
   stream.skip_padding(kLayerPadding);
@@ -62,7 +63,7 @@ LF_DEVICE void decode_rows(const Params& p, const Control& control, Decoder& dec
     }
     if (now.end != kLength || now.drawn == control.limit) break;
   }
-  if (thread() == 0 && cta() == 0 && p.reports) drafts.report(now.drawn - got, got);
+  if (thread() == 0 && is_leader() && p.reports) drafts.report(now.drawn - got, got);
   finish(p, control, now);
 }
 
@@ -90,15 +91,17 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   LF_SHARED(memory);
   u64* barriers = (u64*)(memory + kRingBytes);
   Shared shared((float*)(memory + kRingBytes + kBarrierBytes));
-  const int lane_here = cta() / kCtas, c = cta() % kCtas, lane = p.first_lane + lane_here, place = lane * kCtas + c;
+  const int last = kLanesHere - 1, lane_here = is_spare() ? last : cta() / kCtas, c = is_spare() ? 0 : cta() % kCtas,
+            lane = p.first_lane + lane_here, place = is_spare() ? kPackets + p.device : lane * kCtas + c;
   Watch watch(p, p.shared[p.device], lane);
   const Control control(p);
   if (!accept(p, control)) return;
   if constexpr (kPeerCtas > 0) {
-    if (lane_here >= kLanesHere) return Peers{p, cta() - kLanesHere * kCtas}.run(control.prompt + control.limit);
+    if (lane_here >= kLanesHere)
+      return Peers{p, cta() - kLanesHere * kCtas - (kSpares > 0)}.run(control.prompt + control.limit);
   }
   Stream stream(weights_of_cta(p), memory, barriers,
-                Course{kRequests > 1 ? 0 : (control.prompt - 1 + kPassRows - 1) / kPassRows});
+                Course{kRequests > 1 ? 0 : (control.prompt - 1 + kPassRows - 1) / kPassRows}, watch);
   Drafts drafts(p, shared.drafts);
   if constexpr (kDrafting && kRequests == 1) drafts.bring_texts(control.prompt);
   if constexpr (kDrafting && kRequests > 1) {
@@ -121,12 +124,14 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   Progress now = {0, p.prompt[0], 0, kLength, 0};
   for (u32 tag = p.pass_tag + 1, sequence = p.exchange_tag;; tag += kPassTags, sequence += kNumSums + 1) {
     const Run<1> run = {control.start + now.pass};
-    decoder.embed(run, [&](int) { return now.token; }, tag);
-    for (int layer = 0; layer < kLayers; layer++) decoder.run(run, layer, tag, sequence);
-    stream.skip_padding(kLayerPadding);
-    if (now.pass + 1 >= control.prompt) {
-      decoder.final(run, tag, sequence);
-      decoder.head(run, tag, sampler.count);
+    if (!is_spare()) {
+      decoder.embed(run, [&](int) { return now.token; }, tag);
+      for (int layer = 0; layer < kLayers; layer++) decoder.run(run, layer, tag, sequence);
+      stream.skip_padding(kLayerPadding);
+      if (now.pass + 1 >= control.prompt) {
+        decoder.final(run, tag, sequence);
+        decoder.head(run, tag, sampler.count);
+      }
     }
     decoder.next(sampler, control, tag, now);
     if (now.over) {

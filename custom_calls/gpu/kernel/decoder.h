@@ -88,8 +88,9 @@ class Decoder : public ChosenOps {
     for (int turn = 0; turn < kHeadTurns; turn++) {
       float* partial = next_partial();
       const u64* vector = kHeadOfAll ? boards_ + kHeadBoard : stream_board(2 * kLayers);
-      const FromBoard<Reading<Head>, most> board = {boards_of(vector, run),
-                                                    tag + (kHeadOfAll ? kHeadEdge : 2 * kLayers), watch_};
+      constexpr int threes = kHeadOfAll ? 0 : kStreamTriples;
+      const FromBoard<Reading<Head>, most, threes> board = {
+          boards_of(vector, run), tag + (kHeadOfAll ? kHeadEdge : 2 * kLayers), watch_, shared_.stages};
       float* squares = this->squares(turn_);
       const int here = kHeadTurns == 1 ? rows : smaller(rows - turn * Head::kRows, Head::kRows);
       // Writes the logits of a part's rows.
@@ -111,7 +112,7 @@ class Decoder : public ChosenOps {
       if constexpr (normed) {
         if constexpr (Head::kColumns == kHidden)
           product<Head, most, parts>(stream_, weights<Head>(0), partial, shared_.brought,
-                                     NormedFromBoard<Reading<Head>, most>{board, final_gains(), squares}, false,
+                                     NormedFromBoard<Reading<Head>, most, threes>{board, final_gains(), squares}, false,
                                      each_part);
       } else {
         product<Head, most, parts>(stream_, weights<Head>(0), partial, shared_.brought, board, false, each_part);
@@ -266,9 +267,21 @@ class Decoder : public ChosenOps {
     if (!Head::kNormOfSum) {
       constexpr int each = ((kHidden + 1) / 2 + kThreads - 1) / kThreads;
       float values[most][each][2];
-      read_words<kHidden % (2 * kThreads) == 0>(
-          boards_of(stream_board(2 * kLayers), run), 2 * thread(), kHidden, tag + 2 * kLayers,
-          [](int v, int) { return 2 * v * kThreads; }, values, watch_, kAtVector);
+      const Boards<most> boards = boards_of(stream_board(2 * kLayers), run);
+      if constexpr (kStreamTriples == 0) {
+        read_words<kHidden % (2 * kThreads) == 0>(
+            boards, 2 * thread(), kHidden, tag + 2 * kLayers, [](int v, int) { return 2 * v * kThreads; }, values,
+            watch_, kAtVector);
+      } else {
+        LF_UNROLL for (int m = 0; m < most; m++) {
+          LF_UNROLL for (int i = 0; i < 2 * each; i++) {
+            const int at = 2 * (i / 2 * kThreads + thread()) + i % 2;
+            values[m][i / 2][i % 2] =
+                at < kHidden ? Threes<kStreamTriples>::wait_for(boards.of(m), at, tag + 2 * kLayers, watch_, kAtVector)
+                             : 0.0f;
+          }
+        }
+      }
       LF_UNROLL for (int m = 0; m < most; m++) {
         float sum = 0;
         LF_UNROLL for (int i = 0; i < each; i++) {

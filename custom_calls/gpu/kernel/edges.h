@@ -27,18 +27,36 @@ LF_DEVICE u64 word_of(float value, u32 tag) { return (u64)tag << 32 | float_to_b
 LF_DEVICE float value_of(u64 word) { return bits_to_float((u32)word); }
 LF_DEVICE bool arrived(u64 word, u32 tag) { return (u32)(word >> 32) == tag; }
 
+// The spare CTA of a device (custom_calls/gpu/variants.py) follows all lanes' CTAs. It makes the same passes without
+// their ops and writes the device's results; otherwise the first CTA does.
+LF_DEVICE bool is_spare() { return kSpares > 0 && cta() == kLanesHere * kCtas; }
+LF_DEVICE bool is_leader() { return kSpares > 0 ? is_spare() : cta() == 0; }
+
 // The word that ends a failed call: in the upper half its pass_tag plus the layer + 1 (the low bits of a pass_tag are
-// 0), then 21 bits of what was waited for, 8 of the lane that waited, and 3 of Waits. It is the first word of the
+// 0), then 20 bits of what was waited for, 8 of the lane that waited, and 4 of Waits. It is the first word of the
 // memory between lanes (Params::shared) on every device, and is reported to the host.
 LF_DEVICE u64 failure_word(u32 tag, Waits where, int lane, int layer, int waited_for) {
-  return (u64)(tag + layer + 1) << 32 | ((u32)waited_for << 11 | (u32)(lane << 3 | where));
+  return (u64)(tag + layer + 1) << 32 | ((u32)waited_for << 12 | (u32)(lane << 4 | where));
 }
 LF_DEVICE bool has_failed(u64 word, u32 tag) { return (u32)(word >> 32) - tag < kPassTags; }
 
-// Reports a failure to the host and to all devices, unless the call has failed already.
-LF_COLD void fail(const Params& p, Waits where, int lane, int layer, int waited_for) {
+// Where a thread is in the call, for reports of failures.
+struct Whereabouts {
+  int lane, layer, op;
+};
+
+// Ends a call in which a thread gave up to wait. Records what this CTA waits for, unless another of its threads has
+// done so in this call, and reports the failure to the host and to all devices, unless the call has failed already.
+// word: what it waits for, or null; its upper half is a tag.
+LF_COLD void fail(const Params& p, Whereabouts at, Waits where, int waited_for, const u64* word, u32 tag) {
+  if (p.stuck && exchange_word(p.shared[p.device] + kClaimsAt + cta(), p.pass_tag) != p.pass_tag) {
+    const u32 seen = word ? (u32)(load_word(word) >> 32) : 0;
+    const int c = cta() - (at.lane - p.first_lane) * kCtas;
+    p.stuck[cta()] = {p.pass_tag, where, at.lane, c, at.layer, at.op, waited_for, tag, seen, clock_ns()};
+    fence_system();
+  }
   if (has_failed(load_word(p.shared[p.device]), p.pass_tag)) return;
-  const u64 failure = failure_word(p.pass_tag, where, lane, layer, waited_for);
+  const u64 failure = failure_word(p.pass_tag, where, at.lane, at.layer, waited_for);
   p.host->failure = failure;
   fence_system();
   for (int d = 0; d < p.devices; d++) store_word(p.shared[d], failure);
@@ -52,31 +70,24 @@ class Watch {
   LF_DEVICE Watch(const Params& p, u64* abort, int lane)
       : p_(p), abort_(abort), lane_(lane), random_(cta() * 0x9e3779b9u + thread() + 1) {}
 
-  int layer = -1;
+  int layer = -1, op = -1;
 
-  // Called after a read that found no valid word. Returns whether to read again.
-  LF_DEVICE bool keep_waiting(u32& spins, Waits where, int waited_for) {
+  // Called after a read that found no valid word. word: the one that is missing, or another 8 bytes whose upper half is
+  // its tag. Returns whether to read again.
+  LF_DEVICE bool keep_waiting(u32& spins, Waits where, int waited_for, const u64* word, u32 tag) {
     if (ended_) return false;
     if (spins++ % 64 != 63) {  // the clock and the failure word are read every 64th time
       pause();
       return true;
     }
-    if (has_failed(load_word(abort_), p_.pass_tag)) {
-      ended_ = true;
-      return false;
-    }
-    const u64 now = clock_ns();
-    if (spins == 64) {
-      began_ = now;
-    } else if (now - began_ > p_.timeouts_ns[where == kAtCheckIn ? 0 : where == kAtLanding ? 1 : 2]) {
-      ended_ = true;
-      fail(p_, where, lane_, layer, waited_for);
-      return false;
-    }
-    return true;
+    began_ = look(p_, abort_, spins == 64 ? 0 : began_, whereabouts(), where, waited_for, word, tag);
+    ended_ = began_ == 0;
+    return !ended_;
   }
 
   LF_DEVICE bool ended() const { return ended_; }
+  LF_DEVICE const Params& params() const { return p_; }
+  LF_DEVICE Whereabouts whereabouts() const { return {lane_, layer, op}; }
 
   // For tests: delays an edge by a random time.
   LF_DEVICE void delay() {
@@ -87,6 +98,17 @@ class Watch {
   }
 
  private:
+  // The rest of keep_waiting. began: the time of the wait's first look, or 0. Returns that time, or 0 to give up.
+  LF_OUTLINED u64 look(const Params& p, const u64* abort, u64 began, Whereabouts at, Waits where, int waited_for,
+                       const u64* word, u32 tag) {
+    const u64 now = clock_ns();
+    const bool failed = has_failed(load_word(abort), p.pass_tag);
+    if (!failed && began == 0) return now;
+    if (!failed && now - began <= p.timeouts_ns[where == kAtCheckIn ? 0 : where == kAtLanding ? 1 : 2]) return began;
+    fail(p, at, where, waited_for, word, tag);
+    return 0;
+  }
+
   const Params& p_;
   u64* abort_;
   int lane_;
@@ -99,7 +121,7 @@ class Watch {
 LF_DEVICE float wait_for(const u64* word, u32 tag, Watch& watch, Waits where, int waited_for) {
   u64 v;
   for (u32 spins = 0; !arrived(v = load_word(word), tag);)
-    if (!watch.keep_waiting(spins, where, waited_for)) break;
+    if (!watch.keep_waiting(spins, where, waited_for, word, tag)) break;
   return value_of(v);
 }
 
@@ -130,10 +152,11 @@ LF_DEVICE void read_words(const Boards<rows>& boards, int first, int end, u32 ta
   u32 spins = 0;
   if (patient && (!kSteps || where == kAtPacket) && (whole || first < end))  // words of earlier launches are valid
     while (!arrived(load_word(own), tag))
-      if (!watch.keep_waiting(spins, where, first)) break;
+      if (!watch.keep_waiting(spins, where, first, own, tag)) break;
   for (;;) {
     bool all = true;
     int missing = 0;
+    const u64* board = own;  // of the missing word
     LF_UNROLL for (int m = 0; m < rows; m++) {
       const u64* of_row = rows == 1 ? own : boards.of(m) + first;
       LF_UNROLL for (int v = 0; v < n; v++) {
@@ -144,14 +167,15 @@ LF_DEVICE void read_words(const Boards<rows>& boards, int first, int end, u32 ta
             const bool both = whole || first + at + 1 < end;
             out[m][v][i] = value_of(words.a);
             out[m][v][i + 1] = both ? value_of(words.b) : 0.0f;
-            if (!arrived(words.a, tag) || (both && !arrived(words.b, tag))) all = false, missing = first + at;
+            if (!arrived(words.a, tag) || (both && !arrived(words.b, tag)))
+              all = false, missing = first + at + arrived(words.a, tag), board = of_row;
           } else {
             out[m][v][i] = out[m][v][i + 1] = 0;
           }
         }
       }
     }
-    if (all || !watch.keep_waiting(spins, where, missing)) return;
+    if (all || !watch.keep_waiting(spins, where, missing, board + missing - first, tag)) return;
   }
 }
 template <bool whole, bool patient = true, int n, int per, class Distance>
@@ -160,6 +184,91 @@ LF_DEVICE void read_words(const u64* board, int first, int end, u32 tag, Distanc
   read_words<whole, patient>(Boards<1>(board), first, end, tag, distance, reinterpret_cast<float (&)[1][n][per]>(out),
                              watch, where);
 }
+
+// Threes: boards of the variant "triples", on which 16 bytes are three values and a tag. Each CTA that writes to such a
+// board has `own` channels, which begin at the start of a line of 16 bytes.
+template <int own>
+struct Threes {
+  static constexpr int kLines = (own + 2) / 3;  // of a CTA
+
+  LF_DEVICE static int line_of(int channel) { return channel / own * kLines + channel % own / 3; }
+  // The first of a line's channels, and the end of its CTA's channels.
+  LF_DEVICE static int first_of(int line) { return line / kLines * own + line % kLines * 3; }
+  LF_DEVICE static int end_of(int line) { return (line / kLines + 1) * own; }
+
+  LF_DEVICE static float value_of(const Words& line, int i) {
+    return bits_to_float(i == 0 ? (u32)line.a : i == 1 ? (u32)(line.a >> 32) : (u32)line.b);
+  }
+  LF_DEVICE static u64* at(u64* board, int channel) { return board + 2 * (i64)line_of(channel); }
+  LF_DEVICE static const u64* at(const u64* board, int channel) { return board + 2 * (i64)line_of(channel); }
+
+  // Publishes a CTA's channels, of which there are `count`, from `first` on, a multiple of `own`. value(r): channel
+  // first + r. All threads of the CTA call it.
+  template <class Value>
+  LF_DEVICE static void publish(u64* board, int first, int count, u32 tag, Value value) {
+    for (int from = 0; from < 4 * kLines;
+         from += kWarps * kWarpSize) {  // four threads to a line, the last of them idle
+      const int i = from + opaque(thread()), r = i / 4 * 3 + i % 4;
+      const float v = i % 4 < 3 && r < count ? value(r) : 0.0f;
+      const u32 second = shuffle_bits(float_to_bits(v), 1), third = shuffle_bits(float_to_bits(v), 2);
+      if (i % 4 == 0 && r < count)
+        store_line(at(board, first + r), {(u64)second << 32 | float_to_bits(v), (u64)tag << 32 | third});
+    }
+  }
+
+  // Waits for a channel and returns its value.
+  LF_DEVICE static float wait_for(const u64* board, int channel, u32 tag, Watch& watch, Waits where) {
+    const u64* line = at(board, channel);
+    Words v;
+    for (u32 spins = 0; !arrived((v = load_line(line)).b, tag);)
+      if (!watch.keep_waiting(spins, where, channel, line + 1, tag)) break;
+    return value_of(v, channel % own % 3);
+  }
+
+  // Each warp waits for n channels from `first` on, a multiple of n, below `end`, and writes them to its n floats of
+  // shared memory. whole: none of the n is beyond the end. patient: as in read_words.
+  template <int n, bool whole>
+  LF_DEVICE static void bring(const u64* board, int first, int end, u32 tag, float* staged, Watch& watch, Waits where) {
+    constexpr bool even = own % 3 == 0 && n % 3 == 0;  // parts begin and end with lines
+    constexpr int most = even           ? n / 3
+                         : own % 3 == 0 ? n / 3 + 2
+                                        : (n / own + 2) * kLines,
+                  each = (most + kWarpSize - 1) / kWarpSize;
+    const int count = whole ? n : smaller(n, end - first), begin = line_of(first), lane = opaque(warp_lane()),
+              lines = whole && even ? most
+                      : count > 0   ? line_of(first + count - 1) + 1 - begin
+                                    : 0;
+    const u64* own_line = board + 2 * (i64)(begin + lane);
+    const auto wait = [&](u32& spins, int line) {
+      return watch.keep_waiting(spins, where, first_of(begin + lane + line), own_line + 2 * line + 1, tag);
+    };
+    sync_warp();  // all threads have read what was there
+    u32 spins = 0;
+    if (!kSteps && lane < lines)  // words of earlier launches are valid
+      while (!arrived(load_line(own_line).b, tag) && wait(spins, 0)) continue;
+    Words found[each];
+    for (int missing = 0; missing >= 0;) {
+      missing = -1;
+      LF_UNROLL for (int i = 0; i < each; i++) {
+        if (lane + i * kWarpSize >= lines) continue;
+        found[i] = load_line(own_line + 2 * i * kWarpSize);
+        if (!arrived(found[i].b, tag)) missing = i * kWarpSize;
+      }
+      if (missing >= 0 && !wait(spins, missing)) break;
+    }
+    LF_UNROLL for (int i = 0; i < each; i++) {
+      const int line = lane + i * kWarpSize, channel = even ? first + 3 * line : first_of(begin + line);
+      if (line >= lines) continue;
+      LF_UNROLL for (int k = 0; k < 3; k++) {
+        const int at = even ? 3 * line + k : channel + k - first;
+        const bool inside =
+            even ? whole || at < count : at >= 0 && at < count && (own % 3 == 0 || channel + k < end_of(begin + line));
+        if (inside) staged[at] = value_of(found[i], k);
+      }
+    }
+    sync_warp();
+  }
+};
 
 struct InOrder {
   LF_DEVICE int operator()(int i) const { return i; }
@@ -176,6 +285,7 @@ LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch
     float values[each];
     bool all;
     u32 spins = 0;
+    int missing = 0;
     do {
       all = true;
       u64 words[each] = {};  // uninitialised, they would take registers over all passes
@@ -185,9 +295,10 @@ LF_DEVICE void gather(const u64* board, int n, u32 tag, float* out, Watch& watch
       }
       LF_UNROLL for (int i = 0; i < each; i++) {
         values[i] = value_of(words[i]);
-        all = all && (first + i * threads + own >= n || arrived(words[i], tag));
+        const int at = first + i * threads + own;
+        if (at < n && !arrived(words[i], tag)) all = false, missing = at;
       }
-    } while (!all && watch.keep_waiting(spins, where, first));
+    } while (!all && watch.keep_waiting(spins, where, missing, board + place(missing), tag));
     LF_UNROLL for (int i = 0; i < each; i++) {
       const int at = first + i * threads + own;
       if (at < n) out[into(at)] = values[i];

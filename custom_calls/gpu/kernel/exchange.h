@@ -43,7 +43,8 @@ struct Exchange {
         values[lane] = value_of(words[lane]);
         if (!arrived(words[lane], sequence)) missing = lane;
       }
-      if (missing < 0 || !watch.keep_waiting(spins, where, missing)) return;
+      if (missing < 0) return;
+      if (!watch.keep_waiting(spins, where, missing, memory + at(sequence, missing, row), sequence)) return;
     }
   }
 };

@@ -16,8 +16,32 @@ constexpr int kMaxKept = 6 * kMaxLayers;  // arrays kept between tokens; compres
 // How a call, or a slot's request in it, ended. A yielded request continues in another call.
 enum Ends { kLength, kStop, kCancelled, kFailed, kYielded };
 
-// What a thread was waiting for when it timed out. kBadCall: the call's numbers are invalid.
-enum Waits { kNothing, kAtCheckIn, kAtVector, kAtAttention, kAtLanding, kAtPacket, kAtLogits, kBadCall };
+// What a thread was waiting for when it timed out. kBadCall: the call's numbers are invalid. kAtWeights: a copy of
+// weights into shared memory. kAtSpare: the spare CTA that writes to the host (custom_calls/gpu/variants.py).
+enum Waits {
+  kNothing,
+  kAtCheckIn,
+  kAtVector,
+  kAtAttention,
+  kAtLanding,
+  kAtPacket,
+  kAtLogits,
+  kBadCall,
+  kAtWeights,
+  kAtSpare
+};
+
+// What a CTA waited for when a call failed: the first of its threads that gave up. In host memory, where it outlasts a
+// launch that ends in a driver's error. custom_calls/gpu/watchdog.py has the same fields.
+struct Stuck {
+  unsigned call;               // Params::pass_tag of the call; otherwise the record is of another call
+  int where;                   // a value of Waits
+  int lane, cta;               // cta: among those of its lane
+  int layer, op;               // op: see Names in ops/dense.h; -1: none has begun
+  int waited_for;              // the number of the word, CTA, lane, token or line, by `where`
+  unsigned tag, seen;          // the tag that it waited for, and that of the word when it gave up
+  unsigned long long time_ns;  // of the device's clock
+};
 
 constexpr int kPacketWords = 6;  // of the packet that a CTA publishes for a row (sampling.h)
 
@@ -112,10 +136,12 @@ struct Params {
   int devices, device, first_lane;
   int reports;  // whether this device reports the call to the host and polls Host::asked: one of each process
   unsigned int pass_tag,
-      exchange_tag;                   // the first of this call; pass_tag is a multiple of kPassTags and not 0
-  unsigned long long timeouts_ns[3];  // of the check-in, of waits for other lanes, and of waits that those may cause
+      exchange_tag;  // the first of this call; pass_tag is a multiple of kPassTags and not 0
+  // Of the check-in, of waits for other lanes and for copies of weights, and of waits that those may cause.
+  unsigned long long timeouts_ns[3];
   unsigned long long chaos_ns, peer_delay_ns;  // longest random delay (Watch); delay of emulated lanes (peers.h)
   Host* host;
+  Stuck* stuck;           // [CTAs], in host memory; null in benchmarks
   int passes;             // after which a call of several slots yields; 0: no limit
   int emitted_room;       // tokens of a slot in the arrays below: the context
   EmittedToken* emitted;  // [slots][context]

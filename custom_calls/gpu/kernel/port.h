@@ -4,6 +4,9 @@
 // products of bytes).
 #pragma once
 
+#ifndef LF_OUT_OF_LINE  // defined by model.h for the variant of that name
+#define LF_OUT_OF_LINE 0
+#endif
 #ifndef LF_STEPS
 #define LF_STEPS 0
 #endif
@@ -40,6 +43,7 @@ constexpr bool kSteps = LF_STEPS;  // whether a launch is one op of one pass (st
 
 #define LF_DEVICE __attribute__((device)) inline __attribute__((always_inline))
 #define LF_COLD __attribute__((device)) static inline __attribute__((always_inline))
+#define LF_OUTLINED static LF_DEVICE
 #define LF_KERNEL extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(1, kThreads)))
 #define LF_CONSTANT static __attribute__((constant)) const
 #define LF_SHARED(name) extern __attribute__((shared)) __attribute__((aligned(128))) char name[]
@@ -94,6 +98,12 @@ LF_DEVICE u64 load_word(const u64* p) {
 LF_DEVICE Words load_words(const u64* p) { return {load_word(p), load_word(p + 1)}; }
 LF_DEVICE void store_word(u64* p, u64 v) {
   __hip_atomic_store(in_global(p), v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_SYSTEM);
+}
+// No variant that needs these is compiled for AMD GPUs, which promise no access of 16 bytes as a whole.
+LF_DEVICE Words load_line(const u64* p) { return load_words(p); }
+LF_DEVICE void store_line(u64* p, const Words& v) { store_word(p, v.a), store_word(p + 1, v.b); }
+LF_DEVICE u64 exchange_word(u64* p, u64 v) {  // returns the word before
+  return __hip_atomic_exchange(in_global(p), v, __ATOMIC_RELAXED, __HIP_MEMORY_SCOPE_AGENT);
 }
 LF_DEVICE void fence_device() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "agent"); }
 LF_DEVICE void fence_system() { __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, ""); }
@@ -159,6 +169,11 @@ LF_DEVICE void add_shared(u64* p, u64 v) {
 
 #define LF_DEVICE __device__ __forceinline__
 #define LF_COLD static __device__ __noinline__  // not inlined: it takes no registers of its callers
+#if LF_OUT_OF_LINE                              // what the variant of that name does not inline
+#define LF_OUTLINED LF_COLD
+#else
+#define LF_OUTLINED static LF_DEVICE
+#endif
 #define LF_KERNEL extern "C" __global__ __launch_bounds__(kThreads, 1)
 #define LF_CONSTANT static __constant__ const
 #define LF_SHARED(name) extern __shared__ __align__(128) char name[]
@@ -202,6 +217,23 @@ LF_DEVICE Words load_words(const u64* p) {
 LF_DEVICE void store_word(u64* p, u64 v) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
+// 16 bytes that are read and written as a whole: PTX has accesses of type .b128 since version 8.3 (sm_70), which are
+// scalar for its memory model, while those of vectors (v2.u64) may be torn between their elements.
+LF_DEVICE Words load_line(const u64* p) {
+  Words v;
+  asm volatile("{\n\t.reg .b128 line;\n\tld.relaxed.sys.global.b128 line, [%2];\n\tmov.b128 {%0, %1}, line;\n\t}"
+               : "=l"(v.a), "=l"(v.b)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+LF_DEVICE void store_line(u64* p, const Words& v) {
+  asm volatile(
+      "{\n\t.reg .b128 line;\n\tmov.b128 line, {%1, %2};\n\tst.relaxed.sys.global.b128 [%0], line;\n\t}" ::"l"(p),
+      "l"(v.a), "l"(v.b)
+      : "memory");
+}
+LF_DEVICE u64 exchange_word(u64* p, u64 v) { return atomicExch(p, v); }  // returns the word before
 LF_DEVICE void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 LF_DEVICE void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
@@ -331,13 +363,9 @@ LF_DEVICE bool barrier_passed(u64* barrier, u32 parity) {
       : "memory");
   return done != 0;
 }
-// Waits for a copy. After 20 s it ends the launch with a driver error.
-LF_DEVICE void await_barrier(u64* barrier, u32 parity) {
-  for (u64 began = 0; !barrier_passed(barrier, parity);) {
-    const u64 now = clock_ns();
-    if (began == 0) began = now;
-    if (now - began > 20'000'000'000ull) asm volatile("trap;");
-  }
+[[noreturn]] LF_DEVICE void trap() {  // ends the launch with a driver's error
+  asm volatile("trap;");
+  __builtin_unreachable();
 }
 
 }  // namespace gpu

@@ -232,25 +232,49 @@ LF_DEVICE float row_sum(const float* partial, int row, int m = 0, int first = 0)
   return sum;
 }
 
-// Loads the thread's part of a vector from a board, or of the vectors of several rows.
-template <class Shape, int rows = 1>
+// Channels of a warp's part of a vector in a segment.
+template <class Shape>
+constexpr int kSegmentColumns = Shape::kVectors * Shape::kGroup * kPer<Shape>;
+
+// Loads the thread's part of a vector from a board, or of the vectors of several rows. threes: if positive, the board
+// is Threes<threes>; stages: then shared memory, kStagedFloats for each warp.
+template <class Shape, int rows = 1, int threes = 0>
 struct FromBoard {
   Boards<rows> board;
   u32 tag;
   Watch& watch;
+  float* stages = nullptr;
 
   LF_DEVICE void operator()(int segment, float (&x)[rows][Shape::kVectors][kPer<Shape>]) const {
-    read_words<kWhole<Shape>>(board, column<Shape>(segment), Shape::kColumns, tag, distance<Shape>, x, watch,
-                              kAtVector);
+    if constexpr (threes == 0) {
+      read_words<kWhole<Shape>>(board, column<Shape>(segment), Shape::kColumns, tag, distance<Shape>, x, watch,
+                                kAtVector);
+    } else {
+      constexpr int n = kSegmentColumns<Shape>;
+      static_assert(n <= kStagedFloats, "custom_calls/gpu/layout.py computes fewer columns of a segment");
+      const int part = opaque(warp()), first = (part * Shape::kSegments + segment) * n,
+                own = column<Shape>(segment, part);
+      float* staged = stages + part * kStagedFloats;
+      LF_UNROLL for (int m = 0; m < rows; m++) {
+        Threes<threes>::template bring<n, kWhole<Shape>>(board.of(m), first, Shape::kColumns, tag, staged, watch,
+                                                         kAtVector);
+        LF_UNROLL for (int v = 0; v < Shape::kVectors; v++) {
+          LF_UNROLL for (int i = 0; i < kPer<Shape>; i++) {
+            const int at = distance<Shape>(v, i / 2 * 2) + i % 2;
+            x[m][v][i] = kWhole<Shape> || own + at < Shape::kColumns ? staged[own - first + at] : 0.0f;
+          }
+        }
+      }
+    }
   }
 };
 
 // FromBoard under an RMS norm (Zhang & Sennrich, arXiv 1910.07467). The gains are applied here. The factor of the whole
 // vector is applied to the results, so that no thread waits for it before it multiplies. squares: [rows][kWarps],
 // receives the sum of squares over each warp's columns.
-template <class Shape, int rows = 1>
+template <class Shape, int rows = 1, int threes = 0>
 struct NormedFromBoard {
-  FromBoard<Shape, rows> board;
+  FromBoard<Shape, rows, threes> board;
   const float* gains;
   float* squares;
 

@@ -132,6 +132,18 @@ struct Residual {
   template <int most>
   LF_DEVICE void publish(const Run<most>& run, u64* board, u32 tag) const {
     watch.delay();
+    if constexpr (kStreamTriples > 0) {
+      if constexpr (most == 1 && kStreamTriples <= kWarpSize * 3 / 4) {
+        sync_warp();  // the first warp has written the channels and reads them
+      } else {
+        sync_cta();
+      }
+      for (int m = 0; m < run.count(); m++) {
+        Threes<kStreamTriples>::publish(board + (i64)m * kLaneWords, first, count, tag,
+                                        [&](int r) { return stream(m, r); });
+      }
+      return;
+    }
     each(run, [&](int m, int r) { store_word(board + (i64)m * kLaneWords + first + r, word_of(stream(m, r), tag)); });
   }
 

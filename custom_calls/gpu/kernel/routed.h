@@ -68,10 +68,11 @@ struct Orders {
 template <class Course>
 class RoutedRing {
  public:
-  LF_DEVICE RoutedRing(const char* weights, char* shared, u64* barriers, Course course)
+  LF_DEVICE RoutedRing(const char* weights, char* shared, u64* barriers, Course course, const Watch& watch)
       : ring_(shared + warp() * kRingLines * kLineBytes),
         barriers_(barriers + warp() * kSlots),
         orders_((Orders<Course>*)((char*)barriers + kBarrierBytes) - (kWarps - warp())),
+        watch_(watch),
         weights_(weights) {
     static_assert(kSlots <= 16, "the number of a slot must fit four bits");
     static_assert((int)sizeof(Orders<Course>) * kWarps + 8 * kWarps * kSlots <= kBarrierBytes,
@@ -149,7 +150,7 @@ class RoutedRing {
   }
 
   LF_DEVICE void await(int slot) {
-    await_barrier(barriers_ + slot, parities_ >> slot & 1);
+    await_copy(barriers_ + slot, parities_ >> slot & 1, slot, watch_);
     parities_ ^= 1u << slot;
   }
 
@@ -192,6 +193,7 @@ class RoutedRing {
   char* ring_;
   u64* barriers_;
   Orders<Course>* orders_;
+  const Watch& watch_;
   const char* weights_;       // the CTA's weights
   u64 read_;                  // the queue of the course that is read
   int at_ = 0, awaited_ = 0;  // the line in the first slot, and slots whose copies have arrived
@@ -206,7 +208,7 @@ using PassCourse = Passes;
 template <class Course>
 class RoutedRing {
  public:
-  LF_DEVICE RoutedRing(const char* weights, char*, u64*, Course course)
+  LF_DEVICE RoutedRing(const char* weights, char*, u64*, Course course, const Watch&)
       : weights_(weights + warp_lane() * 16), course_(course) {}
 
   LF_DEVICE void open(u32 line, int lines, int count) {

@@ -68,7 +68,7 @@ struct Sampler {
   int* end;  // shared memory, kept between passes: how the next packet ends the call, or 0
   Watch& watch;
   int place, first, count;  // number of the CTA among all; its range of tokens
-  bool leader;              // whether this CTA writes the results of its device
+  bool leader;              // whether this CTA writes the results of its device, to the host too
   float temperature = 0, top_p = 1, min_p = 0, penalty = 1;
   int top_k = 0;
   u32 key[2] = {};
@@ -154,8 +154,14 @@ struct Sampler {
     return found;
   }
 
-  // Applies penalty, temperature and filters to the logits of row m, and publishes the CTA's packet.
+  // Applies penalty, temperature and filters to the logits of row m, and publishes the CTA's packet. A spare CTA only
+  // publishes its word: that it has read what the pass before has left, and how the call ends.
   LF_DEVICE void offer(const Edge& edge, int m, int position, int drafts, const int* tokens, int forced) {
+    if (is_spare()) {
+      record_timeout();
+      sync_cta();
+      return publish(edge, 0, 0, {0, -1}, 0);
+    }
     const u32 tag = edge.tag;
     float *logits = this->logits + m * kHeadRows, *z = this->z + m * kHeadRows;
     const bool ranked = temperature > 0 && (top_k > 0 || top_p < 1),
@@ -266,6 +272,7 @@ struct Sampler {
     return best;
   }
 
+  LF_DEVICE i64 spare_word(const Edge& edge, int device) const { return kSpareAt + edge.number * kSpares + device; }
   LF_DEVICE i64 packet(const Edge& edge, int from) const {
     return kPacketsAt + ((i64)edge.number * kPackets + from) * kPacketWords;
   }
@@ -273,6 +280,11 @@ struct Sampler {
   // Publishes this CTA's packet on all devices.
   LF_DEVICE void publish(const Edge& edge, float largest, float sum, const Best& best, float logit) const {
     watch.delay();
+    if (is_spare()) {
+      if (thread() < kSpares)
+        store_word(p.shared[thread()] + spare_word(edge, p.device), word_of((float)*end, edge.tag));
+      return;
+    }
     if (thread() >= kPacketWords) return;
     fence_device();  // what this CTA wrote to the caches is visible to readers of the packet (sync_cta ordered it)
     const float values[kPacketWords] = {largest, sum, best.value, bits_to_float((u32)best.token), logit, (float)*end};
@@ -302,6 +314,10 @@ struct Sampler {
     float top = kLowest, ending = 0;
     LF_UNROLL for (int i = 0; i < each; i++) top = larger(top, packets[i][0]),
                                              ending = larger(ending, packets[i][kEndWord]);
+    if (kSpares > 0 && thread() < kSpares) {
+      const u64* word = p.shared[p.device] + spare_word(edge, thread());
+      ending = larger(ending, wait_for(word, edge.tag, watch, kAtSpare, thread()));
+    }
     if (watch.ended()) ending = kFailure;
     fence_device();
     sync_cta();
@@ -368,7 +384,7 @@ struct Sampler {
         const int token = first + i * kThreads;
         if (token >= kVocab) continue;
         for (u32 spins = 0; !arrived(words[i], tag); words[i] = load_word(board + token))
-          if (!watch.keep_waiting(spins, kAtLogits, token)) break;
+          if (!watch.keep_waiting(spins, kAtLogits, token, board + token, tag)) break;
         body(token, value_of(words[i]));
       }
     }
@@ -404,10 +420,8 @@ struct Sampler {
     if (thread() < p.devices) store_word(p.shared[thread()] + of_ctas + place, word_of(own_best, tag));
     float best = kLowest;
     for (int from = opaque(thread()); from < kPackets; from += kThreads) {
-      u64 word;
-      for (u32 spins = 0; !arrived(word = load_word(p.shared[p.device] + of_ctas + from), tag);)
-        if (!watch.keep_waiting(spins, kAtPacket, from * kPacketWords)) break;
-      best = larger(best, value_of(word));
+      const u64* word = p.shared[p.device] + of_ctas + from;
+      best = larger(best, wait_for(word, tag, watch, kAtPacket, from * kPacketWords));
     }
     best = max_over_cta(best, warps());
     float least = kLowest;

@@ -86,18 +86,19 @@ static_assert(kPassTags > 2 * kLayers + 2, "kPassTags is too small: every edge o
 //   scratch  of attention, DeltaNet, mixtures and norms of the residual stream, and the sampler
 //   merged   [rows][kMergedFloats], the result of attention where it is on no board
 //   brought  vectors as bytes, for tensor cores (tensor.h)
+//   stages   [kWarps][kStagedFloats], parts of vectors from boards of threes (edges.h)
 //   x, history, streams, joins   see Residual
 //   logits, z, end               see Sampler
 //   drafts   states of drafts and slots (drafts.h, requests.h)
 //   tokens   [rows], where routers choose by token
 struct Shared {
-  float *partial[2], *squares[2], *scratch, *merged, *brought, *x, *history, *streams, *joins, *logits, *z;
+  float *partial[2], *squares[2], *scratch, *merged, *brought, *stages, *x, *history, *streams, *joins, *logits, *z;
   int *end, *drafts, *tokens;
 
   static constexpr int kFloats =
       2 * even(kPartialFloats) + 2 * even(kPassRows * kWarps) + even(kScratchFloats) + even(kPassRows * kMergedFloats) +
-      even(kBroughtFloats) + even(kPassRows * kStreams * kStreamRows) + even(kPassRows * kJoinFloats) +
-      even(kPassRows * kStreamRows) + even(kPassRows * kHistory * kStreamRows) +
+      even(kBroughtFloats) + even(kWarps * kStagedFloats) + even(kPassRows * kStreams * kStreamRows) +
+      even(kPassRows * kJoinFloats) + even(kPassRows * kStreamRows) + even(kPassRows * kHistory * kStreamRows) +
       (kZInMerged ? 1 : 2) * even(kPassRows * kHeadRows) + 2 + even(kDraftInts) + (kByToken ? even(kPassRows) : 0);
 
   static_assert(kFloats == kSharedFloats, "custom_calls/gpu/layout.py computes another size of shared memory");
@@ -113,6 +114,7 @@ struct Shared {
     squares[0] = take(kPassRows * kWarps), squares[1] = take(kPassRows * kWarps);
     merged = take(kPassRows * kMergedFloats);
     brought = take(kBroughtFloats);
+    stages = take(kWarps * kStagedFloats);
     streams = take(kPassRows * kStreams * kStreamRows), joins = take(kPassRows * kJoinFloats);
     x = take(kPassRows * kStreamRows), history = take(kPassRows * kHistory * kStreamRows);
     logits = take(kPassRows * kHeadRows);

@@ -90,13 +90,12 @@ LF_DEVICE void keep(const Params& p, const Residual& residual) {
 LF_KERNEL void laneformer_step(LF_PARAMS p) {
   LF_SHARED(memory);
   const Step step = step_of(p.op, p.layer);
-  Stream stream(weights_of_cta(p), memory, (u64*)(memory + kRingBytes), step.weights);
+  const int lane_here = cta() / kCtas, c = cta() % kCtas, lane = p.first_lane + lane_here, place = lane * kCtas + c;
+  Watch watch(p, p.shared[p.device], lane);
+  Stream stream(weights_of_cta(p), memory, (u64*)(memory + kRingBytes), step.weights, watch);
   join_launches();
   Shared shared((float*)(memory + kRingBytes + kBarrierBytes));
-  const int lane_here = cta() / kCtas, c = cta() % kCtas, lane = p.first_lane + lane_here, place = lane * kCtas + c;
-  const int op = p.op, layer = p.layer;
-  Watch watch(p, p.shared[p.device], lane);
-  watch.layer = layer;
+  const int op = p.op, layer = watch.layer = p.layer;
   const Control control(p);
   if (op == kStepBegin) {
     const bool accepted = accept(p, control);

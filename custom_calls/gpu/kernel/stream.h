@@ -12,8 +12,7 @@
 // ring (routed.h).
 #pragma once
 
-#include "model.h"
-#include "numbers.h"
+#include "edges.h"
 
 namespace laneformer {
 namespace gpu {
@@ -51,6 +50,30 @@ struct Stretch {
 
 #if LF_BULK
 
+// Ends a call in which a copy of weights does not complete. The launch ends too, with a driver's error, because no copy
+// may be in flight when a kernel ends. slot: of this warp's ring.
+[[noreturn]] LF_COLD void lose_copy(const Params& p, Whereabouts at, int slot) {
+  if (p.stuck) {
+    const int own = warp() * kSlots + slot;
+    fail(p, at, kAtWeights, own, nullptr, 0);
+    const u64 until = clock_ns() + p.timeouts_ns[2] - p.timeouts_ns[1];  // by then other CTAs have made their records
+    while (clock_ns() < until) pause();
+  }
+  trap();
+}
+
+// Waits for a copy that has not completed yet.
+LF_OUTLINED void await_late(const Params& p, Whereabouts at, u64* barrier, u32 parity, int slot) {
+  const u64 began = clock_ns();
+  for (; !barrier_passed(barrier, parity); pause())
+    if (clock_ns() - began > p.timeouts_ns[1]) lose_copy(p, at, slot);
+}
+
+// Waits for the copy into a slot of this warp's ring, whose barrier is given.
+LF_DEVICE void await_copy(u64* barrier, u32 parity, int slot, const Watch& watch) {
+  if (!barrier_passed(barrier, parity)) await_late(watch.params(), watch.whereabouts(), barrier, parity, slot);
+}
+
 constexpr int kRingLines = kSlots * kSlotLines, kSlotBytes = kSlotLines * kLineBytes;
 constexpr int kRingBytes = kWarps * kRingLines * kLineBytes;
 
@@ -58,10 +81,11 @@ template <class Course>
 class Ring {
  public:
   // shared: kRingBytes of shared memory; barriers: 8 kWarps kSlots bytes of it.
-  LF_DEVICE Ring(const char* weights, char* shared, u64* barriers, Course course)
+  LF_DEVICE Ring(const char* weights, char* shared, u64* barriers, Course course, const Watch& watch)
       : weights_(weights + (i64)warp() * kRowLines * kLineBytes),
         ring_(shared + warp() * kRingLines * kLineBytes),
         barriers_(barriers + warp() * kSlots),
+        watch_(watch),
         course_(course) {
     if (warp_lane() == 0) {
       policy_ = stream_policy();
@@ -102,7 +126,7 @@ class Ring {
  private:
   LF_DEVICE void await(u32 line) {
     while ((int)(line - ready_) > 0) {
-      await_barrier(barriers_ + ready_slot_, parity_);
+      await_copy(barriers_ + ready_slot_, parity_, ready_slot_, watch_);
       ready_ += kSlotLines;
       if (++ready_slot_ == kSlots) ready_slot_ = 0, parity_ ^= 1;
     }
@@ -123,17 +147,22 @@ class Ring {
   }
 
   LF_DEVICE void issue(int slot) {
-    const int lines = course_.most(kSlotLines);
-    if (lines == 0) return;
-    if (warp_lane() == 0)
-      bulk_copy(ring_ + slot * kSlotBytes, weights_ + (i64)course_.next * kLineBytes, lines * kLineBytes,
-                barriers_ + slot, policy_);
-    course_.advance(lines);
+    course_ = issued(course_, weights_, ring_ + slot * kSlotBytes, barriers_ + slot, policy_);
+  }
+
+  // Issues the course's next lines into a slot, and returns the rest of the course.
+  LF_OUTLINED Course issued(Course course, const char* weights, char* to, u64* barrier, u64 policy) {
+    const int lines = course.most(kSlotLines);
+    if (lines == 0) return course;
+    if (warp_lane() == 0) bulk_copy(to, weights + (i64)course.next * kLineBytes, lines * kLineBytes, barrier, policy);
+    course.advance(lines);
+    return course;
   }
 
   const char* weights_;
   char* ring_;
   u64* barriers_;
+  const Watch& watch_;
   Course course_;  // of the lines to issue next
   u64 policy_ = 0;
   u32 line_ = 0;               // the line to read next, counted from the start
@@ -150,7 +179,7 @@ constexpr int kRingBytes = 0;
 template <class Course>
 class Ring {
  public:
-  LF_DEVICE Ring(const char* weights, char*, u64*, Course course)
+  LF_DEVICE Ring(const char* weights, char*, u64*, Course course, const Watch&)
       : weights_(weights + (i64)warp() * kRowLines * kLineBytes + warp_lane() * 16), course_(course) {}
 
   template <int n>

@@ -62,11 +62,9 @@ CODES = {
 pytestmark = pytest.mark.slow
 
 
-def header(
-    machine, lanes_here: int, dtype: str, rows: int = 1, requests: int = 1, drafts: bool = False, **changes
-) -> str:
+def header(machine, lanes_here: int, dtype: str, rows=1, requests=1, drafts=False, variants=(), **changes) -> str:
     """The header model.h of the 2B. dtype: dtype of the weights, or bf12 or a name in CODES for bfloat16 with all
-    products in 12 bits or quantized. rows, requests, drafts: as in Layout. changes: changes of the config.
+    products in 12 bits or quantized. rows, requests, drafts, variants: as in Layout. changes: changes of the config.
     """
     config, in_12_bits, format = LANEFORMER_2B.replace(**changes), dtype == "bf12", CODES.get(dtype)
     dtype = "bfloat16" if in_12_bits or format else dtype
@@ -75,9 +73,8 @@ def header(
     paths = [path for paths in product_weights(plan) for path in paths]
     quantized = dict.fromkeys(paths, format) if format else {}
     in_12_bits = paths if in_12_bits else ()
-    return model_header(
-        Layout(plan, machine, lanes_here, bf12=in_12_bits, codes=quantized, rows=rows, requests=requests, drafts=drafts)
-    )
+    options = {"bf12": in_12_bits, "codes": quantized, "rows": rows, "requests": requests, "drafts": drafts}
+    return model_header(Layout(plan, machine, lanes_here, variants=variants, **options))
 
 
 ON_EIGHT = ("deepseek_v3", "deepseek_v3_4", "kimi_k2")  # models on eight devices; others are on one
@@ -212,6 +209,21 @@ def test_nvidia_spills_no_registers(lanes_here, dtype):
 def test_nvidia_spills_no_registers_in_steps(lanes_here, dtype):
     step = nvidia(lanes_here, dtype, gpu_build.STEPS)["laneformer_step"]
     assert step["registers"] <= 255 and (step["stack"], step["stores"], step["loads"]) == (0, 0, 0)
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("variant", "most"),
+    [
+        ("triples", 72),
+        pytest.param("out-of-line", 0, marks=pytest.mark.exhaustive),
+        pytest.param("spare-writer", 0, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_nvidia_variants_spill_few_registers(variant, most):
+    """most: bytes of spills of a thread."""
+    decode = figures(header(H200, 1, "bfloat16", variants=(variant,)), gpu_build.PERSISTENT)["laneformer_decode"]
+    assert decode["registers"] <= 255 and max(decode["stack"], decode["stores"], decode["loads"]) <= most
 
 
 @needs_nvcc

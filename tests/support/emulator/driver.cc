@@ -106,7 +106,9 @@ int launch(void* function, unsigned grid, unsigned shared, const void* params) {
   running--;
   if (result)
     std::fprintf(stderr, "the emulated kernel %s\n",
-                 result == 1 ? "is deadlocked" : "ended with bulk copies in flight");
+                 result == 1   ? "is deadlocked"
+                 : result == 2 ? "ended with bulk copies in flight"
+                               : "has trapped");
   return result;
 }
 

@@ -122,6 +122,25 @@ struct Still {
   }
 };
 
+// For tests: a CTA's first thread loses its N-th word (EMULATOR_LOST=CTA,N,word) or copy (EMULATOR_LOST=CTA,N,copy).
+struct Lost {
+  int cta = -1, left = 0;
+  bool word = false;
+
+  void read() {
+    *this = {};
+    char what[8] = "";
+    const char* value = std::getenv("EMULATOR_LOST");
+    if (!value) return;
+    if (std::sscanf(value, "%d,%d,%7s", &cta, &left, what) < 3)
+      std::fprintf(stderr, "EMULATOR_LOST must be CTA,N,word or CTA,N,copy, got %s\n", value), std::abort();
+    word = what[0] == 'w';
+  }
+  bool loses(bool a_word) { return word == a_word && left-- == 1; }
+};
+thread_local Lost lost;
+thread_local bool trapped = false;
+
 // Takes the next thread of a pass.
 Fiber* next_of(Group* warp) {
   const int lane = __builtin_ctzll(warp->pending);
@@ -194,6 +213,13 @@ uint32_t value_of(uint32_t value, int lane) {
   return warp->values[side][lane];
 }
 
+bool loses_word() { return lost.loses(true); }
+
+void trap() {
+  trapped = true;
+  for (;;) yield();
+}
+
 void read(const void* from) {
   Fiber* const fiber = self();
   if (from < fiber->shared || from >= fiber->shared + laneformer_kernel.ring_bytes) return;
@@ -223,12 +249,14 @@ void bulk_copy(void* to, const void* from, unsigned bytes, uint64_t* barrier) {
       fail("a bulk copy may overwrite data before it has been read");
   if (((uintptr_t)to | (uintptr_t)from | bytes) % 16) fail("a bulk copy is not aligned to 16 bytes");
   std::memset(to, 0xff, bytes);
+  if (self()->careless && lost.loses(false)) return;
   copies.push_back({to, from, bytes, barrier});
 }
 
 }  // namespace emulator
 
-// Runs a grid to its end. Returns 0, or 1 if all threads wait for each other, or 2 if copies are in flight at the end.
+// Runs a grid to its end. Returns 0, or 1 if all threads wait for each other, or 2 if copies are in flight at the end,
+// or 3 if a thread has called `trap`.
 extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int grid, int64_t shared_bytes,
                                   uint64_t seed) {
   using namespace emulator;
@@ -236,6 +264,8 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
   parameters = params;
   random_state = seed * 0x9e3779b97f4a7c15ull + 1;
   copies.clear();
+  trapped = false;
+  lost.read();
   const int warps = threads / warp_size, count = grid * threads;
   num_threads = threads;
   slots.resize(count);
@@ -266,6 +296,7 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
     f.thread = t, f.lane = t % warp_size, f.cta = c;
     f.warp = &blocks[c].warps[t / warp_size], f.block = &blocks[c];
     f.bit = 1ull << f.lane;
+    f.careless = c == lost.cta && t == 0 && !reading;
     f.reads = fibers.reads(i);
     void** top = (void**)((uintptr_t)&f & ~(uintptr_t)15);
     *--top = nullptr;  // a function's stack starts 8 bytes off a multiple of 16
@@ -323,6 +354,10 @@ extern "C" int laneformer_emulate(const laneformer::gpu::Params* params, int gri
       copies[i] = copies.back();
       copies.pop_back();
       moved = true;
+    }
+    if (trapped) {
+      result = 3;
+      break;
     }
     idle = moved ? 0 : idle + 1;
     if (idle > 1000) {

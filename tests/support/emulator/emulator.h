@@ -24,6 +24,7 @@ struct Fiber {  // a thread of a kernel
   uint64_t bit;        // of the thread among those of its warp
   const void** reads;  // [kMostReads] of the weights' ring, which a bulk copy may still overtake
   int num_reads, thread, lane, cta;
+  bool careless;  // loses a word or a copy (EMULATOR_LOST)
 };
 
 // Each fiber has a slot of kSlotBytes, aligned to its size: its Fiber, and below it its stack. A fiber thus finds
@@ -58,6 +59,8 @@ void yield();                                 // lets others run
 void meet(Group*);                            // waits for all threads of the group
 uint32_t value_of(uint32_t value, int lane);  // of a thread of the warp; all threads call it with their own value
 void read(const void* from);                  // records a read of 16 bytes
+bool loses_word();                            // of a careless thread: whether the word that it stores is lost
+[[noreturn]] void trap();                     // ends the launch with an error
 
 // Barriers in shared memory (mbarriers). A phase ends when all threads that the barrier expects have arrived and all
 // bytes that they announced have been copied. bulk_copy completes its bytes on a barrier, late.

@@ -11,6 +11,7 @@
 
 #define LF_DEVICE inline
 #define LF_COLD inline
+#define LF_OUTLINED static inline
 #define LF_KERNEL extern "C"
 #define LF_PARAMS const Params
 #define LF_CONSTANT static const
@@ -90,7 +91,22 @@ LF_DEVICE Words load_words(const u64* p) {
     std::fprintf(stderr, "load_words: %p is not aligned to 16 bytes\n", (const void*)p), std::abort();
   return {load_word(p), load_word(p + 1)};
 }
-LF_DEVICE void store_word(u64* p, u64 v) { *(volatile u64*)p = v; }
+LF_DEVICE void store_word(u64* p, u64 v) {
+  if (emulator::self()->careless && emulator::loses_word()) return;
+  *(volatile u64*)p = v;
+}
+LF_DEVICE Words load_line(const u64* p) { return load_words(p); }  // no fiber runs between the two
+LF_DEVICE void store_line(u64* p, const Words& v) {
+  if ((uintptr_t)p % 16)
+    std::fprintf(stderr, "store_line: %p is not aligned to 16 bytes\n", (const void*)p), std::abort();
+  if (emulator::self()->careless && emulator::loses_word()) return;
+  *(volatile u64*)p = v.a, *(volatile u64*)(p + 1) = v.b;
+}
+LF_DEVICE u64 exchange_word(u64* p, u64 v) {
+  const u64 before = load_word(p);
+  store_word(p, v);
+  return before;
+}
 LF_DEVICE void fence_device() {}
 LF_DEVICE void fence_system() {}
 template <class T>
@@ -192,9 +208,8 @@ LF_DEVICE void bulk_copy(void* to, const void* from, u32 bytes, u64* barrier, u6
   emulator::arrive(barrier_at(barrier), bytes);
   emulator::bulk_copy(to, from, bytes, barrier_at(barrier));
 }
-LF_DEVICE void await_barrier(u64* barrier, u32 parity) {
-  while (!emulator::passed(barrier_at(barrier), parity)) pause();
-}
+LF_DEVICE bool barrier_passed(u64* barrier, u32 parity) { return emulator::passed(barrier_at(barrier), parity); }
+[[noreturn]] LF_DEVICE void trap() { emulator::trap(); }
 
 }  // namespace gpu
 }  // namespace laneformer

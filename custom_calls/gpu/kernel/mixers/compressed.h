@@ -208,7 +208,8 @@ struct CompressedAttention : CompressedIndex<Op, most> {
             all = all && arrived(words[k], tag);
           }
         }
-        if (all || !watch.keep_waiting(spins, kAtAttention, s0)) break;
+        if (all || !watch.keep_waiting(spins, kAtAttention, s0, parts + s0 * Splitting::kPartWords + channel, tag))
+          break;
       }
       LF_UNROLL for (int i = 0; i < each; i++) {
         if (s0 + i >= splits) continue;

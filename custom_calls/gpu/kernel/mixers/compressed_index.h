@@ -104,7 +104,7 @@ struct CompressedIndex : CompressedRows<Op, most> {
           values[i] = value_of(word);
           all = all && arrived(word, tag);
         }
-      } while (!all && watch.keep_waiting(spins, kAtAttention, first));
+      } while (!all && watch.keep_waiting(spins, kAtAttention, first, scores + first, tag));
       LF_UNROLL for (int i = 0; i < each; i++) {
         const int at = first + i * kThreads + own;
         if (at < count) body(at, place_of(values[i]));

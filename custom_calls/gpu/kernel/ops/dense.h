@@ -52,12 +52,14 @@ class DenseOps {
   LF_DEVICE static int rows_of(int first, int rows, int all) { return larger(0, smaller(rows, all - first)); }
 
  protected:
-  // Times an op for the trace.
+  // Times an op for the trace, and names it in reports of failures.
   struct Clock {
     DenseOps& d;
     int op, layer;
     u64 began;
-    LF_DEVICE Clock(DenseOps& d, int op, int layer) : d(d), op(op), layer(layer), began(d.p_.spans ? clock_ns() : 0) {}
+    LF_DEVICE Clock(DenseOps& d, int op, int layer) : d(d), op(op), layer(layer), began(d.p_.spans ? clock_ns() : 0) {
+      d.watch_.op = op;
+    }
     LF_DEVICE void end() const {
       if (!d.p_.spans || thread() != 0) return;
       int& n = d.p_.num_spans[cta()];
@@ -193,11 +195,12 @@ class DenseOps {
     constexpr bool of_stream = Op::kReads == Value::kStream;
     const int time = of_stream ? 2 * layer + Op::kModule : layer;
     const u64* vector = (of_stream ? stream_board(time) : boards_ + Op::kFrom) + (i64)row * kLaneWords;
-    const FromBoard<Reading<Op>, most> board = {boards_of(vector, run), tag + time, watch_};
+    constexpr int threes = Op::kFromTriples;
+    const FromBoard<Reading<Op>, most, threes> board = {boards_of(vector, run), tag + time, watch_, shared_.stages};
     if constexpr (Op::kNormed) {
       const float* gains = small(Op::norm(layer), Op::kNormStride);
       product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought,
-                        NormedFromBoard<Reading<Op>, most>{board, gains, squares(turn_)});
+                        NormedFromBoard<Reading<Op>, most, threes>{board, gains, squares(turn_)});
     } else {
       product<Op, most>(stream_, weights<Op>(layer), partial, shared_.brought, board);
     }
@@ -219,6 +222,16 @@ class DenseOps {
     u64* board = boards_ + Op::kTo;
     float factor = 1;
     if constexpr (Op::kNormed && most == 1) factor = norm_factor<columns>(squares(turn_), Op::kNormEps);
+    if constexpr (Op::kToTriples > 0) {
+      static_assert(Op::kToTriples == own, "custom_calls/gpu/layout.py counts other rows of a CTA");
+      for (int m = 0; m < run.count(); m++) {
+        if constexpr (Op::kNormed && most > 1) factor = norm_factor<columns>(squares(turn_) + m * kWarps, Op::kNormEps);
+        Threes<own>::publish(board + (i64)m * kLaneWords, first, count, tag, [&](int r) {
+          return finished<Op, most>(partial, r, factor, layer, first + r, Op::kChannels, m);
+        });
+      }
+      return;
+    }
     each_of_rows<own>(run, count, [&](int m, int r) {
       if constexpr (Op::kNormed && most > 1) factor = norm_factor<columns>(squares(turn_) + m * kWarps, Op::kNormEps);
       const float value = finished<Op, most>(partial, r, factor, layer, first + r, Op::kChannels, m);

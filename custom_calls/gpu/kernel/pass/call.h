@@ -9,22 +9,24 @@ namespace gpu {
 
 // The sampler of CTA c of a lane, with the CTA's range of tokens.
 LF_DEVICE Sampler sampler_of(const Params& p, Shared& shared, Watch& watch, int lane, int c) {
+  if (is_spare()) return {p, shared.logits, shared.z, shared.scratch, shared.end, watch, 0, 0, 0, true};
   const int place = lane * kCtas + c;
   const int first =
       Head::kKind == HeadKind::kVocabParallel ? lane * (kVocab / kLanes) + c * kHeadRows : place * kHeadRows;
   const int rows = Decoder::rows_of(first, kHeadRows,
                                     Head::kKind == HeadKind::kVocabParallel ? (lane + 1) * (kVocab / kLanes) : kVocab);
-  return {p, shared.logits, shared.z, shared.scratch, shared.end, watch, place, first, rows, cta() == 0};
+  return {p, shared.logits, shared.z, shared.scratch, shared.end, watch, place, first, rows, is_leader()};
 }
 
-// Waits until all CTAs of all devices have started this call, and so have ended the one before: what they read in that
-// call may be written again.
+// place: number of the CTA among all, the spare ones last. Waits until all CTAs of all devices have started this call,
+// and so have ended the one before: what they read in that call may be written again.
 LF_DEVICE void check_in(const Params& p, Watch& watch, int place, u32 tag) {
   if (thread() == 0)
     for (int d = 0; d < p.devices; d++) store_word(p.shared[d] + kCheckInAt + place, word_of(0, tag));
   for (int from = opaque(thread()); from < kPackets; from += kThreads)
-    for (u32 spins = 0; !arrived(load_word(p.shared[p.device] + kCheckInAt + from), tag);)
-      if (!watch.keep_waiting(spins, kAtCheckIn, from / kCtas)) break;
+    wait_for(p.shared[p.device] + kCheckInAt + from, tag, watch, kAtCheckIn, from / kCtas);
+  if (kSpares > 0 && thread() < kSpares)
+    wait_for(p.shared[p.device] + kCheckInAt + kPackets + thread(), tag, watch, kAtCheckIn, thread() * kLanesHere);
   sync_cta();
 }
 
@@ -76,19 +78,20 @@ LF_DEVICE bool possible(const Params& p) {
 // Whether the call can run. If not, writes the results of a failed call.
 LF_DEVICE bool accept(const Params& p, const Control& control) {
   if (kRequests == 1 ? possible(p, control, 0) : possible(p)) return true;
-  if (cta() == 0 && thread() == 0) p.host->failure = failure_word(p.pass_tag, kBadCall, 0, -1, 0);
-  if (cta() == 0) write_results(p, 0, kFailed, control.start);
-  for (int slot = 1; slot < kRequests && cta() == 0; slot++) write_results(p, 0, kFailed, Control(p, slot).start, slot);
+  if (is_leader() && thread() == 0) p.host->failure = failure_word(p.pass_tag, kBadCall, 0, -1, 0);
+  if (is_leader()) write_results(p, 0, kFailed, control.start);
+  for (int slot = 1; slot < kRequests && is_leader(); slot++)
+    write_results(p, 0, kFailed, Control(p, slot).start, slot);
   return false;
 }
 
 // Writes the results when the passes have ended.
 LF_DEVICE void finish(const Params& p, const Control& control, const Progress& now) {
-  if (cta() == 0) write_results(p, now.drawn, now.end, control.start + smaller(now.pass, control.prompt) + now.drawn);
+  if (is_leader()) write_results(p, now.drawn, now.end, control.start + smaller(now.pass, control.prompt) + now.drawn);
 }
 
 LF_DEVICE void finish(const Params& p, const Requests& requests) {
-  if (cta() != 0) return;
+  if (!is_leader()) return;
   if (thread() == 0 && p.reports) {
     p.host->passes = requests.passes();
     requests.report_drafts();
@@ -100,7 +103,8 @@ LF_DEVICE void finish(const Params& p, const Requests& requests) {
 }
 
 LF_DEVICE const char* weights_of_cta(const Params& p) {
-  return (const char*)p.weights + (i64)cta() * kWarps * kRowLines * kLineBytes;
+  const int own = is_spare() ? 0 : cta();  // a spare CTA fills its ring once and reads nothing of it
+  return (const char*)p.weights + (i64)own * kWarps * kRowLines * kLineBytes;
 }
 
 }  // namespace gpu
