@@ -183,6 +183,7 @@ class GpuBackend(NativeBackend):
             **self.session.quantized_weights,
             "compute_dtype": self.source.precision.compute,
             "kv_dtype": plan.cache_dtype.name,
+            "variants": list(self.session.layout.variants),
             "speculation": self.speculation,
             "parallel": self.parallel,
             "prefix_cache": 0,  # XLA's order of summation for a position depends on the block of the prompt

@@ -9,6 +9,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, ClassVar
 
@@ -122,11 +123,10 @@ class NativeBackend:
         layers = caches.layers
         state = State.of(seen, layers)
         self._give_texts(lease, slot, start)
-        outputs, state = jax.block_until_ready(
-            self._runs[slot](inputs, state, self.session.operands, room=room, top=request.top_logprobs)
-        )
-        if self.session.failure is not None:
-            raise custom_calls.NativeError(self.session.failure)
+        with failures_of(self.session):
+            outputs, state = jax.block_until_ready(
+                self._runs[slot](inputs, state, self.session.operands, room=room, top=request.top_logprobs)
+            )
         drawn, _, position = np.asarray(outputs.status).tolist()
         filled = position - (drawn > 0)  # the last drawn token has no keys and values yet
         text = np.concatenate([prompt, np.asarray(outputs.tokens)[:drawn]])
@@ -136,6 +136,21 @@ class NativeBackend:
         if self.session.together > 1:
             return Caches([])  # the scheduler has the caches of all slots
         return Caches(custom_calls.empty_layers(self.session.plan, capacity, self.source.mesh))
+
+
+@contextmanager
+def failures_of(session: DecodeSession) -> Iterator[None]:
+    """Raises NativeError with the session's reason if the call in the block failed on the devices, also if the launch
+    ended in a driver's error.
+    """
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if session.failure is None:
+            raise
+        raise custom_calls.NativeError(session.failure) from error
+    if session.failure is not None:
+        raise custom_calls.NativeError(session.failure)
 
 
 def capacity_for(request: Request, context: int) -> int:

@@ -19,10 +19,10 @@ import jax
 import numpy as np
 
 import custom_calls
-from custom_calls import YIELDED, Inputs, NativeError, State
+from custom_calls import YIELDED, Inputs, State
 from custom_calls.gpu.session import GpuSession
 from infer.engine.backend import Request
-from infer.engine.native import capacity_for, inputs_for, room_for, texts_for
+from infer.engine.native import capacity_for, failures_of, inputs_for, room_for, texts_for
 from infer.engine.prefix import Caches, copied
 
 BETWEEN = 8  # passes between two blocks of a new request's prompt
@@ -187,12 +187,11 @@ class Scheduler:
         room = room_for(max(one.request.limit for one in together), self._context)
         top = max(one.request.top_logprobs for one in together)
         layers, self._layers = self._layers, None
-        outputs, state = jax.block_until_ready(
-            self._call(inputs, State.of(seen, layers), self._session.operands, room=room, top=top)
-        )
-        self._layers = state.layers_like(layers)
-        if self._session.failure is not None:
-            raise NativeError(self._session.failure)
+        with failures_of(self._session):
+            outputs, state = jax.block_until_ready(
+                self._call(inputs, State.of(seen, layers), self._session.operands, room=room, top=top)
+            )
+            self._layers = state.layers_like(layers)
         tokens, status = np.asarray(outputs.tokens), np.asarray(outputs.status)
         for one in together:
             drawn, end, position = status[one.slot].tolist()
