@@ -168,7 +168,7 @@ def test_a_wrong_cuda_part_is_found_in_a_model(name, on_ptx, monkeypatch, tmp_pa
         "shfl.sync.bfly.b32 %r1, %r1, 1, 15, -1",
         "bar.sync 1",
         "bar.warp.sync 65535",
-        "atom.global.add.u32 %r1, [%rd1], 1",
+        "atom.global.cas.b32 %r1, [%rd1], 1, 2",
         "fence.proxy.async.global",
         "mbarrier.arrive.shared::cta.b64 _, [%r1]",
         "mma.sync.aligned.m16n8k16.row.col.s32.u8.u8.s32 {%r1, %r1, %r1, %r1}, {%r1, %r1}, {%r1}, {%r1, %r1, %r1, %r1}",

@@ -2,6 +2,7 @@
 
 import ctypes
 import math
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -81,6 +82,10 @@ INTEGERS = {  # a, b, c, d are operands of 32 bits without a sign; n is a small 
     "cvt.s32.s8 R, A": lambda a, b, c, d, n: (a & 255) - 2 * (a & 128),
     "cvt.u32.u16 R, A": lambda a, b, c, d, n: a & 0xFFFF,
     "mad.wide.s32 RD, A, B, 7; cvt.u32.u64 R, RD": lambda a, b, c, d, n: signed(a) * signed(b) + 7,
+    "cvt.u64.u32 RD, A; cvt.u64.u32 RE, B; mov.b128 Q, {RE, RD}; mov.b128 {RE, RD}, Q; cvt.u32.u64 R, RE": (
+        lambda a, b, c, d, n: b
+    ),
+    "mov.b64 RD, {A, B}; shr.u64 RD, RD, 40; mov.b64 {R, RF}, RD": lambda a, b, c, d, n: b >> 8,
     "setp.lt.s32 P, A, B; selp.b32 R, C, D, P": lambda a, b, c, d, n: c if signed(a) < signed(b) else d,
     "setp.hi.u32 P, A, B; selp.b32 R, C, D, P": lambda a, b, c, d, n: c if a > b else d,
     "setp.eq.s32 P, N, 3; setp.ge.or.u32 P, A, B, P; selp.b32 R, 1, 2, P": lambda a, b, c, d, n: (
@@ -118,7 +123,19 @@ FLOATS = {  # x, y, z are floats; the result is a float or an int
     "setp.neu.f32 P, A, B; selp.b32 R, 1, 2, P": lambda x, y, z: 1 if x != y else 2,
 }
 EXACT = ("fma.rn.f32", "fma.rm.f32")  # not tested with NaN and infinity
-NAMES = {"RD": "%rd9", "R": "%r9", "P": "%p1", "A": "%r0", "B": "%r1", "C": "%r2", "D": "%r3", "N": "%r4"}
+NAMES = {
+    "RD": "%rd9",
+    "RE": "%rd8",
+    "RF": "%r8",
+    "Q": "%rq0",
+    "R": "%r9",
+    "P": "%p1",
+    "A": "%r0",
+    "B": "%r1",
+    "C": "%r2",
+    "D": "%r3",
+    "N": "%r4",
+}
 
 
 def entry(name: str, rows) -> str:
@@ -126,10 +143,10 @@ def entry(name: str, rows) -> str:
     lines = ["ld.param.b64 %rd0, [given];", "ld.param.b64 %rd1, [found];"]
     lines += [f"ld.global.b32 %r{i}, [%rd0+{4 * i}];" for i in range(5)]
     for number, row in enumerate(rows):
-        words = row.replace(",", " , ").replace(";", " ; ").split()
+        words = re.sub(r"([,;{}])", r" \1 ", row).split()
         lines.append(f"{' '.join(NAMES.get(word, word) for word in words)};")
         lines.append(f"st.global.b32 [%rd1+{4 * number}], %r9;")
-    registers = ".reg .pred %p<2>; .reg .b32 %r<10>; .reg .b64 %rd<10>;"
+    registers = ".reg .pred %p<2>; .reg .b32 %r<10>; .reg .b64 %rd<10>; .reg .b128 %rq<1>;"
     return f".visible .entry {name}(.param .b64 given, .param .b64 found)\n{{ {registers} {' '.join(lines)} ret; }}\n"
 
 

@@ -29,9 +29,11 @@ SPECIAL = {
 POLLS = re.compile(r"ld\.(volatile|relaxed)\b|mbarrier\.try_wait\b|call\b")
 ACCESS = re.compile(
     r"(?P<kind>ld|st)(?:\.(?:volatile|relaxed\.(?:gpu|sys)))?(?:\.(?P<space>global|shared|shared::cta|local|param|const))?"
-    r"(?:\.(?:nc|cg|ca|cs))?(?:\.v(?P<count>[24]))?\.(?P<type>[busf](?:8|16|32|64))"
+    r"(?:\.(?:nc|cg|ca|cs))?(?:\.v(?P<count>[24]))?\.(?P<type>b128|[busf](?:8|16|32|64))"
 )
-ATOMIC = re.compile(r"(?P<kind>atom|red)\.(?:relaxed\.cta\.)?shared(?:::cta)?\.add\.(?P<type>[us](?:32|64))")
+ATOMIC = re.compile(
+    r"(?P<kind>atom|red)\.(?:(?P<space>shared|shared::cta|global)\.)?(?P<what>add\.[us]|exch\.b)(?P<bits>32|64)"
+)
 PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k(?P<columns>16|32)\.row\.col\.s32\.s8\.s8\.s32")
 
 
@@ -234,20 +236,27 @@ class Writer:
         base, offset = self.base_and_offset(text)
         return f"({base} + ({offset}))"
 
+    def place(self, space: str | None, address: str, bytes: int) -> str:
+        """C++ of the host's address of an access."""
+        if space in ("shared", "shared::cta"):
+            return f"shared({self.shared_address(address)}, {bytes})"
+        return f"aligned({self.address(address)}, {bytes})"
+
     # ---- instructions with lists of operands
 
     def move(self, type: str, target: str, source: str) -> str:
         if target.startswith("{"):
             parts = operands(target[1:-1])
             each = width(type) // len(parts)
-            whole = f"uint64_t t = {self.operand(source, type)};"
+            whole = f"const auto t = {self.operand(source, type)};"
             return (
                 f"{{ {whole} {' '.join(self.assign(p, f'u{each}', f't >> {i * each}') for i, p in enumerate(parts))} }}"
             )
         if source.startswith("{"):
             parts = operands(source[1:-1])
             each = width(type) // len(parts)
-            joined = (f"(uint64_t){self.operand(p, f'u{each}')} << {i * each}" for i, p in enumerate(parts))
+            whole = C_TYPES[f"b{width(type)}"]
+            joined = (f"({whole}){self.operand(p, f'u{each}')} << {i * each}" for i, p in enumerate(parts))
             return self.assign(target, type, " | ".join(joined))
         if type == "pred":
             return self.assign(target, type, self.operand(source, type))
@@ -263,10 +272,7 @@ class Writer:
         if len(values) != count:
             raise Unsupported("number of values")
         bytes = count * width(type) // 8
-        if found["space"] in ("shared", "shared::cta"):
-            place = f"shared({self.shared_address(address)}, {bytes})"
-        else:
-            place = f"aligned({self.address(address)}, {bytes})"
+        place = self.place(found["space"], address, bytes)
         element = C_TYPES[type if type[0] == "s" else f"b{width(type)}"]  # signed numbers are extended by their sign
         if load:
             reads = "emulator::read((const void*)t); " * (
@@ -278,14 +284,15 @@ class Writer:
         return f"{{ auto* t = ({element}*){place}; {reads}{' '.join(moves)} }}"
 
     def atomic(self, found: re.Match, *values: str) -> str:
-        """An addition in shared memory. No other fiber runs in between."""
+        """An addition or exchange, also with other devices, which have their own threads of the host."""
         *target, address, value = values
         if len(target) != (found["kind"] == "atom"):
             raise Unsupported("number of operands")
-        type = f"u{width(found['type'])}"
-        place = f"auto* t = ({C_TYPES[type]}*)shared({self.shared_address(address)}, {width(type) // 8});"
-        old = [f"const auto old = *t; *t = old + {self.operand(value, type)};"]
-        return f"{{ {place} {' '.join([*old, *(self.assign(one, type, 'old') for one in target)])} }}"
+        type, bytes = f"u{found['bits']}", int(found["bits"]) // 8
+        place = self.place(found["space"], address, bytes)
+        function = "__atomic_fetch_add" if found["what"].startswith("add") else "__atomic_exchange_n"
+        old = f"{function}(({C_TYPES[type]}*){place}, {self.operand(value, type)}, __ATOMIC_SEQ_CST)"
+        return self.assign(target[0], type, old) if target else f"{old};"
 
     def product(self, found: re.Match, *values: str) -> str:
         """A product of matrices of bytes."""

@@ -12,7 +12,7 @@ C_TYPES = {
     for bits in (8, 16, 32, 64)
     for kind, name in (("s", "int"), ("u", "uint"), ("b", "uint"))
 }
-C_TYPES |= {"pred": "bool", "f32": "float", "f64": "double"}
+C_TYPES |= {"b128": "uint128_t", "pred": "bool", "f32": "float", "f64": "double"}
 CLASSES = {
     "int": "<s16|s32|s64|u16|u32|u64>",
     "any": "<s8|s16|s32|s64|u8|u16|u32|u64>",

@@ -14,6 +14,8 @@
 
 namespace {
 
+using uint128_t = unsigned __int128;
+
 [[noreturn, gnu::noinline, gnu::cold]] void stop(const char* why) {
   std::fprintf(stderr, "PTX: %s (CTA %d, thread %d)\n", why, emulator::self()->cta, emulator::self()->thread);
   std::abort();
