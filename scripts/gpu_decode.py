@@ -29,6 +29,7 @@ from custom_calls.gpu.formats import Bf12Choice
 from custom_calls.gpu.header import model_header
 from custom_calls.gpu.layout import Layout
 from custom_calls.gpu.session import ARCHITECTURES, LAUNCHES, MACHINES, GpuSession
+from custom_calls.gpu.variants import VARIABLE, from_environment
 from custom_calls.plan import Plan
 from infer.bench.machine import accelerator
 from infer.engine.native import check_weights, plan_of
@@ -40,7 +41,6 @@ from laneformer.processes import Group
 from laneformer.quantized.rounding import USUAL, Kind, round_to
 
 Weights = Literal["bfloat16", "bf12", "int8", "fp8", "int4", "mxfp4", "nvfp4"]
-VARIANTS = "LANEFORMER_GPU_VARIANTS"  # names of variants, separated by commas; read when a session opens
 PLAIN = "none"
 
 
@@ -55,7 +55,9 @@ class Options:
     --dtype by default.
     """
     variants: tuple[str, ...] = (PLAIN,)
-    """Variants of the kernel (custom_calls/gpu), several ones joined by commas; `none` is the kernel as it is."""
+    """Variants of the kernel (custom_calls/gpu/variants.py), several ones joined by commas; `none` is the kernel as it
+    is.
+    """
     context: int = 64
     """Positions in the cache at the start, filled with zeros."""
     tokens: int = 256
@@ -146,15 +148,15 @@ def fitting(recipe: str, context: int, tokens: int) -> ModelConfig:
 @contextmanager
 def variants(names: str) -> Iterator[None]:
     """Sessions that open inside have these variants."""
-    before = os.environ.pop(VARIANTS, None)
+    before = os.environ.pop(VARIABLE, None)
     try:
         if names != PLAIN:
-            os.environ[VARIANTS] = names
+            os.environ[VARIABLE] = names
         yield
     finally:
-        os.environ.pop(VARIANTS, None)
+        os.environ.pop(VARIABLE, None)
         if before is not None:
-            os.environ[VARIANTS] = before
+            os.environ[VARIABLE] = before
 
 
 def model_options(config: ModelConfig, dtype: str, weights: str | None) -> dict[str, Any]:
@@ -185,10 +187,10 @@ def open_session(config: ModelConfig, dtype: str, weights: str | None, **options
 
 @contextmanager
 def native_errors() -> Iterator[None]:
-    """Raises errors of the native library and of the compilers as ConfigError."""
+    """Raises errors of the native library, of layouts and of the compilers as ConfigError."""
     try:
         yield
-    except (custom_calls.NativeError, BuildError) as error:
+    except (custom_calls.NativeError, BuildError, ValueError) as error:
         raise ConfigError(str(error)) from None
 
 
@@ -259,9 +261,10 @@ def compile_kernel(made: dict[str, Any], launch: str = "persistent", peer_ctas: 
     """
     plan, platform = made["plan"], "cuda"
     formats = frozenset((made["bf12"] or Bf12Choice()).tables), (made["codes"] or CodesChoice()).formats
-    layout = Layout(plan, MACHINES[platform], 1 if peer_ctas else plan.ops.lanes, peer_ctas, *formats)
+    lanes = 1 if peer_ctas else plan.ops.lanes
     kernel = PERSISTENT if launch == "persistent" else STEPS
     with native_errors():
+        layout = Layout(plan, MACHINES[platform], lanes, peer_ctas, *formats, variants=from_environment())
         size = len(image(model_header(layout), ARCHITECTURES[platform], None, kernel))
     return f"{kernel}: {size:,} bytes"
 

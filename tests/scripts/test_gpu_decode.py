@@ -5,12 +5,13 @@ import os
 import pytest
 
 from custom_calls.gpu.tiling import Machine
+from custom_calls.gpu.variants import VARIABLE
 from infer.engine.gpu import CudaBackend, CudaGraphBackend
 from infer.engine.sources import RandomSource, recipe_config
 from laneformer import ConfigError
 from laneformer.precision import Precision
 from scripts import gpu_decode, gpu_rank
-from scripts.gpu_decode import VARIANTS, Options, main, measure, table, variants
+from scripts.gpu_decode import Options, main, measure, table, variants
 from tests.support import emulated, small
 
 RECIPE = """
@@ -34,12 +35,12 @@ def test_formats_and_variants_are_measured(recipe, monkeypatch):
     asked = []
     opened = gpu_decode.open_session
     monkeypatch.setattr(
-        gpu_decode, "open_session", lambda *a, **o: asked.append(os.environ.get(VARIANTS)) or opened(*a, **o)
+        gpu_decode, "open_session", lambda *a, **o: asked.append(os.environ.get(VARIABLE)) or opened(*a, **o)
     )
-    options = Options(recipe=recipe, variants=("none", "none"), context=8, tokens=4, runs=1)
+    options = Options(recipe=recipe, variants=("none", "out-of-line,triples"), context=8, tokens=4, runs=1)
     devices = {"machine": MACHINE, "compile_with": emulated.compile_with(MACHINE), "driver": emulated.driver()}
     records = measure(options, None, **({} if emulated.REAL else devices))
-    assert asked == [None, None] and [record["variant"] for record in records] == ["none", "none"]
+    assert asked == [None, "out-of-line,triples"] and [record["variant"] for record in records] == [*options.variants]
     assert all(record["same_bits"] and record["us_per_token"]["median"] > 0 for record in records)
     assert records[0]["bytes_per_token"] > 2 * 64 * (4 + 3 * 128) and {"memory_bytes", "clocks"} < {*records[0]}
     text = table(records)
@@ -47,12 +48,12 @@ def test_formats_and_variants_are_measured(recipe, monkeypatch):
 
 
 def test_variants_are_named_while_a_session_opens(monkeypatch):
-    monkeypatch.setenv(VARIANTS, "mine")
+    monkeypatch.setenv(VARIABLE, "mine")
     with variants("a,b"):
-        assert os.environ[VARIANTS] == "a,b"
+        assert os.environ[VARIABLE] == "a,b"
     with variants("none"):
-        assert VARIANTS not in os.environ
-    assert os.environ[VARIANTS] == "mine"
+        assert VARIABLE not in os.environ
+    assert os.environ[VARIABLE] == "mine"
 
 
 def test_compiled_kernels_are_those_of_the_backends(monkeypatch):
@@ -67,14 +68,14 @@ def test_compiled_kernels_are_those_of_the_backends(monkeypatch):
     monkeypatch.setattr(gpu_decode, "image", image)
     monkeypatch.setattr("jax.default_backend", lambda: "gpu")  # which chooses the precision
     source = RandomSource(recipe_config("laneformer_2b"), "float16", precision=Precision.default("float16"))
-    lane = gpu_rank.Options(layouts=("tp",))
+    lane = gpu_rank.Options(layouts=("tp",), variants=("triples",))
     for make in (
         lambda: CudaBackend(source, absorb=False),
         lambda: gpu_decode.compile_kernel(gpu_decode.model_options(source.config, "float16", None)),
         lambda: CudaGraphBackend(source, absorb=False),
         lambda: gpu_decode.compile_kernel(gpu_decode.model_options(source.config, "float16", None), "graph"),
-        lambda: gpu_rank.open_lane(recipe_config(lane.recipe).replace(layout="tp"), lane, 5),
         lambda: list(gpu_rank.compiled(lane, "tp")),
+        lambda: gpu_rank.measure(gpu_rank.Options(variants=lane.variants, delays=(5,)), "tp"),
     ):
         with pytest.raises(ConfigError, match="compiled"):
             make()

@@ -14,12 +14,13 @@ from pathlib import Path
 import pytest
 import tyro
 
+from custom_calls.gpu import variants
 from infer.commands import bench
 from scripts import gpu_decode, gpu_rank, gpu_rows
 from scripts.gpu_check import __main__ as gpu_check
 from scripts.gpu_check import figures, ladder, report, stage, torch_graph
 from scripts.gpu_check.stage import PYTHON, ROOT, Stage, filled
-from scripts.gpu_check.stages import CALLS, GPU, RINGS, RUNGS, TESTS, TOOLS, stages
+from scripts.gpu_check.stages import CALLS, GPU, RINGS, RUNGS, TESTS, TOOLS, VARIANTS, stages
 from train import bench as train_bench
 from train.planning.plan import DryRun
 from train.recipes import parse
@@ -155,7 +156,8 @@ def test_stages_of_the_kernel_have_valid_options():
 def test_rank_stage_has_valid_options_and_is_reported(tmp_path):
     (command,) = of("rank").commands
     beside = tyro.cli(gpu_rank.Options, args=of("variants").commands[1][3:])
-    assert beside.layouts == ("laneformer",) and beside.variants[0] == "none" and len(beside.variants) == 3
+    assert beside.layouts == ("laneformer",) and {*beside.variants} < {*VARIANTS}
+    assert ("none", *variants.VARIANTS) == VARIANTS, "all variants are measured"
     options = tyro.cli(gpu_rank.Options, args=command[3:])
     assert options.recipe == GPU.dense and str(options.json) == "{out}/rank.json" and options.delays == (0, 5, 20)
     (tmp_path / "rank.log").write_text(
