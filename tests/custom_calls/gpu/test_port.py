@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from tests.support import emulated, port_functions, small
+from tests.support import emulated, small
+from tests.support.emulator import port_functions
 
 pytestmark = [small.needs_library, emulated.needs_gpu, emulated.only_emulated]
 

@@ -21,10 +21,10 @@ from custom_calls.gpu.layout import Layout
 from custom_calls.gpu.tiling import H200
 from infer.engine.native import plan_of
 from laneformer import Precision
-from tests.support import emulated, port_functions, small
-from tests.support.compare_kernels import CASES, difference
+from tests.support import emulated, small
 from tests.support.decode_cases import LAYOUTS
-from tests.support.emulator import ptx
+from tests.support.emulator import port_functions, ptx
+from tests.support.emulator.compare_kernels import CASES, difference
 from tests.support.gpu_cases import WAYS, some
 
 pytestmark = [small.needs_library, emulated.only_emulated, emulated.needs_nvcc, pytest.mark.slow]
@@ -127,8 +127,8 @@ def test_the_source_does_not_show_it(tmp_path):
 RUN_CHANGED = """
 import os, sys
 os.environ["JAX_PLATFORMS"] = "cpu"
-from tests.support import emulated, port_functions, small
-from tests.support.compare_kernels import difference
+from tests.support import emulated, small
+from tests.support.emulator.compare_kernels import difference
 unchanged = emulated.ptx_of
 def ptx_of(folder):
     file = folder / "port.h"

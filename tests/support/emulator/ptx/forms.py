@@ -154,7 +154,7 @@ cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint
                                           [s] u64 u32 [8] b64  bulk_copy({0}, {1}, {2}, {3});
 ret                                       -                   return;
 exit                                      -                   return;
-trap                                      -                   stop("trap");
+trap                                      -                   emulator::trap();
 """
 COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 COMPARED |= {"lo": "<", "ls": "<=", "hi": ">", "hs": ">="}
