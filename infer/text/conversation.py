@@ -73,14 +73,14 @@ def _call(call: Mapping[str, Any]) -> dict[str, Any]:
 def in_words(messages: Sequence[Mapping[str, Any]], tools: ToolRequest | None) -> list[dict[str, Any]]:
     """The conversation with tool definitions, calls and tool messages replaced by text."""
     made: list[dict[str, Any]] = []
-    for message in messages:
+    results: list[str] = []  # results of one answer, which are one message
+    for i, message in enumerate(messages):
         kept = {name: value for name, value in message.items() if name not in ("tool_calls", "tool_call_id")}
         if message["role"] == "tool":
-            text = f"<tool_response>\n{message.get('content', '')}\n</tool_response>"
-            if made and made[-1]["role"] == "user" and made[-1]["content"].endswith("</tool_response>"):
-                made[-1]["content"] += f"\n{text}"  # results of one answer are one message
+            results.append(f"<tool_response>\n{message.get('content', '')}\n</tool_response>")
+            if messages[i + 1 : i + 2] and messages[i + 1]["role"] == "tool":
                 continue
-            kept = {"role": "user", "content": text}
+            kept, results = {"role": "user", "content": "\n".join(results)}, []
         elif calls := message.get("tool_calls"):
             texts = [
                 f"<tool_call>\n{json_text({key: call['function'][key] for key in ('name', 'arguments')})}\n</tool_call>"

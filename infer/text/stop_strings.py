@@ -12,6 +12,8 @@ class StopStrings:
 
     def __init__(self, strings: Iterable[str] = ()):
         self._strings = tuple(strings)
+        self._beginnings = {stop[:n] for stop in self._strings for n in range(1, len(stop))}
+        self._longest = max(map(len, self._beginnings), default=0)
         self._held = ""
         self.found: str | None = None
         """The stop string that was found; no text is passed on after it."""
@@ -26,7 +28,8 @@ class StopStrings:
             _, start, self.found = min(hits)
             self._held = ""
             return text[:start]
-        longest = max((n for stop in self._strings for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+        most = min(self._longest, len(text))
+        longest = next((n for n in range(most, 0, -1) if text[-n:] in self._beginnings), 0)
         self._held = text[len(text) - longest :]
         return text[: len(text) - longest]
 

@@ -371,11 +371,12 @@ def _parse_header(file: Path, text: bytes) -> tuple[dict[str, dict], dict[str, o
     """The entries of a header by tensor name, and its metadata."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
-        names = [name for name, _ in pairs]
-        for name in names:
-            if names.count(name) > 1:
+        made: dict[str, object] = {}
+        for name, value in pairs:
+            if name in made:
                 raise CheckpointError(f"{file}: {name} appears twice in the header; write the file again")
-        return dict(pairs)
+            made[name] = value
+        return made
 
     try:
         header = parse_json(text, object_pairs_hook=unique)
