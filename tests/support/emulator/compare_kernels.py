@@ -1,6 +1,7 @@
 """Compares logits and tokens of the GPU kernel on an emulated GPU with those of the CPU kernel, for any small model.
 
-  python -m tests.support.emulator.compare_kernels experts lanes=3 hidden_size=96 moe_intermediate_size=192 --weights int4
+  python -m tests.support.emulator.compare_kernels experts lanes=3 hidden_size=96 \
+      moe_intermediate_size=192 --weights int4
   python -m tests.support.emulator.compare_kernels layout=ladder heads=4 head_dim=10 --launch graph --code port
 
 The first argument may name a case of tests/support/decode_cases.py; FIELD=VALUE sets a size of `small.make_config` or a
