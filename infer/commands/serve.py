@@ -1,7 +1,6 @@
 """python -m infer serve: an OpenAI-compatible HTTP server for one checkpoint, with the engine in a separate process."""
 
 import asyncio
-import logging
 import os
 import signal
 import socket
@@ -13,11 +12,12 @@ from typing import Annotated, Any
 import tyro
 
 from infer.engine.options import Integer, JobEngineOptions
-from laneformer.errors import ConfigError, LogFormat
+from laneformer.errors import ConfigError
 from laneformer.interrupts import importing
 
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 KEY = "LANEFORMER_API_KEY"
+SWITCH_SECONDS = 0.001  # how long the thread that reads large requests keeps the event loop waiting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,9 @@ class Options:
     any_model_name: bool = False
     """Accept requests for any model name, and answer with this model."""
     api_key_file: File = None
-    """File with the key that clients must send; or set the environment variable LANEFORMER_API_KEY."""
+    """File with the keys of which clients must send one, a line each; or set the environment variable
+    LANEFORMER_API_KEY to one key.
+    """
     insecure: bool = False
     """Listen on --host without a key, so that any client that reaches it may use it."""
     allowed_host: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
@@ -67,12 +69,13 @@ class Options:
 
 
 def run(options: Options) -> int:
+    signal.signal(signal.SIGTERM, _stopped)
     try:
         with importing():
             import uvicorn
-            from uvicorn.protocols.http.auto import AutoHTTPProtocol
+            from uvicorn.protocols.http.h11_impl import H11Protocol  # limits headers, as httptools does not
 
-            from infer.serve import connections
+            from infer.serve import connections, log
             from infer.serve.application import Api
             from infer.serve.engine import EngineProcess, Limits
             from infer.serve.guard import is_loopback
@@ -85,24 +88,22 @@ def run(options: Options) -> int:
     if options.engine.distributed and not _is_first():
         follow(model)
         return 0
-    key = read_key(options)
-    if key is None and not is_loopback(options.host) and not options.insecure:
+    keys = read_keys(options)
+    if not keys and not is_loopback(options.host) and not options.insecure:
         raise ConfigError(
             f"--host {options.host} is reachable by others: set a key with {KEY} or --api-key-file, or give --insecure"
         )
     listening = listen(options.host, options.port)
-    handler = logging.StreamHandler()
-    handler.setFormatter(LogFormat())
-    logging.basicConfig(handlers=[handler], force=True)  # replaces a handler that an imported library installed
-    logging.getLogger("infer").setLevel(logging.INFO)
+    log.show()
     metrics = Metrics()
+    metrics.lost_lines.set_function(lambda: log.LOG.lost)
     limits = Limits(options.max_waiting, options.timeout, options.tokens_per_dispatch)
     engine = EngineProcess(model, limits, metrics, end=lambda: setattr(server, "should_exit", True))
     name = options.model_name or Path(options.engine.checkpoint.rsplit(":", 1)[-1]).absolute().name
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            engine.close()  # first, because uvicorn would wait for open streams
+            engine.stop()  # first, because uvicorn would wait for open streams
             await super().shutdown(sockets)
 
     api = Api(engine, metrics, name, options.stream_interval_ms / 1000, options.any_model_name)
@@ -110,8 +111,8 @@ def run(options: Options) -> int:
     clients = connections.Connections(limit)
     server = Server(
         uvicorn.Config(
-            clients.app(api.app(key, {options.host, *options.allowed_host})),
-            http=clients.protocol(AutoHTTPProtocol),
+            clients.app(api.app(keys, {options.host, *options.allowed_host})),
+            http=clients.protocol(H11Protocol),
             backlog=connections.BACKLOG,
             proxy_headers=False,
             log_config=None,
@@ -123,15 +124,25 @@ def run(options: Options) -> int:
             timeout_graceful_shutdown=1,
         )
     )
-    for number in (signal.SIGINT, signal.SIGTERM):  # because uvicorn raises the signal again after a clean shutdown
-        signal.signal(number, lambda *_: None)
+    # Until uvicorn handles signals, and after its shutdown, when it raises them again.
+    signal.signal(signal.SIGINT, server.handle_exit)
+    signal.signal(signal.SIGTERM, server.handle_exit)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_DFL:  # not with nohup
+        signal.signal(signal.SIGHUP, server.handle_exit)
     host, port = listening.getsockname()[:2]
-    print(f"http://{f'[{host}]' if ':' in host else host}:{port}: loading {name}", file=sys.stderr, flush=True)
+    log.say(f"http://{f'[{host}]' if ':' in host else host}:{port}: loading {name}")
+    sys.setswitchinterval(SWITCH_SECONDS)
     asyncio.run(server.serve([listening]))
     if engine.failure is not None:
         raise ConfigError(engine.failure)
-    print("stopped", file=sys.stderr)
+    log.say("stopped")
     return 0
+
+
+def _stopped(*_: Any) -> None:
+    """Ends the process before the server runs."""
+    os.write(2, b"stopped\n")
+    os._exit(0)
 
 
 def backend_options(options: Options) -> dict[str, Any]:
@@ -169,22 +180,22 @@ def check(options: Options) -> None:
         raise ConfigError(f"--timeout must be above 0 seconds, got {options.timeout}")
 
 
-def read_key(options: Options) -> str | None:
-    """The key that clients must send; None if they need no key. Raises ConfigError for an unusable key."""
+def read_keys(options: Options) -> tuple[str, ...]:
+    """The keys of which clients must send one; () if they need none. Removes them from the environment, which the
+    engine's process inherits. Raises ConfigError for an unusable key.
+    """
     if options.api_key_file is not None and KEY in os.environ:
         raise ConfigError(f"give either --api-key-file or {KEY}, not both")
     if options.api_key_file is not None:
-        key, source = (
-            options.api_key_file.read_text(encoding="utf-8", errors="replace").strip(),
-            str(options.api_key_file),
-        )
+        text, source = options.api_key_file.read_text(encoding="utf-8", errors="replace"), str(options.api_key_file)
+        keys = [line.strip() for line in text.splitlines() if line.strip()]
     elif KEY in os.environ:
-        key, source = os.environ[KEY], KEY
+        keys, source = [os.environ.pop(KEY)], KEY
     else:
-        return None
-    if not key or not key.isascii() or not key.isprintable() or " " in key:
+        return ()
+    if not keys or not all(key and key.isascii() and key.isprintable() and " " not in key for key in keys):
         raise ConfigError(f"{source} has no valid key: use printable ASCII characters without spaces")
-    return key
+    return tuple(dict.fromkeys(keys))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -192,4 +203,6 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server((host, port), family=socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0])
     except OSError as error:
-        raise ConfigError(f"cannot listen on --host {host} --port {port} ({error.strerror}): choose others") from None
+        # Python's own text repeats the address. The codes of name lookups are negative.
+        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+        raise ConfigError(f"cannot listen on --host {host} --port {port} ({reason}): choose others") from None

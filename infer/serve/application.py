@@ -1,12 +1,14 @@
 """The HTTP application: OpenAI-compatible answers by one engine. Read the files in this order: body, protocol, tools
-and item_requests (requests), engine (the queue and the engine process), worker (inside that process), responses,
-choices and item_answers (answers), guard and connections (access).
+and item_requests (requests), engine (the queue and the engine process), worker (inside that process), encoders
+(prompts), responses, choices and item_answers (answers), guard and connections (access).
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -18,11 +20,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from infer.serve.body import NESTED, ApiError, printable, read_json
+from infer.serve.body import NESTED, ApiError, json_bytes, printable, read_json
 from infer.serve.choices import Choices, Single, calls_of, updates_of
 from infer.serve.connections import ARRIVAL_SECONDS
 from infer.serve.engine import EngineProcess, Job, Update
-from infer.serve.guard import Guard, error_response
+from infer.serve.guard import KEY, Guard, error_response
 from infer.serve.item_answers import ItemAnswer
 from infer.serve.item_requests import read_items
 from infer.serve.metrics import Metrics
@@ -35,6 +37,9 @@ log = logging.getLogger("infer")
 T = TypeVar("T")
 
 MOST_BYTES = 1 << 20  # bytes of a request
+SMALL_BYTES = 1 << 14  # a larger request is read on a thread, beside which the event loop continues
+SMALL_ANSWER = 256  # tokens; a larger answer is written on that thread
+READING = ThreadPoolExecutor(1, "laneformer-requests")
 # Time for which the rest of a refused body is read, because most clients send the whole body before they read an
 # answer.
 DISCARD_SECONDS = 2.0
@@ -57,9 +62,13 @@ class Api:
         self._engine, self._metrics, self._model, self._interval = engine, metrics, model, stream_interval
         self._any_model_name = any_model_name
         self._pages = Pages()
+        self._apart = False  # whether prefixes are shared only among requests with one key
 
-    def app(self, key: str | None, hosts: Collection[str]) -> Starlette:
-        """The application with all routes. key, hosts: see Guard."""
+    def app(self, keys: Collection[str], hosts: Collection[str]) -> Starlette:
+        """The application with all routes. keys, hosts: see Guard. With several keys, prefixes are shared only among
+        requests with the same one.
+        """
+        self._apart = len(keys) > 1
         return Starlette(
             routes=[
                 Route("/", self.index),
@@ -73,7 +82,7 @@ class Api:
                 Route("/v1/responses", self.responses, methods=["POST"]),
                 Route("/v1/embeddings", self.embeddings, methods=["POST"]),
             ],
-            middleware=[Middleware(Guard, key=key, hosts=hosts)],
+            middleware=[Middleware(Guard, keys=keys, hosts=hosts)],
             exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _bug},
             lifespan=self._lifespan,
         )
@@ -84,7 +93,7 @@ class Api:
         try:
             yield
         finally:
-            self._engine.close()
+            await self._engine.close()
 
     async def index(self, request: Request) -> Response:
         """The playground for a browser; a list of the routes for other clients."""
@@ -110,7 +119,7 @@ class Api:
         return self._pages.response(request.path_params["name"], request.headers)
 
     async def health(self, request: Request) -> Response:
-        """200 if the engine is ready, else 503. It needs no key, so it reports only the state."""
+        """200 if a request would be accepted, else 503. It needs no key, so it reports only the state."""
         state = self._engine.state
         return JSONResponse({"status": "ok" if state == "ready" else state}, 200 if state == "ready" else 503)
 
@@ -176,18 +185,16 @@ class Api:
     async def _answer(self, request: Request, call: Call, form: Callable[..., Answer]) -> Response:
         """Generates the answer to a call. form: class of the answer."""
         self._require(call.model)
-        facts, jobs = self._engine.facts, []
+        facts = self._engine.facts
         drafts = bool(facts and facts["conditions"].get("speculation"))
         call = call.warned(*call.without_effect(facts.get("template_variables", ()), drafts))
         if call.tools is not None and facts.get("chat") and facts["tool_format"] is None:
             call = call.noted("tools are described in words, because the chat template has no known tool format")
-        try:
-            for one in calls_of(call):
-                jobs.append(await self._engine.submit(one, admitted=bool(jobs)))
-        except BaseException:  # also if the request is cancelled
-            for job in jobs:
-                self._engine.cancel(job)
-            raise
+        key, client = request.scope.get(KEY, ""), request.client
+        if self._apart:
+            call = replace(call, cache_salt=f"{key}:{call.cache_salt}")
+        sender = f"{key}@{'' if client is None else client.host}"
+        jobs = await _unless_left(self._engine.submit(calls_of(call), sender), request.receive)
         several = Choices(jobs, self._model, facts["fingerprint"]) if call.n > 1 else None
         answer = several or Single(form(jobs[0], self._model, facts["fingerprint"]))
         if call.stream:
@@ -198,7 +205,10 @@ class Api:
                 updates[i] += batch
                 if isinstance(batch[-1], ApiError):
                     raise batch[-1]
-        return JSONResponse(answer.whole(updates))
+        if sum(map(len, updates)) <= SMALL_ANSWER:
+            return JSONResponse(answer.whole(updates))
+        text = await asyncio.get_running_loop().run_in_executor(READING, lambda: json_bytes(answer.whole(updates)))
+        return Response(text, media_type="application/json")
 
 
 class _Stream(Response):
@@ -223,6 +233,25 @@ class _Stream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+async def _unless_left(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of `work`, which ends when the client disconnects; ApiError is then raised."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ApiError(499, "the client disconnected")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+
+
+async def _left(receive: Receive) -> None:
+    """Waits until the client disconnects."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 @asynccontextmanager
 async def _watched(engine: EngineProcess, jobs: list[Job], receive: Receive) -> AsyncIterator[None]:
     """Context that cancels the jobs when their client disconnects, and when the block ends."""
@@ -232,8 +261,7 @@ async def _watched(engine: EngineProcess, jobs: list[Job], receive: Receive) -> 
             engine.cancel(job)
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _left(receive)
         cancel()
 
     watching = asyncio.create_task(watch())
@@ -267,7 +295,9 @@ async def _read(request: Request, read: Callable[[dict], T]) -> T:
         # Browsers let any web page send other types without a CORS preflight.
         raise ApiError(415, "send the body as JSON, with the header Content-Type: application/json")
     body = await _body(request)
-    return _parsed(lambda: read(read_json(body)))
+    if len(body) <= SMALL_BYTES:
+        return _parsed(lambda: read(read_json(body)))
+    return await asyncio.get_running_loop().run_in_executor(READING, _parsed, lambda: read(read_json(body)))
 
 
 def _parsed(read: Callable[[], T]) -> T:

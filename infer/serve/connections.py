@@ -8,6 +8,7 @@ import asyncio
 import http
 import json
 import resource
+from contextlib import suppress
 from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -17,6 +18,7 @@ from infer.serve.guard import error_response
 
 ARRIVAL_SECONDS = 30.0  # time limit for the header of a request to arrive, and again for its body
 MOST_CONNECTIONS = 2048  # connections of all addresses together
+PIECE = 1 << 11  # bytes read from a connection in a turn of the event loop: in chunks of one byte they take 5 ms
 BACKLOG = 1024  # connections that the system may hand over at once
 OTHER_FILES = 64  # other open files of the process: pipes, sockets, libraries
 
@@ -87,6 +89,8 @@ class Connections:
 
         class Limited(base):
             def connection_made(self, transport: asyncio.Transport) -> None:
+                with suppress(AttributeError):  # uvloop has no such limit; the server runs on asyncio's loop
+                    transport.max_size = PIECE
                 super().connection_made(transport)
                 self._peer = connections._opened(transport)
 

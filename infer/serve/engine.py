@@ -4,28 +4,34 @@ after a crash.
 
 import asyncio
 import logging
-import multiprocessing
 import re
-import select
-import signal
 import time
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from bisect import insort
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from infer.serve import worker
 from infer.serve.body import NESTED, ApiError
 from infer.serve.grammars import FIELDS
 from infer.serve.metrics import Metrics, TokenTimes
+from infer.serve.processes.log import say
+from infer.serve.processes.run import PATIENCE_SECONDS, EngineRun
+from infer.serve.processes.scarcity import is_scarcity, scarce
 from infer.serve.protocol import Call
 from infer.serve.worker import Encoded, End, Order, Question, ServedModel, Token
 
 log = logging.getLogger("infer")
 
 KEEPALIVE_SECONDS = 15.0  # proxies close a connection that is silent for longer
-MOST_AT_ONCE = 256  # messages from the engine per turn of the event loop
-PATIENCE_SECONDS = 3.0  # time for the process to end before it is killed
+PING_SECONDS = 1.0  # time between two questions to the engine process, which it answers at once
+SILENT_SECONDS = 10.0  # time without an answer after which the server accepts no requests
+STUCK_SECONDS = 60.0  # the same, for all running requests to end once they are cancelled
+STEADY_SECONDS = 60.0  # a crash after this time, or after an answer, is not one of a row
+MOST_CRASHES = 5  # in a row before the server ends
+LONGEST_PAUSE = 30.0  # seconds before a restart
+MOST_TOGETHER = 256  # updates of a job handled at once, when a client reads slowly: 2 ms, or 10 with log-probabilities
+MOST_PASSES = 10_000  # of an answer, each of which takes 1 us to count; more are counted on a thread
+MOST_UNSENT = 1 << 24  # bytes that the engine process has not taken, beyond which the server accepts no requests
 
 
 class Limits(NamedTuple):
@@ -56,12 +62,17 @@ Update = Token | End | ApiError | Queued | Alive
 class Job:
     """An accepted request and its updates."""
 
-    def __init__(self, number: int, call: Call, ids: list[int], order: Order, arrived: float, times: TokenTimes):
-        self.number, self.call, self.ids, self.order, self.arrived = number, call, ids, order, arrived
-        self.times = times
+    def __init__(self, number: int, call: Call, order: Order, client: str, arrived: float, times: TokenTimes):
+        """client: who sent the request. arrived: the time then."""
+        self.number, self.call, self.ids, self.order = number, call, order.ids, order
+        self.client, self.arrived, self.times = client, arrived, times
+        self.round = 0
+        """Place among the client's jobs: clients take turns in rounds."""
         self.started: float | None = None
         self.tokens = 0  # number of tokens drawn so far
         self.ended = asyncio.Event()
+        self.left: float | None = None
+        """Time at which the job ended for its client."""
         self.timers: list[asyncio.TimerHandle] = []
         self._inbox: list[Update] = []
         self._news = asyncio.Event()
@@ -74,6 +85,7 @@ class Job:
         self._news.set()
         if isinstance(update, End | ApiError):
             self.ended.set()
+            self.left = time.perf_counter()
             for timer in self.timers:
                 timer.cancel()
 
@@ -84,8 +96,9 @@ class Job:
         """
         while True:
             await self._news.wait()
-            self._news.clear()
-            batch, self._inbox = self._inbox, []
+            batch, self._inbox = self._inbox[:MOST_TOGETHER], self._inbox[MOST_TOGETHER:]
+            if not self._inbox:
+                self._news.clear()
             yield batch
             if isinstance(batch[-1], End | ApiError):
                 return
@@ -100,7 +113,8 @@ class EngineProcess:
     def __init__(self, model: ServedModel, limits: Limits, metrics: Metrics, end: Callable[[], None]):
         """end: called when the engine cannot be restarted; `failure` then contains the reason."""
         self.limits, self._model, self._metrics, self._end = limits, model, metrics, end
-        self.state: Literal["loading", "ready", "restarting", "stopped"] = "loading"
+        self.state: Literal["loading", "ready", "silent", "restarting", "stopped"] = "loading"
+        """"silent" if the process does not answer, or all that it runs is cancelled and does not end."""
         self.facts: dict[str, Any] = {}
         """Facts that the engine has reported: name, conditions, parallel, chat, tool_format, template_variables,
         fingerprint, seconds; empty before.
@@ -108,65 +122,75 @@ class EngineProcess:
         self.failure: str | None = None
         self._numbers = 0
         self._checks: dict[int, asyncio.Future[Encoded]] = {}
-        self._waiting: deque[Job] = deque()
+        self._asking: dict[int, str] = {}  # the clients of the checks
+        self._waiting: list[Job] = []  # in the order in which they will run
         self._running: dict[int, Job] = {}
+        self._round = 0  # of the job that started last
+        self._run: EngineRun | None = None
+        self._tasks: set[asyncio.Task] = set()
+        self._crashes = 0  # in a row
+        self._reason: str | None = None  # the process's own, for which it ends
+        self._crash: str | None = None  # the same, if it is a bug or a lack of memory
+        self._ready = self._heard = 0.0  # times: start of the engine's work, its last message
         metrics.cache_usage.set_function(self._cache_usage)
 
     def start(self) -> None:
         """Starts the process. Requires a running event loop."""
-        # Spawn, because a fork would copy locks of threads and handles of the devices' libraries.
-        context = multiprocessing.get_context("spawn")
-        self._connection, child = context.Pipe()
-        self._process = context.Process(
-            target=worker.main, args=(child, self._model), name="laneformer-engine", daemon=True
-        )
-        # The process inherits this handler: Ctrl-C ends the server, which then ends the engine.
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
-        try:
-            self._process.start()
-        finally:
-            signal.signal(signal.SIGINT, handler)
-        child.close()
-        self._readable = select.poll()  # ten times faster than the connection's own poll()
-        self._readable.register(self._connection, select.POLLIN)
-        asyncio.get_running_loop().add_reader(self._connection.fileno(), self._read)
+        self._do(self._watch())
+        self._start()
 
-    def close(self, reason: str = "the server is shutting down") -> None:
-        """Ends all requests and the process."""
+    def _start(self) -> None:
+        try:
+            self._run = EngineRun(self._model, self._take, lambda: self._do(self._died()))
+        except OSError as error:
+            self._give_up(f"cannot start the engine process ({error.strerror}): raise the limit on processes or files")
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def stop(self, reason: str = "the server is shutting down") -> None:
+        """Ends all requests and closes the pipe, which ends the process."""
         if self.state == "stopped":
             return
-        listens, self.state = self.state == "ready", "stopped"
-        self._fail_checks(reason)
-        for job in (*self._waiting, *self._running.values()):
-            self._fail(job, ApiError(503, reason), "error")
-        self._waiting.clear()
-        self._disconnect(PATIENCE_SECONDS if listens else 0)
+        self._patience = 0.0 if self.state in ("loading", "silent") else PATIENCE_SECONDS
+        self.state = "stopped"
+        self._fail_all(ApiError(503, reason), reason)
+        if self._run is not None:
+            self._run.close()
 
-    def _disconnect(self, patience: float) -> None:
-        """Closes the pipe, which makes the process end. Kills it if it does not end within `patience` seconds, for
-        example while it loads a model.
-        """
-        asyncio.get_running_loop().remove_reader(self._connection.fileno())
-        self._connection.close()
-        self._process.join(patience)
-        if self._process.is_alive():
-            self._process.kill()
-            self._process.join()
+    async def close(self) -> None:
+        """Ends all requests and waits for the end of the process."""
+        self.stop()
+        for task in self._tasks:
+            task.cancel()
+        if self._run is not None:
+            await self._run.end(self._patience)
 
-    async def submit(self, call: Call, admitted: bool = False) -> Job:
-        """Queues a request. Raises ApiError if it is invalid or the queue is full. admitted: whether to ignore a full
-        queue, for further choices of a request whose first choice is queued.
+    async def submit(self, calls: Sequence[Call], client: str) -> list[Job]:
+        """Queues the calls of a request, which differ in their seeds only. Raises ApiError if they are invalid or the
+        queue is full; a client without waiting requests always has a place in it. client: who sent the request.
         """
         arrived = time.perf_counter()
-        if self.state != "ready":
-            raise ApiError(
-                503,
-                f"the engine is {self.state}: try again soon",
-                code=f"engine_{self.state}",
-                headers={"Retry-After": "5"},
-            )
+        self._require_place(client)
+        encoded = await self._check(calls[0], client)
+        self._require_ready()
+        jobs = [self._job(call.noted(*encoded.notes), encoded, client, arrived) for call in calls]
+        self._next()
+        return jobs
+
+    def _require_ready(self) -> None:
+        if self.state != "ready" or self._run.unsent > MOST_UNSENT:
+            state = self.state if self.state != "ready" else "silent"
+            message = f"the engine is {state}: try again soon"
+            raise ApiError(503, message, code=f"engine_{state}", headers={"Retry-After": "5"})
+
+    def _require_place(self, client: str) -> None:
+        self._require_ready()
         ahead = len(self._checks) + len(self._waiting) + len(self._running)
-        if not admitted and ahead - self.facts["parallel"] >= self.limits.waiting:
+        own = client in self._asking.values() or any(job.client == client for job in self._waiting)
+        if (own or not self.limits.waiting) and ahead - self.facts["parallel"] >= self.limits.waiting:
             self._metrics.failure.labels("queue_full").inc()
             raise ApiError(
                 429,
@@ -174,6 +198,8 @@ class EngineProcess:
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
+
+    async def _check(self, call: Call, client: str) -> Encoded:
         self._numbers += 1
         number = self._numbers
         question = Question(
@@ -187,16 +213,22 @@ class EngineProcess:
             call.prediction,
             call.grammar,
             call.token_healing,
+            client,
         )
-        self._checks[number] = asyncio.get_running_loop().create_future()
+        self._checks[number], self._asking[number] = asyncio.get_running_loop().create_future(), client
         try:
-            self._send_message("check", number, question)
-            encoded = await asyncio.wait_for(self._checks[number], self.limits.seconds)
+            self._send("check", number, question)
+            return await asyncio.wait_for(self._checks[number], self.limits.seconds)
         except RecursionError:
             raise ApiError(400, NESTED, param=call.prompt_param) from None
         except TimeoutError:
             self._metrics.failure.labels("timeout").inc()
+            self._send("drop", number)
             raise ApiError(504, "reading the prompt took too long", code="timeout") from None
+        except asyncio.CancelledError:  # the client has left
+            self._metrics.failure.labels("cancelled").inc()
+            self._send("drop", number)
+            raise
         except ApiError as error:
             self._metrics.failure.labels("refused").inc()
             if error.body["error"]["param"] is None:  # the message of a check begins with the parameter's name
@@ -205,10 +237,12 @@ class EngineProcess:
                 error.body["error"]["param"] = name if name in known else call.prompt_param
             raise
         finally:
-            del self._checks[number]
-        call, ids = call.noted(*encoded.notes), encoded.prompt
+            del self._checks[number], self._asking[number]
+
+    def _job(self, call: Call, encoded: Encoded, client: str, arrived: float) -> Job:
+        """Makes a job and puts it into the queue, in which clients take turns."""
         order = Order(
-            ids,
+            encoded.prompt,
             call.max_tokens,
             call.sampling,
             call.stop_token_ids,
@@ -226,14 +260,16 @@ class EngineProcess:
             encoded.grammar,
             call.token_healing,
         )
-        job = Job(number, call, ids, order, arrived, TokenTimes(self._metrics))
+        self._numbers += 1
+        job = Job(self._numbers, call, order, client, arrived, TokenTimes(self._metrics))
         loop = asyncio.get_running_loop()
         job.timers = [
             loop.call_later(self.limits.seconds, self._expire, job),
             loop.call_later(KEEPALIVE_SECONDS, self._keep_alive, job),
         ]
-        self._waiting.append(job)
-        self._next()
+        last = max((other.round for other in self._waiting if other.client == client), default=-1)
+        job.round = max(self._round, last + 1)
+        insort(self._waiting, job, key=lambda each: (each.round, each.number))
         return job
 
     def cancel(self, job: Job) -> None:
@@ -243,11 +279,11 @@ class EngineProcess:
     def _next(self) -> None:
         """Sends the engine its next jobs if it can run more, and updates the places of waiting jobs in the queue."""
         while self._waiting and self.state == "ready" and len(self._running) < self.facts["parallel"]:
-            job = self._waiting.popleft()
-            self._running[job.number] = job
+            job = self._waiting.pop(0)
+            self._running[job.number], self._round = job, job.round
             job.started = time.perf_counter()
             self._metrics.queue_time.observe(job.started - job.arrived)
-            self._send_message("generate", job.number, job.order)
+            self._send("generate", job.number, job.order)
         self._metrics.running.set(len(self._running))
         self._metrics.waiting.set(len(self._waiting))
         for position, job in enumerate(self._waiting, start=len(self._running)):
@@ -260,14 +296,14 @@ class EngineProcess:
         job.put(error)
         self._metrics.failure.labels(reason).inc()
         if job.number in self._running:
-            self._send_message("cancel", job.number)
+            self._send("cancel", job.number)
         elif job in self._waiting:
             self._waiting.remove(job)
             self._next()
 
-    def _send_message(self, *message: Any) -> None:
-        with suppress(OSError):  # the process has died; _read will notice the end of its pipe
-            self._connection.send(message)
+    def _send(self, *message: Any) -> None:
+        if self._run is not None:  # otherwise the process has ended, and what it was asked ends with it
+            self._run.send(*message)
 
     def _expire(self, job: Job) -> None:
         error = ApiError(
@@ -281,17 +317,8 @@ class EngineProcess:
         job.put(Alive())
         job.timers[1] = asyncio.get_running_loop().call_later(KEEPALIVE_SECONDS, self._keep_alive, job)
 
-    def _read(self) -> None:
-        """Reads available messages. The event loop calls this again while more are available."""
-        try:
-            for _ in range(MOST_AT_ONCE):
-                self._take(*self._connection.recv())
-                if self.state == "stopped" or not self._readable.poll(0):
-                    break
-        except (EOFError, OSError):
-            self._died()
-
     def _take(self, kind: str, *rest: Any) -> None:
+        self._heard = time.perf_counter()
         if kind == "token":
             self._take_token(*rest)
         elif kind in ("end", "error"):
@@ -308,15 +335,17 @@ class EngineProcess:
                 check.set_exception(ApiError(500 if code == "engine_error" else 400, message, code=code))
         elif kind == "ready":
             [self.facts] = rest
-            self.state = "ready"
+            self.state, self._ready = "ready", self._heard
             log.info(
                 "ready after %.1f s: %s",
                 self.facts["seconds"],
                 ", ".join(f"{k} {v}" for k, v in self.facts["conditions"].items()),
             )
             self._next()
-        else:
-            self._give_up(rest[0])
+        elif kind == "failed":
+            [self._reason] = rest
+        elif kind == "crashed":
+            [self._crash] = rest
 
     def _take_token(self, number: int, token: Token) -> None:
         job = self._running.get(number)
@@ -337,10 +366,13 @@ class EngineProcess:
         if job is not None:
             job.times.end()
         drafting = end.drafting if isinstance(end, End) else None
-        if drafting is not None:
+        if drafting is not None and drafting.passes > MOST_PASSES:
+            asyncio.get_running_loop().run_in_executor(None, self._metrics.passes, drafting)
+        elif drafting is not None:
             self._metrics.passes(drafting)
         if job is not None and not job.ended.is_set():
             if isinstance(end, End):
+                self._crashes = 0
                 self._metrics.success.labels(end.reason).inc()
                 self._metrics.prompt_tokens.inc(len(job.ids))
                 if job.call.cache_prompt and self.facts["conditions"]["prefix_cache"]:
@@ -361,39 +393,89 @@ class EngineProcess:
                 self._fail(job, ApiError(500, end, code="engine_error"), "error")
         self._next()
 
-    def _died(self) -> None:
-        """Handles the unexpected end of the process. While the model loads, it gives up, because a restart would fail
-        the same way. Later it restarts the process, and only the running requests are lost.
+    async def _watch(self) -> None:
+        """Watches the process: it must answer, and end what was cancelled."""
+        asked, printed = 0.0, ""  # time of the last question, if it is unanswered; what libraries printed
+        while True:
+            await asyncio.sleep(PING_SECONDS)
+            now = time.perf_counter()
+            if self.state not in ("ready", "silent"):
+                continue
+            if printed:
+                say(printed.rstrip())
+            printed = self._run.printed()  # shown a second later, unless the process has ended for lack of memory
+            if self._heard >= asked:
+                asked = now
+                self._send("ping", 0)
+            left = [job.left for job in self._running.values() if job.left is not None]
+            stuck = len(left) >= self.facts["parallel"] and now - max(left) > STUCK_SECONDS
+            silent = now - asked > SILENT_SECONDS
+            if (silent or stuck) != (self.state == "silent"):
+                self.state = "silent" if silent or stuck else "ready"
+                what = f"has not answered for {SILENT_SECONDS:g} s" if silent else "does not end cancelled requests"
+                log.error("the engine process %s", what if self.state == "silent" else "answers again")
+                self._next()
+
+    async def _died(self) -> None:
+        """Handles the unexpected end of the process. While the model loads for the first time, it gives up, because a
+        restart would fail the same way. Later it restarts the process, and only the running requests are lost.
         """
-        self._process.join(PATIENCE_SECONDS)
-        code = self._process.exitcode
-        how = f"signal {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        if self.state == "stopped":
+            return
+        first, ran = self.state == "loading", time.perf_counter() - self._ready
+        self.state = "restarting"
+        for job in self._running.values():
+            for timer in job.timers:
+                timer.cancel()  # the reason is known soon
+        run, self._run = self._run, None
+        how, printed = await run.end(PATIENCE_SECONDS)
         message = f"the engine process ended unexpectedly ({how})"
-        if self.state != "ready":
-            self._give_up(f"{message} while it loaded the model: read its output above")
+        reason, crash = self._reason, self._crash
+        self._reason = self._crash = None
+        if reason is None and is_scarcity(printed):
+            reason = scarce(how)
+        elif reason is None:
+            reason = crash
+            if printed:
+                say(printed.rstrip())
+        if self.state == "stopped":  # meanwhile
+            return
+        if first:
+            self._give_up(reason or f"{message} while it loaded the model: read its output above")
             return
         if self._model.engine.distributed:
             self._give_up(f"{message}, but the other processes of the job need it: start all of them again")
             return
-        log.error("%s: restarting it", message)
-        self._disconnect(0)
-        self.state = "restarting"
+        self._crashes = self._crashes + 1 if self._ready == 0.0 or ran < STEADY_SECONDS else 1
+        self._ready = 0.0
+        self._fail_all(ApiError(500, message, code="engine_error"), message, waiting=False)
+        if self._crashes >= MOST_CRASHES:
+            self._give_up(f"{reason or message}; it ended {self._crashes} times in a row")
+            return
+        pause = 0.0 if self._crashes == 1 else min(2.0 ** (self._crashes - 2), LONGEST_PAUSE)
+        log.error("%s: restarting it%s", reason or message, f" after {pause:g} s" if pause else "")
         self._metrics.restarts.inc()
-        self._fail_checks(message)
-        running, self._running = self._running, {}
-        for job in running.values():
-            job.times.end()
-            self._fail(job, ApiError(500, message, code="engine_error"), "error")
-        self.start()
-        self._next()
+        await asyncio.sleep(pause)
+        if self.state == "restarting":
+            self._start()
 
-    def _fail_checks(self, reason: str) -> None:
+    def _fail_all(self, error: ApiError, reason: str, waiting: bool = True) -> None:
+        """Ends the checks, the running requests and, if `waiting`, the waiting ones."""
         for check in self._checks.values():
             if not check.done():
                 check.set_exception(ApiError(503, reason, code="engine_error"))
+        running, self._running = self._running, {}
+        for job in running.values():
+            job.times.end()
+            self._fail(job, error, "error")
+        for job in [*self._waiting] if waiting else []:
+            self._fail(job, error, "error")
+        self._next()
 
     def _give_up(self, message: str) -> None:
         """Ends the server because the engine cannot be restarted."""
+        if self.state == "stopped":
+            return
         self.failure = message
-        self.close(message)
+        self.stop(message)
         self._end()

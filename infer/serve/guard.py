@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from infer.serve.body import ApiError
 from infer.serve.pages import is_page
 
+KEY = "laneformer.key"  # in a request's scope: a name of its key
 OPEN = ("/health",)  # routes without a key, for process supervisors
 
 
@@ -27,23 +28,31 @@ def is_loopback(host: str) -> bool:
 class Guard:
     """ASGI middleware that refuses requests without the key or for another host name."""
 
-    def __init__(self, app: ASGIApp, key: str | None, hosts: Collection[str]):
-        """key: the key that all routes require, except OPEN routes and the files of the playground, whose page asks for
-        it; None to require no key. hosts: host names to accept besides localhost and IP addresses.
+    def __init__(self, app: ASGIApp, keys: Collection[str], hosts: Collection[str]):
+        """keys: all routes require one of them, except OPEN routes and the files of the playground, whose page asks for
+        it; without any, no route requires a key. hosts: host names to accept besides localhost and IP addresses.
         """
         self._app, self._hosts = app, {"localhost", *(host.lower() for host in hosts)}
-        self._key = None if key is None else _digest(key)
+        self._keys = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             try:
-                self._check(scope["path"], Headers(scope=scope))
+                scope[KEY] = self._check(scope["path"], Headers(scope=scope))
             except ApiError as error:
                 await error_response(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, path: str, headers: Headers) -> None:
+    def _check(self, path: str, headers: Headers) -> str:
+        """A name of the request's key, which does not reveal it; "" without a key. Raises ApiError."""
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # Servers and proxies that each believe another one of the two see different requests.
+            raise ApiError(
+                400,
+                "Transfer-Encoding and Content-Length contradict each other: send only one of them",
+                headers={"Connection": "close"},
+            )
         name = host_name(headers.get("host", ""))
         if name not in self._hosts and not _is_address(name):
             # A web page can point its own host name at this machine and then read the answers (DNS rebinding). This is
@@ -53,16 +62,19 @@ class Guard:
                 f"host {name!r} is not allowed: start the server with --allowed-host {name}",
                 code="host_not_allowed",
             )
-        if self._key is None or path in OPEN or is_page(path, headers):
-            return
+        if not self._keys or path in OPEN or is_page(path, headers):
+            return ""
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(key.strip()), self._key):
+        given = _digest(key.strip())
+        right = [hmac.compare_digest(given, each) for each in self._keys]  # all, so that the time reveals none
+        if scheme.lower() != "bearer" or not any(right):
             raise ApiError(
                 401,
                 "the key is missing or wrong: send the header Authorization: Bearer KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        return given.hex()
 
 
 def error_response(error: ApiError, kind: type[Response] = Response) -> Response:

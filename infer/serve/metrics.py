@@ -72,6 +72,7 @@ class Metrics:
             labelnames=("reason",),
         )
         self.restarts = self._of(Counter, "engine_restarts", "Restarts of the engine process")
+        self.lost_lines = self._of(Gauge, "log_lines_lost", "Lines of the log that could not be written")
 
     def passes(self, drafting: Drafting) -> None:
         """Counts the passes of an answer and their drafts."""

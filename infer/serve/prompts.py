@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from infer.text.grammar import Grammar
 from infer.text.tool_calls import ToolRequest
@@ -31,23 +31,17 @@ class Prompt(NamedTuple):
 def prompt_of(
     engine: "Engine",
     chat: "ChatTemplate",
-    messages: Sequence[dict[str, Any]],
+    encoded: Callable[[ToolRequest | None], list[int]],
     tools: ToolRequest | None,
-    values: dict[str, Any],
     form: Grammar | None,
 ) -> Prompt:
     """Encodes a conversation.
 
-    tools: the request's tools. values: variables of the template. form: grammar of the answer's form. A required call,
-    strict functions, or a form together with tools need a grammar of the whole answer. If the engine supports no
-    grammars, the prompt ends with the beginning of a required call. Raises LaneformerError with the name of the
-    parameter.
+    encoded: returns its token ids with the given tools. tools: the request's tools. form: grammar of the answer's form.
+    A required call, strict functions, or a form together with tools need a grammar of the whole answer. If the engine
+    supports no grammars, the prompt ends with the beginning of a required call. Raises LaneformerError with the name of
+    the parameter.
     """
-    from infer.text.conversation import encode
-
-    def encoded(tools: ToolRequest | None) -> list[int]:
-        return encode(chat, messages, tools, values)
-
     if form is not None:
         engine.check_constraint(form)
     if tools is None or not (tools.required or tools.strict or form is not None):

@@ -1,10 +1,10 @@
 """The engine process of `infer serve`: loads the model once, then checks prompts and generates answers, as many at a
 time as the engine allows.
 
-Messages on the pipe are tuples that begin with their kind. In: ("check", n, question), ("generate", n, order),
-("cancel", n). Out: ("ready", facts) or ("failed", message); ("checked", n, Encoded) or ("refused", n, message, code);
-("token", n, Token) for each token as it is drawn, then ("end", n, End) or ("error", n, message). Checks are answered in
-any order.
+Messages on the pipe are tuples that begin with their kind. In: ("check", n, question), ("drop", n) to end a check,
+("generate", n, order), ("cancel", n) to end it, ("ping", n). Out: ("ready", facts), ("failed", message), ("crashed",
+message) for a bug; ("checked", n, Encoded) or ("refused", n, message, code); ("token", n, Token) for each token as it
+is drawn, then ("end", n, End) or ("error", n, message); ("pong", n). Checks are answered in any order.
 
 The types of the messages must not need JAX, because the web process imports them.
 """
@@ -18,18 +18,24 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from infer.engine.options import JobEngineOptions
 from infer.serve.body import NESTED
+from infer.serve.processes.encoders import Encoder, EncoderError, Encoders, Encoding, Folder, Local, TooLong
+from infer.serve.processes.log import LOG
+from infer.serve.processes.questions import Questions, size_of
+from infer.serve.processes.scarcity import is_scarcity, scarce
 from infer.serve.prompts import prompt_of
 from infer.text.channels import Part
 from infer.text.grammar import Grammar
 from infer.text.tool_calls import Read, ToolCall, ToolRequest
-from laneformer.errors import ConfigError, InputError, LaneformerError, say_errors_once
+from laneformer.errors import ConfigError, InputError, LaneformerError, one_line, say_errors_once
 
 if TYPE_CHECKING:
     from infer.engine.engine import Engine
@@ -39,8 +45,14 @@ if TYPE_CHECKING:
 log = logging.getLogger("infer")
 
 WARM_PROMPT, WARM_ANSWER = 16, 16
+CHECKS = 3  # prompts that are checked at a time; one of them is short
+FAILED = 70  # exit code of a process one of whose threads failed
 END_SECONDS = 10.0  # time limit for the processes of a job to end together
 LOWEST = -9999.0  # JSON has no minus infinity
+
+
+class NoChat(InputError):
+    """A chat without a chat template."""
 
 
 class ServedModel(NamedTuple):
@@ -70,6 +82,14 @@ class Question(NamedTuple):
     grammar: Grammar | None = None
     """Grammar of the answer's content."""
     token_healing: bool = False
+    client: str = ""
+    """Who sent the request."""
+
+    @property
+    def size(self) -> int:
+        """Characters and items of what must be read."""
+        tools = None if self.tools is None else self.tools.tools
+        return size_of([self.prompt, self.template_values, self.prediction, tools])
 
 
 class Encoded(NamedTuple):
@@ -182,6 +202,13 @@ def main(connection: Connection, model: ServedModel) -> None:
             _serve(connection, engine, model, began)
     except (LaneformerError, OSError) as error:
         connection.send(("failed", str(error)))
+    except BaseException as error:  # a bug, a panic of a library in Rust, or too little memory
+        line = f"{type(error).__name__}: {one_line(error)}"
+        if is_scarcity(error):
+            connection.send(("failed", scarce(line)))
+            return
+        traceback.print_exc()  # which the server shows, unless libraries have printed that they lack memory
+        connection.send(("crashed", f"the engine cannot be loaded ({line}): read its output above"))
 
 
 def follow(model: ServedModel) -> None:
@@ -195,37 +222,57 @@ def _open(model: ServedModel) -> "Engine":
     from infer.engine.job import open_engine, show_log, take_devices
 
     show_log()
+    for name in ("infer", "laneformer"):
+        logging.getLogger(name).handlers = [LOG]
     say_errors_once()
     take_devices(model.engine)
     return open_engine(model.engine, **model.options)
 
 
+def _report(what: str) -> None:
+    """Writes the traceback of the current exception to the log, which may be on a full disk."""
+    log.error("%s", what, exc_info=True)
+
+
 def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: float) -> None:
-    """Warms the engine up and answers messages. Raises LaneformerError if the chat template of the options cannot be
-    used.
+    """Warms the engine up and answers messages. Raises LaneformerError if the tokenizer or the chat template of the
+    options cannot be used.
     """
     from infer.engine.backend import on_host
     from infer.engine.defaults import GENERATION, named, recommended
     from infer.engine.sources import is_recipe
     from infer.text.chat_template import ChatTemplate
+    from infer.text.template_code import Elsewhere
     from laneformer.checkpoint import checkpoint_files
 
     checkpoint = model.engine.checkpoint
     folder = None if is_recipe(checkpoint) else checkpoint_files(checkpoint)
-    chat, no_chat = None, None
-    try:
-        if engine.tokenizer is None:
-            raise InputError(f"model {engine.name} has no tokenizer")
-        chat = ChatTemplate.load(folder, model.chat_template)
-    except LaneformerError as error:  # completions work without a template
-        if model.chat_template is not None:
-            raise
-        no_chat = str(error)
+    chat, no_chat, encode = None, f"model {engine.name} has no tokenizer", None
+    tokenizer, context = engine.tokenizer, engine.config.max_position_embeddings
+    eos = tuple(engine.config.eos_token_id)
+    if tokenizer is not None:
+        begin = tokenizer.before[0] if tokenizer.before else None
+        encoders = Encoders()
+        encoders.read(Folder(folder, begin, model.chat_template, eos, context))
+    elif model.chat_template is not None:
+        raise InputError(no_chat)
     sampling = recommended(checkpoint)
     if sampling:
         log.info("sampling by default: %s (%s)", named(sampling), GENERATION)
-    engine.warmup(min(WARM_PROMPT, engine.config.max_position_embeddings - 1), WARM_ANSWER)
+    engine.warmup(min(WARM_PROMPT, context - 1), WARM_ANSWER)
+    if tokenizer is not None:
+        read = encoders.facts()
+        no_chat, eos = read.no_chat, read.ends or eos
+        if no_chat is None:  # completions work without a template
+            chat = ChatTemplate.load(folder, model.chat_template, code=Elsewhere(read.names))
+
+        def encode() -> Encoder:
+            return Encoder(encoders)
+
     conditions = {**engine.conditions, "random_weights": folder is None, "on_cpu": engine.backend == "cpu" or on_host()}
+    alone, drafts = not model.engine.distributed, bool(conditions.get("speculation"))
+    worker = _Worker(connection, engine, chat, no_chat, alone, drafts, ends=eos, encode=encode)
+    worker.start()
     facts = {
         "name": engine.name,
         "conditions": conditions,
@@ -240,13 +287,13 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
         "seconds": time.perf_counter() - began,
     }
     connection.send(("ready", facts))
-    alone, drafts = not model.engine.distributed, bool(conditions.get("speculation"))
-    _Worker(connection, engine, chat, no_chat, alone, drafts).run()
+    worker.run()
 
 
 class _Worker:
-    """Receives messages on one thread, checks prompts on another, and generates on the main thread and on further ones.
-    A cancellation therefore takes effect while the others are busy.
+    """Receives messages on one thread, checks prompts on others, and generates on the main thread and on further ones.
+    A cancellation therefore takes effect while the others are busy. A thread that fails ends the process, because the
+    server would wait for it.
     """
 
     def __init__(
@@ -257,27 +304,45 @@ class _Worker:
         no_chat: str | None,
         alone: bool = True,
         drafts: bool = False,
+        ends: tuple[int, ...] = (),
+        encode: Callable[[], Encoding] | None = None,
     ):
         """no_chat: the reason why there is no chat template. alone: whether the job has no other processes. drafts:
-        whether the engine makes drafts.
+        whether the engine makes drafts. ends: ids that end an answer. encode: makes an encoder for a thread; by default
+        one without limits, in this process.
         """
         self._connection, self._engine = connection, engine
         self._chat, self._no_chat = chat, no_chat
-        eos = engine.config.eos_token_id
         self._drafts = drafts
-        self._alone, self._ends = alone, eos if chat is None else chat.ends(eos)
+        self._alone, self._ends = alone, ends
+        context = engine.config.max_position_embeddings
+        self._encode = encode or (lambda: Local(engine.tokenizer, chat, context, None))
         self._sending, self._state = threading.Lock(), threading.Lock()
         self._orders: queue.SimpleQueue[tuple[int, Order] | None] = queue.SimpleQueue()
-        self._questions: queue.SimpleQueue[tuple[int, Question]] = queue.SimpleQueue()
+        self._questions: Questions[Question] = Questions()
         self._running: dict[int, Generation] = {}
         self._cancelled: set[int] = set()  # numbers of cancelled orders that are not running yet
         self._ending = False
 
-    def run(self) -> None:
+    def start(self) -> None:
+        """Starts all threads but the main one's work. Raises RuntimeError if the system allows no more threads."""
+        encoders = [self._encode() for _ in range(CHECKS)]  # here, because a failure must end the process
+        small, *others = [partial(self._check_all, encoder) for encoder in encoders]
+        checks = [partial(small, small=True), *others]
         more = [self._generate_all] * (self._engine.parallel - 1)
-        for work in (self._receive, self._check_all, *more):
-            threading.Thread(target=work, daemon=True).start()
+        for work in (self._receive, *checks, *more):
+            threading.Thread(target=self._guarded, args=(work,), daemon=True).start()
+
+    def run(self) -> None:
+        """Generates answers on this thread until the process ends."""
         self._generate_all()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            _report(f"the engine process ends: {type(error).__name__} on one of its threads")
+            os._exit(FAILED)
 
     def _generate_all(self) -> None:
         from laneformer.processes import GroupError
@@ -291,8 +356,10 @@ class _Worker:
                 raise
             except LaneformerError as error:
                 self._send("error", number, str(error))
-            except Exception:  # a bug, or out of memory: only this answer fails, not the process
-                traceback.print_exc()
+            except MemoryError:
+                self._send("error", number, "the engine ran out of memory")
+            except BaseException as error:  # a bug or a panic of a library: only this answer fails, not the process
+                _report(f"an answer failed: {type(error).__name__}")
                 self._send("error", number, "the engine failed: read the server's log")
             finally:
                 with self._state:
@@ -304,11 +371,16 @@ class _Worker:
             while True:
                 kind, number, *rest = self._connection.recv()
                 if kind == "check":
-                    self._questions.put((number, *rest))
+                    [question] = rest
+                    self._questions.put(number, question.client, question.size, question)
+                elif kind == "drop":
+                    self._questions.drop(number)
                 elif kind == "generate":
                     self._orders.put((number, *rest))
-                else:
+                elif kind == "cancel":
                     self._cancel(number)
+                else:
+                    self._send("pong", number)
         except (EOFError, OSError):  # the server is gone
             sys.stderr.flush()
             if self._alone:
@@ -330,24 +402,36 @@ class _Worker:
         if running is not None:
             running.cancel()
 
-    def _check_all(self) -> None:
+    def _check_all(self, encoder: Encoding, small: bool = False) -> None:
+        """Answers questions; only short ones if `small`, so that they never wait for long ones."""
         while True:
-            number, question = self._questions.get()
+            number, question = self._questions.take(small, getattr(encoder, "stop", None))
             try:
-                self._check(number, question)
+                message = ("checked", number, self._checked(question, encoder))
+            except (NoChat, TooLong) as error:
+                code = "no_chat_template" if isinstance(error, NoChat) else "context_length_exceeded"
+                message = ("refused", number, str(error), code)
             except LaneformerError as error:
-                self._send("refused", number, str(error), None)
+                message = ("refused", number, str(error), None)
             except RecursionError:
-                self._send("refused", number, NESTED, None)
-            except Exception:
-                traceback.print_exc()
-                self._send(
-                    "refused", number, "the engine failed to read the prompt: read the server's log", "engine_error"
-                )
+                message = ("refused", number, NESTED, None)
+            except EncoderError as error:
+                log.error("a prompt cannot be encoded: %s", error)
+                message = ("refused", number, f"the prompt cannot be encoded ({error})", "engine_error")
+            except OSError:  # there are no more encoders
+                raise
+            except BaseException as error:
+                _report(f"a prompt failed: {type(error).__name__}")
+                message = ("refused", number, "the engine failed to read the prompt: read the server's log",
+                           "engine_error")  # fmt: skip
+            if self._questions.done(number):
+                self._send(*message)
+            elif isinstance(encoder, Encoder):
+                encoder.renew()
 
-    def _check(self, number: int, question: Question) -> None:
-        """Checks a question and sends the result. A message that concerns another parameter than the prompt must begin
-        with its name; see `EngineProcess.submit`.
+    def _checked(self, question: Question, encoder: Encoding) -> Encoded:
+        """Checks a question. Raises LaneformerError; a message that concerns another parameter than the prompt must
+        begin with its name; see `EngineProcess.submit`.
         """
         from infer.sampling import Sampling
 
@@ -362,30 +446,27 @@ class _Worker:
                 raise ConfigError(f"stop_token_ids = {token}: give ids from 0 to {vocabulary - 1}")
         if question.chat:
             if self._chat is None:
-                self._send("refused", number, f"this model cannot chat: {self._no_chat}", "no_chat_template")
-                return
-            asked = (prompt, question.tools, question.template_values, grammar)
-            prompt, tools, grammar, notes = prompt_of(engine, self._chat, *asked)
+                raise NoChat(f"this model cannot chat: {self._no_chat}")
+
+            def encoded(tools: ToolRequest | None) -> list[int]:
+                return encoder.chat(prompt, tools, question.template_values)
+
+            prompt, tools, grammar, notes = prompt_of(engine, self._chat, encoded, question.tools, grammar)
         else:
             if question.token_healing:
                 engine.check_healing(grammar)
             if grammar is not None:
                 engine.check_constraint(grammar)
             if isinstance(prompt, str) and engine.tokenizer is not None:
-                prompt = engine.tokenizer.encode(prompt)
+                prompt = encoder.text(prompt)
         if not isinstance(prompt, str) and len(prompt) >= context:
-            message = (
-                f"the prompt has {len(prompt)} tokens and the context {context}: shorten the prompt to leave room for"
-                " an answer"
-            )
-            self._send("refused", number, message, "context_length_exceeded")
-            return
+            raise TooLong.of(len(prompt), context)
         # Checked as Python integers, because they may not fit an array of int64.
         if prompt and not isinstance(prompt, str) and not 0 <= min(prompt) <= max(prompt) < vocabulary:
             raise InputError(f"token ids must be from 0 to {vocabulary - 1}")
         predicts = question.prediction and self._drafts and engine.tokenizer is not None
-        predicted = engine.encode_prediction(question.prediction).tolist() if predicts else []
-        self._send("checked", number, Encoded(engine.encode(prompt).tolist(), predicted, tools, grammar, notes))
+        predicted = engine.encode_prediction(encoder.prediction(question.prediction)).tolist() if predicts else []
+        return Encoded(engine.encode(prompt).tolist(), predicted, tools, grammar, notes)
 
     def _generate(self, number: int, order: Order) -> None:
         from infer.sampling import Sampling

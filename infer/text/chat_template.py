@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 import tokenizers
@@ -22,6 +22,7 @@ import tokenizers
 from infer.text.call_grammars import call_grammar
 from infer.text.channels import Channels, Harmony, Part, Parts
 from infer.text.grammar import Grammar
+from infer.text.template_code import MARKS, Code, Marks, TemplateCode
 from infer.text.thinking import Thinking, ThinkMarks
 from infer.text.tokenizer_files import (
     CONFIG,
@@ -58,19 +59,7 @@ NONCHARACTERS = [
     *map(chr, range(0xFDD0, 0xFDF0)),
     *(chr(plane << 16 | last) for plane in range(17) for last in (0xFFFE, 0xFFFF)),
 ]
-CODE = "<template>"  # Jinja's name for a template in tracebacks
-MARKS = "generation_marks"  # template variable that passes the marks to {% generation %} blocks
-
-
-class Marks(NamedTuple):
-    """Characters that mark places in a conversation while it is rendered."""
-
-    cut: str
-    """Marks places where text must be split so that it does not become a special token."""
-    start: str
-    """Marks the start of text that the assistant wrote."""
-    stop: str
-    """Marks the end of text that the assistant wrote."""
+LONGEST_SPECIAL = 256  # characters of a special token's name, all of whose beginnings are kept
 
 
 @dataclass(frozen=True)
@@ -96,13 +85,17 @@ class ChatTemplate:
         name: str = "the chat template",
         config: bytes | None = None,
         now: Callable[[], datetime] = datetime.now,
+        code: Code | None = None,
+        check: Callable[[str], None] | None = None,
     ):
         """source: text of the template. tokens: variables of the template for special tokens, as in {"bos_token":
         "<s>"}. name: name of the template in error messages. config: the tokenizer_config.json that `files` returns.
-        now: clock for `strftime_now`. Raises InputError for a template that is not Jinja, and without the jinja2
+        now: clock for `strftime_now`. code: the template's program, if it is read elsewhere. check: called with the
+        text of each conversation before it is encoded; may raise InputError. Raises InputError for a template that is not Jinja, and without the jinja2
         package.
         """
         self.source, self.tokens, self.name, self._config, self._now = source, dict(tokens), name, config, now
+        self._check = check
         # The post-processor is removed: it would trim spaces from the offsets and add tokens that a template must not
         # have.
         self._tokenizer = tokenizers.Tokenizer.from_str(
@@ -116,21 +109,18 @@ class ChatTemplate:
             for token in tokenizer.get_added_tokens_decoder().values()
             if token.special and len(token.content) > 1
         }
+        if (longest := max(map(len, special), default=0)) > LONGEST_SPECIAL:
+            raise InputError(
+                f"the tokenizer has a special token of {longest} characters, more than {LONGEST_SPECIAL}: shorten it"
+            )
         self._special, self._lengths = special, {len(token) for token in special}
         self._first = re.compile(
             f"[{re.escape(''.join(sorted({token[0] for token in special})))}]" if special else "(?!)"
         )
         self._beginnings = {token[:n] for token in special for n in range(1, len(token))}
         self._ends = {token[n:] for token in special for n in range(1, len(token))}
-        environment = _environment()
-        try:
-            self._template = environment.from_string(source)
-            names = frozenset(_names(environment.parse(source)))
-        except Exception as error:  # TemplateSyntaxError, and others for files that are not templates
-            line = getattr(error, "lineno", None)
-            raise InputError(
-                f"{name}{'' if line is None else f', line {line}'} is not a chat template: {error}"
-            ) from None
+        self._code = TemplateCode(source, name) if code is None else code
+        names = self._code.names
         if "eos_token" in names and "eos_token" not in tokens:
             raise InputError(f"{name} uses eos_token, which needs a {CONFIG}: put that file beside the {TOKENIZER}")
         self.variables = names
@@ -156,11 +146,13 @@ class ChatTemplate:
         *,
         tokenizer: tokenizers.Tokenizer | None = None,
         now: Callable[[], datetime] = datetime.now,
+        code: Code | None = None,
+        check: Callable[[str], None] | None = None,
     ) -> Self:
         """The template in `file`. By default the template of a tokenizer folder: its chat_template.jinja, else the one
         in its tokenizer_config.json, else CHATML if the tokenizer has the tokens of CHATML.
 
-        tokenizer: by default the folder's tokenizer.json. now: see the constructor. Raises CheckpointError for a folder
+        tokenizer: by default the folder's tokenizer.json. now, code, check: see the constructor. Raises CheckpointError for a folder
         without tokenizer or template, InputError for an invalid template.
         """
         folder = Path(folder)
@@ -194,7 +186,9 @@ class ChatTemplate:
             source, name = CHATML, "the default chat template"
         else:
             raise CheckpointError(f"{folder} has no chat template: put a {TEMPLATE} there, or name a template file")
-        return cls(source, tokenizer, special_names(settings), name=name, config=config, now=now)
+        return cls(
+            source, tokenizer, special_names(settings), name=name, config=config, now=now, code=code, check=check
+        )
 
     @functools.cached_property
     def _written_end(self) -> tuple[int, ...]:
@@ -373,6 +367,8 @@ class ChatTemplate:
         marks = Marks(*free)
         messages, tools = self._marked(messages, marks.cut), self._marked(tools, marks.cut)
         text = self._run(messages, tools, add_generation_prompt, marks, self._marked(values or {}, marks.cut))
+        if self._check is not None:
+            self._check(text)
         if find_answers:
             text = self._mark_answers(text, messages, tools, marks)
         return self._read_marks(text, marks)
@@ -407,26 +403,18 @@ class ChatTemplate:
         marks: Marks,
         values: Mapping[str, Any] | None = None,
     ) -> str:
-        try:
-            return self._template.render(
-                {
-                    **(values or {}),
-                    **self.tokens,
-                    "messages": messages,
-                    "tools": tools,
-                    "documents": None,
-                    "add_generation_prompt": add_generation_prompt,
-                    "strftime_now": lambda form: self._now().strftime(form),
-                    MARKS: marks,
-                }
-            )
-        except Exception as error:  # an expression in a template can raise any exception
-            lines, frame = [], error.__traceback__
-            while frame is not None:
-                if frame.tb_frame.f_code.co_filename == CODE:
-                    lines.append(frame.tb_lineno)
-                frame = frame.tb_next
-            raise InputError(f"{self.name}{f', line {lines[-1]}' if lines else ''}: {error}") from None
+        return self._code.run(
+            {
+                **(values or {}),
+                **self.tokens,
+                "messages": messages,
+                "tools": tools,
+                "documents": None,
+                "add_generation_prompt": add_generation_prompt,
+                "strftime_now": lambda form: self._now().strftime(form),
+                MARKS: marks,
+            }
+        )
 
     def _mark_answers(self, whole: str, messages: list[Any], tools: list[Any] | None, marks: Marks) -> str:
         """`whole`, the text of all messages, with marks around the text that each answer adds."""
@@ -488,48 +476,3 @@ def check_messages(messages: Any) -> None:
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:80] + "..."
-
-
-@functools.cache
-def _environment() -> Any:
-    """The sandbox that templates run in, with the filters, functions and blocks of Hugging Face."""
-    try:
-        from jinja2 import nodes
-        from jinja2.exceptions import TemplateError
-        from jinja2.ext import Extension
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise InputError("chat templates need the jinja2 library: pip install 'laneformer[chat]'") from None
-
-    class Generation(Extension):
-        tags = {"generation"}  # noqa: RUF012
-
-        def parse(self, parser):
-            line = next(parser.stream).lineno
-            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("enclose", [nodes.Name(MARKS, "load")]), [], [], body).set_lineno(
-                line
-            )
-
-        def enclose(self, marks: Marks, caller: Callable[[], str]) -> str:
-            return marks.start + caller() + marks.stop
-
-    def refuse(message: str) -> None:
-        raise TemplateError(message)
-
-    def to_json(value: Any, ensure_ascii: bool = False, indent=None, separators=None, sort_keys: bool = False) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = to_json  # Jinja's own filter escapes <, > and & for HTML
-    environment.globals["raise_exception"] = refuse
-    return environment
-
-
-def _names(tree: Any) -> set[str]:
-    """The variables and functions that a parsed template uses but does not define."""
-    from jinja2.meta import find_undeclared_variables
-
-    return find_undeclared_variables(tree)

@@ -12,7 +12,6 @@ import tokenizers
 from tokenizers import models, processors
 
 from infer.text.tokenizer_files import BYTE_LEVEL, find_vocabulary, read_settings, read_tokenizer, special_names, unread
-from laneformer.checkpoint import checkpoint_files, is_run
 from laneformer.errors import CheckpointError, InputError
 from laneformer.files import read_file
 
@@ -46,6 +45,11 @@ class Tokenizer:
         """Id -> name, in UTF-8, of the special tokens, which have no text."""
         self._continued: dict[int, bytes] = {}
 
+    @property
+    def library(self) -> tokenizers.Tokenizer:
+        """The library's object."""
+        return self._tokenizer
+
     @classmethod
     def find(cls, checkpoint: str | Path, begin: int | None = None) -> "Tokenizer | None":
         """The tokenizer of a checkpoint (an HF folder, a training run or one of its steps); None if the checkpoint has
@@ -54,6 +58,8 @@ class Tokenizer:
         begin: the bos_token_id of the model's config. It counts only in a training run, whose recipe chose it, and only
         if the tokenizer does not decide.
         """
+        from laneformer.checkpoint import checkpoint_files, is_run  # here, because it imports JAX
+
         folder = checkpoint_files(checkpoint)
         file = find_vocabulary(folder)
         if file is None and (problem := unread(folder)):

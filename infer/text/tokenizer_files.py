@@ -72,9 +72,9 @@ def read_tokenizer(file: Path) -> tokenizers.Tokenizer:
     try:
         content = read_file(file)
         found = _from_ranks(file, content) if file.suffix == ".model" else tokenizers.Tokenizer.from_buffer(content)
-    except CheckpointError:
+    except (CheckpointError, KeyboardInterrupt):
         raise
-    except Exception as error:  # the library raises bare Exception
+    except BaseException as error:  # the library raises bare Exception, and a panic in Rust is none of Exception
         raise CheckpointError(f"{file} is not a readable {file.name} ({one_line(error)}): copy it again") from None
     found.no_truncation()
     found.no_padding()

@@ -71,6 +71,32 @@ def test_slow_answer_times_out(server):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the engine's process in /proc")
+def test_engine_does_not_get_the_key(server):
+    [engine] = server.children()
+    names = [line.partition(b"=")[0] for line in Path(f"/proc/{engine}/environ").read_bytes().split(b"\0")]
+    assert b"PATH" in names and b"LANEFORMER_API_KEY" not in names
+
+
+def test_ambiguous_length_is_refused_and_ends_the_connection(server):
+    lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}", "Content-Length: 3"]
+    head = "\r\n".join([*lines, "Content-Type: application/json", "Transfer-Encoding: chunked", "", ""])
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        client.sendall(head.encode() + b"2\r\n{}\r\n0\r\n\r\nGET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = b""
+        while piece := client.recv(4096):  # until the connection ends
+            answer += piece
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1") == 1 and b"only one of them" in answer
+
+
+def test_endless_header_ends_the_connection(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+        with pytest.raises(OSError):
+            for number in range(20_000):  # 20 MB
+                client.sendall(b"X-%d: %s\r\n" % (number, b"a" * 1000))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the engine's process in /proc")
 def test_crashed_engine_is_restarted(server):
     [engine] = server.children()
     for cached in (0, len(LONG) - 1 if BACKEND == "cpu" else 0):
@@ -102,6 +128,58 @@ def test_signal_ends_both_processes_and_fails_requests(server):
     assert code == 0 and err.splitlines()[-1] == "stopped" and "Traceback" not in err and seconds < 10
     assert error["error"]["message"] == "the server is shutting down"
     assert not Path(f"/proc/{engine}").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the engine's process in /proc")
+def test_stopped_engine_and_hangup_leave_no_client_waiting(small_checkpoint, tmp_path):
+    """The engine is stopped (SIGSTOP): the web process answers, reports it and ends at a hang-up of the terminal."""
+    keys = tmp_path / "keys"
+    keys.write_text("first\n\nsecond\n")
+    server = Server(small_checkpoint, "--backend", BACKEND, "--api-key-file", keys).wait_until(200)
+    one, two = ({"Authorization": f"Bearer {key}"} for key in ("first", "second"))
+    cached = []
+    for headers in (one, one, two, two):
+        body = server.post("/v1/completions", headers, prompt=LONG, max_tokens=1)[1]
+        cached.append(body["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+    assert cached == ([False, True, False, True] if BACKEND == "cpu" else [False] * 4), "keys share no prefixes"
+    with server.stream(headers=one, prompt="a", max_tokens=CONTEXT, ignore_eos=True) as stream:
+        next(stream)
+        [engine] = server.children()
+        os.kill(engine, signal.SIGSTOP)
+        body, clients = json.dumps({"prompt": "a" * 1_000_000}).encode(), []
+        for _ in range(5):
+            clients.append(socket.create_connection(("127.0.0.1", server.port), timeout=30))
+            head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer second\r\n"
+            head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            clients[-1].sendall(head.encode() + body)
+        server.wait_until(503)
+        assert server.get("/health")[1] == {"status": "silent"}
+        code, err, seconds = server.end(signal.SIGHUP)
+        *_, error = stream
+    for client in clients:
+        client.close()
+    assert code == 0 and err.splitlines()[-1] == "stopped" and "Traceback" not in err and seconds < 15
+    assert "the engine process has not answered for 10 s" in err
+    assert error["error"]["message"] == "the server is shutting down"
+
+
+@pytest.mark.slow
+def test_termination_while_loading_is_no_error(small_checkpoint):
+    server = Server(small_checkpoint)
+    code, err, _ = server.end(signal.SIGTERM)
+    assert code == 0 and err == "stopped\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kilobytes", [300_000, 700_000, 1_500_000])
+def test_too_little_memory_is_one_line(small_checkpoint, kilobytes):
+    command = [*PYTHON, "-m", "infer", "serve", "--checkpoint", small_checkpoint, "--port", "0"]
+    limited = ["bash", "-c", f'ulimit -v {kilobytes}; exec "$@"', "bash", *map(str, command)]
+    done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    first, last = done.stderr.splitlines()
+    assert done.returncode == 2 and "loading" in first
+    assert last.startswith("error: ") and "ran out of memory or threads" in last and f"{kilobytes:,} KiB" in last
 
 
 def test_model_and_template_options_are_used(thinking_server):
@@ -203,7 +281,7 @@ def test_taken_port_and_two_keys_are_refused(capsys, monkeypatch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert main(["serve", "--checkpoint", "none", "--port", str(port)]) == 2
-    assert f"--host 127.0.0.1 --port {port} (Address already in use" in capsys.readouterr().err
+    assert f"--host 127.0.0.1 --port {port} (Address already in use): choose" in capsys.readouterr().err
     monkeypatch.setenv("LANEFORMER_API_KEY", KEY)
     assert main(["serve", "--checkpoint", "none", "--api-key-file", str(tmp_path)]) == 2
     assert "not both" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import pytest
 
 from infer.serve.prompts import prompt_of
 from infer.text.chat_template import ChatTemplate
+from infer.text.conversation import encode
 from infer.text.grammar import Grammar
 from infer.text.tool_calls import ToolRequest
 from laneformer.errors import ConfigError, InputError
@@ -27,7 +28,7 @@ class WithoutGrammars:
 
 
 def prompt(tools, form=None, chat=CHAT):
-    return prompt_of(WithoutGrammars(), chat, USER, tools, {}, form)
+    return prompt_of(WithoutGrammars(), chat, lambda tools: encode(chat, USER, tools, {}), tools, form)
 
 
 def test_required_call_begins_in_the_prompt_without_grammars():

@@ -160,7 +160,9 @@ def worker(connection, model):
             },
         )
     )
-    serve_worker._Worker(connection, Engine(), chat, "it has no template", {}, drafts=True).run()
+    made = serve_worker._Worker(connection, Engine(), chat, "it has no template", {}, drafts=True)
+    made.start()
+    made.run()
 
 
 if __name__ == "__main__":
