@@ -75,11 +75,12 @@ def run(options: Options) -> int:
             import uvicorn
             from uvicorn.protocols.http.h11_impl import H11Protocol  # limits headers, as httptools does not
 
-            from infer.serve import connections, log
+            from infer.serve import connections
             from infer.serve.application import Api
             from infer.serve.engine import EngineProcess, Limits
             from infer.serve.guard import is_loopback
             from infer.serve.metrics import Metrics
+            from infer.serve.processes import log
             from infer.serve.worker import ServedModel, follow
     except ImportError as error:
         raise ConfigError(f"the server needs the {error.name} library: pip install 'laneformer[serve]'") from None
