@@ -35,11 +35,12 @@ def require_int(name: str, value, *, at_least: int | None = None, at_most: int |
 
 
 def require_number(name: str, value, *, above: float = -math.inf, at_least: float = -math.inf):
-    """Raises ConfigError, naming the field, unless the value is a number within these bounds (and LARGEST_NUMBER)."""
+    """Raises ConfigError, naming the field, unless the value is a number within these bounds. Its size may be at most
+    LARGEST_NUMBER, and with above = 0 at least 1 / LARGEST_NUMBER.
+    """
+    least = 1 / LARGEST_NUMBER if above == 0 else at_least
     # NaN is never <=; an int may be too large for a float.
-    fits = isinstance(value, int | float) and abs(value) <= LARGEST_NUMBER and not 0 < abs(value) < 1 / LARGEST_NUMBER
-    if isinstance(value, bool) or not fits or value <= above or value < at_least:
+    fits = isinstance(value, int | float) and abs(value) <= LARGEST_NUMBER
+    if isinstance(value, bool) or not fits or value <= above or value < least:
         bound = f"above {above}" if above > -math.inf else f"of at least {at_least}"
-        raise ConfigError(
-            f"{name} = {value!r} must be a finite number {bound}, and from {1 / LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}"
-        )
+        raise ConfigError(f"{name} = {value!r} must be a finite number {bound}, and at most {LARGEST_NUMBER:g}")

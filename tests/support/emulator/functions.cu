@@ -55,7 +55,8 @@ LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   sync_cta();
   *out++ = (int)*sum;
 
-  Stream stream((const char*)p.weights, memory, barriers, Passes{0});
+  Watch watch(p, nullptr, 0);
+  Stream stream((const char*)p.weights, memory, barriers, Passes{0}, watch);
   u32 mixed = 0;
   for (int line = 0; line < kReadLines; line += 2) {
     Vec two[2];
