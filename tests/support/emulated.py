@@ -33,6 +33,7 @@ from tests.support.emulator import ptx
 
 EMULATOR = Path(__file__).resolve().parent / "emulator"
 SMALL = Machine(warp_size=32, ctas=8, warps=2, shared_bytes=232_448, bulk_copies=True)
+NO_EDGES = {"Spares": 0, "LanesHere": 1, "Ctas": 1, "ClaimsAt": 0, "PassTags": 64}  # constants of edges.h
 REAL = os.environ.get("LANEFORMER_TEST_GPU")
 needs_gpu = pytest.mark.skipif(
     not REAL and (platform.machine() != "x86_64" or build.compiler() is None),

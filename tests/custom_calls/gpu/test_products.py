@@ -65,8 +65,8 @@ class Products:
         self.stream = np.ascontiguousarray(np.pad(stream, [(0, 0), (0, 0), (0, padding), (0, 0), (0, 0)]))
         self.listed = np.concatenate([*listed, np.zeros((CTAS, emulated.SMALL.warps, 64), np.uint32)], -1)
         floats = max(tiling.partial_floats() + 1 + tiling.brought_floats for tiling in tilings)
-        numbers = {"Warps": emulated.SMALL.warps, "SlotLines": SLOT_LINES, "Slots": SLOTS, "PassTags": 64}
-        numbers |= {"PassRows": 1, "Requests": 1, "LaneWords": 0}
+        numbers = {"Warps": emulated.SMALL.warps, "SlotLines": SLOT_LINES, "Slots": SLOTS} | emulated.NO_EDGES
+        numbers |= {"PassRows": 1, "Requests": 1, "LaneWords": 0, "StagedFloats": 0}
         numbers |= {"LayerLines": self.stream.shape[2], "HeadLines": 0, "Padding": padding, "Floats": floats}
         shapes = ", ".join(f"Shape{number}" for number in range(len(CASES)))
         header = [

@@ -10,5 +10,6 @@ extern "C" int laneformer_products(const void* weights, const float* vectors, co
   Params p = {};
   p.weights = weights, p.small = vectors, p.coding = coding, p.listed = listed, p.listed_words = listed_words;
   p.logits = sums;
+  for (unsigned long long& timeout : p.timeouts_ns) timeout = 60'000'000'000;
   return laneformer_emulate(&p, grid, kRingBytes + 8 * kWarps * kSlots + 4 * kFloats, seed);
 }

@@ -27,8 +27,9 @@ LF_DEVICE void multiply_all(Shapes<Shape...>, const Params& p, Stream& stream, L
 
 LF_KERNEL void laneformer_decode(LF_PARAMS p) {
   LF_SHARED(memory);
+  Watch watch(p, nullptr, 0);
   Stream stream((const char*)p.weights + (i64)cta() * kWarps * kLayerLines * kLineBytes, memory,
-                (u64*)(memory + kRingBytes), Passes{0});
+                (u64*)(memory + kRingBytes), Passes{0}, watch);
   Lists lists(p);
   multiply_all(AllShapes{}, p, stream, lists, (float*)(memory + kRingBytes + 8 * kWarps * kSlots));
   stream.skip_padding(kPadding);
