@@ -107,7 +107,7 @@ def test_phase_ends_and_multiples_of_keep_every_are_kept(tmp_path, initial, open
     later = {
         name: LaterPhase(steps=steps, data=tiny().data, optimizer=none) for name, steps in (("mid", 3), ("end", 40))
     }
-    checkpoints = opened(tmp_path / "run", steps=2, optimizer=none, then=later, keep=2, keep_every=4)
+    checkpoints = opened(tmp_path / "run", optimizer=none, steps=2, then=later, keep=2, keep_every=4)
     for step in (1, 2, 4, 5, 6, 7, 9):
         checkpoints.save(initial, step)
     checkpoints.wait()

@@ -502,6 +502,8 @@ def test_cell_is_an_ordinary_run_and_is_probed(tmp_path, store, monkeypatch, cap
         str(store),
         "--base.steps",
         "3",
+        "--base.optimizer.warmup-steps",
+        "1",
         "--base.mesh.lane",
         "1",
     ]

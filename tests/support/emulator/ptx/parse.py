@@ -101,7 +101,7 @@ STATEMENT = re.compile(
 LINKED = r"(?:\.(?:visible|weak|extern)\s+)*"
 HEAD = re.compile(
     rf"{LINKED}\.(?:func|entry)\s*(?:\((?P<results>.*?)\)\s*)?(?P<name>[\w$]+)\s*(?:\((?P<given>.*?)\))?"
-    r"(?:\s*\.(?:noinline|maxntid|minnctapersm|reqntid)[\s\d,]*)*(?P<opens>\{)?"
+    r"(?:\s*\.(?:noinline|noreturn|maxntid|minnctapersm|reqntid)[\s\d,]*)*(?P<opens>\{)?"
 )
 VARIABLE = re.compile(
     rf"{LINKED}\.(?P<space>const|global|shared|local|param)\s+(?:\.align\s+(?P<align>\d+)\s+)?\.(?P<type>\w+)\s+"
