@@ -28,7 +28,7 @@ TEMPLATE = """\
 {% elif case == 'tojson' %}{{ messages | tojson(indent=1000000000) }}
 {% elif case == 'joined' %}{{ range(99999) | join(case * 99999) }}
 {% elif case == 'format' %}{{ ('%0' + '9' * 9 + 'd') % messages | length }}
-{% elif case == 'power' %}{{ 9 ** (messages | length + 999999999) is odd }}
+{% elif case == 'power' %}{{ (9 ** (messages | length + 999999999)) is odd }}
 {% elif case == 'macro' %}{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}
 {% elif case == 'error' %}{{ raise_exception(case * 10000000) }}
 {% elif case == 'long' %}{{ case * 20000000 }}
