@@ -118,8 +118,8 @@ def same_end(finished, final_weights):
 
 @pytest.fixture
 def resumed(tmp_path, command, stop_at, monkeypatch):
-    """resumed(step, *options) stops a run after `step`, or in the next step if `step` is not saved, resumes it, and checks
-    the end of the run.
+    """resumed(step, *options) stops a run after `step`, or in the next step if `step` is not saved, resumes it, and
+    checks the end of the run.
 
     The end must be bitwise that of an uninterrupted run. Returns the folder of the resumed run and the standard output
     of the uninterrupted one. Keywords are those of `command`.
