@@ -54,7 +54,7 @@ def utc_now() -> str:
 
 
 def accelerator() -> dict:
-    """What tells the first device from others: its name, memory in bytes, clocks and driver; None for unknown ones."""
+    """Name, memory in bytes, clocks and driver of the first device, which identify it; None for unknown ones."""
     known = {} if on_host() else nvidia()
     return {"device": device_name(jax.devices()[0])} | {name: known.get(name) for name in TELLING}
 

@@ -93,7 +93,7 @@ def programs(text: str, name: str) -> Iterator[Span]:
 
 
 def apart(text: str) -> str:
-    """A text with each fence on a line of its own, without the name of the language."""
+    """A text with each fence on a separate line, without the name of the language."""
     return ON_THEIR_LINE.sub(r"\n\1\n", text)
 
 

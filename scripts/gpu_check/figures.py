@@ -57,7 +57,7 @@ def read_list(path: Path) -> list[dict]:
 
 
 def measurements(out: Path) -> list[dict]:
-    """The records of the microbenchmarks, without truncated lines, each with what tells its device from others."""
+    """The records of the microbenchmarks, without truncated lines, each with the fields that identify its device."""
     found = []
     for path in sorted(out.glob("micro*.log")):
         machine: dict[str, Any] = {}
@@ -103,12 +103,12 @@ def _figure(stem: str, record: dict) -> Figure:
         us = 1e6 / metrics["decode_tps"]["sustained_median"]
         name = f"{stem}: {conditions['model']['name']}, {engine['backend']}"
         return Figure(name, conditions["prompt_tokens"], us, metrics["mbu"]["bytes_per_token"], _device(hardware))
-    told = [record.get(name) for name in ("way", "variant", "layout")]
-    told.append(f"delay {record['delay_us']} us" if "delay_us" in record else None)
-    told.append(record["weights"].removeprefix("random ") if record.get("test") == "decode" else None)
+    conditions = [record.get(name) for name in ("way", "variant", "layout")]
+    conditions.append(f"delay {record['delay_us']} us" if "delay_us" in record else None)
+    conditions.append(record["weights"].removeprefix("random ") if record.get("test") == "decode" else None)
     if record.get("same_bits") is False:
-        told.append("OTHER BITS")
-    name = f"{stem}: {', '.join(one for one in told if one)}"
+        conditions.append("OTHER BITS")
+    name = f"{stem}: {', '.join(one for one in conditions if one)}"
     return Figure(name, record["context"], record["us_per_token"]["median"], record["bytes_per_token"], _device(record))
 
 
