@@ -103,12 +103,12 @@ def _figure(stem: str, record: dict) -> Figure:
         us = 1e6 / metrics["decode_tps"]["sustained_median"]
         name = f"{stem}: {conditions['model']['name']}, {engine['backend']}"
         return Figure(name, conditions["prompt_tokens"], us, metrics["mbu"]["bytes_per_token"], _device(hardware))
-    conditions = [record.get(name) for name in ("way", "variant", "layout")]
-    conditions.append(f"delay {record['delay_us']} us" if "delay_us" in record else None)
-    conditions.append(record["weights"].removeprefix("random ") if record.get("test") == "decode" else None)
+    labels = [record.get(name) for name in ("way", "variant", "layout")]
+    labels.append(f"delay {record['delay_us']} us" if "delay_us" in record else None)
+    labels.append(record["weights"].removeprefix("random ") if record.get("test") == "decode" else None)
     if record.get("same_bits") is False:
-        conditions.append("OTHER BITS")
-    name = f"{stem}: {', '.join(one for one in conditions if one)}"
+        labels.append("OTHER BITS")
+    name = f"{stem}: {', '.join(one for one in labels if one)}"
     return Figure(name, record["context"], record["us_per_token"]["median"], record["bytes_per_token"], _device(record))
 
 
