@@ -162,10 +162,11 @@ def wait_until(process, condition, seconds=90):
     raise AssertionError("timed out")
 
 
-def lines(run: Path) -> int:
-    """Number of records in metrics.jsonl so far."""
+def lines(run: Path, text: str = "") -> int:
+    """Number of records in metrics.jsonl so far, of those that contain the text."""
     file = run / "metrics.jsonl"
-    return file.read_bytes().count(b"\n") if file.exists() else 0
+    written = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return sum(line.endswith("\n") and text in line for line in written)
 
 
 def saving(run: Path) -> bool:

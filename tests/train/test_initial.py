@@ -78,4 +78,5 @@ def test_run_from_a_run_learns_and_resumes_bitwise(finished, resumed):
     options = ("--initial", str(finished), "--steps", "8", "--optimizer.warmup-steps", "2", "--validate-every", "4")
     run, out = resumed(3, *options)
     assert f"initial weights from {finished / 'checkpoints' / '60'}, moments of adamw" in out
-    assert abs(losses(run)[0] - losses(finished)[-1]) < 0.3 < losses(finished)[0] - losses(finished)[-1]
+    assert losses(run)[0] < max(losses(finished)[-20:]) < losses(finished)[0] / 2
+    assert abs(np.mean(losses(run)) - np.mean(losses(finished)[-8:])) < 0.2

@@ -52,8 +52,8 @@ def test_run_killed_and_stopped_by_signals_ends_bitwise_the_same(tmp_path, store
     assert 17 <= len(before) < 60, "20 lines include a line of times per ten steps"
     assert before == losses(finished)[: len(before)], "separate processes and compilations give the same losses"
     for number, status in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
-        stopped_at, resumed = len(losses(run)), lines(run)
-        got, _, err = kill_when(start(run, store), lambda resumed=resumed: lines(run) > resumed, number)
+        stopped_at = len(losses(run))
+        got, _, err = kill_when(start(run, store), lambda before=stopped_at: lines(run, '"grad_norm"') > before, number)
         assert got == status and len(losses(run)) > stopped_at
         stopped_at = len(losses(run))
         answer = (
@@ -395,7 +395,8 @@ def test_closed_output_saves_the_step(tmp_path, store):
     for _ in range(8):
         process.stdout.readline()
     process.stdout.close()
-    err, status = process.stderr.read(), process.wait(timeout=300)
+    with process.stderr:
+        err, status = process.stderr.read(), process.wait(timeout=300)
     found = re.fullmatch(r"stopped by SIGPIPE after step (\d+), which is saved; resume with: python -m train .*\n", err)
     assert status == 141 and found, err
     assert (tmp_path / "run" / "checkpoints" / found[1] / "meta").is_dir()
