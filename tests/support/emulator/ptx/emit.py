@@ -281,7 +281,8 @@ class Writer:
             moves = (f"{self.register(value)} = t[{i}];" for i, value in enumerate(values) if value != "_")
         else:
             reads, moves = "", (f"t[{i}] = {self.bits(value, type)};" for i, value in enumerate(values))
-        return f"{{ auto* t = ({element}*){place}; {reads}{' '.join(moves)} }}"
+        kept = "if (!loses_word()) " if not load and "relaxed.sys" in found[0] else ""
+        return f"{{ auto* t = ({element}*){place}; {reads}{kept}{{ {' '.join(moves)} }} }}"
 
     def atomic(self, found: re.Match, *values: str) -> str:
         """An addition or exchange, also with other devices, which have their own threads of the host."""
@@ -291,7 +292,10 @@ class Writer:
         type, bytes = f"u{found['bits']}", int(found["bits"]) // 8
         place = self.place(found["space"], address, bytes)
         function = "__atomic_fetch_add" if found["what"].startswith("add") else "__atomic_exchange_n"
-        old = f"{function}(({C_TYPES[type]}*){place}, {self.operand(value, type)}, __ATOMIC_SEQ_CST)"
+        given = self.operand(value, type)
+        if found["what"].startswith("exch") and bytes == 8:
+            given = f"loses_word() ? *(uint64_t*){place} : {given}"
+        old = f"{function}(({C_TYPES[type]}*){place}, {given}, __ATOMIC_SEQ_CST)"
         return self.assign(target[0], type, old) if target else f"{old};"
 
     def product(self, found: re.Match, *values: str) -> str:

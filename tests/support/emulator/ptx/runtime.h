@@ -71,6 +71,7 @@ inline uint64_t shared_of_generic(uint64_t address) {
     stop("an address that is converted to one of shared memory is not in it");
   return offset + kSharedBase;
 }
+inline bool loses_word() { return emulator::self()->careless && emulator::loses_word(); }
 inline void bulk_copy(uint32_t to, uint64_t from, uint32_t bytes, uint64_t* barrier) {
   if (bytes == 0 || to % 16) stop("a bulk copy is empty or not aligned to 16 bytes");
   emulator::bulk_copy(shared_range(to, bytes), (const void*)(uintptr_t)from, bytes, barrier);
