@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from custom_calls.gpu.compile import NVIDIA_FLAGS
 from scripts.gpu_check.stage import CACHE, PYTHON, ROOT, Stage
 
 BENCH = ROOT / "custom_calls" / "gpu" / "bench"
@@ -267,7 +268,7 @@ def _machine(sizes: Sizes) -> list[Stage]:
     kernels += tuple((*lane, layout) for layout in RANKED)
     kernels += tuple((*lane, RANKED[0], "--variants", variant) for variant in RANK_VARIANTS[1:])
     build = ((PYTHON, "-m", "custom_calls"), _nvcc("micro", RINGS["micro"]), *kernels)
-    quick = ("{out}/micro", "--quick", "ring", "copy", "edge", "lanes")
+    quick = ("{out}/micro", "--quick", "ring", "copy", "edge", "lanes", "torn")
     return [
         Stage("machine", 30, (("nvidia-smi",), state, ("nvcc", "--version"), known), expected=10, call=1),
         Stage("build", 70, build, expected=25, together=True, call=1),
@@ -317,7 +318,7 @@ def _profile(sizes: Sizes) -> Stage:
 def _nvcc(name: str, ring: tuple[int, ...]) -> tuple[str, ...]:
     """The compiler's command for the microbenchmarks with a ring."""
     options = zip(("WARPS", "SLOT_LINES", "SLOTS", "UNFENCED"), ring, strict=False)
-    target = ("-std=c++17", "-O3", "--cudart", "static", "-gencode=arch=compute_90a,code=sm_90a", "--diag-suppress=186")
+    target = (*NVIDIA_FLAGS, "-O3", "--cudart", "static", "-gencode=arch=compute_90a,code=sm_90a")
     defined = (f"-DLF_{option}={value}" for option, value in options)
     include = (f"-I{folder}" for folder in (BENCH, BENCH.parent / "kernel", BENCH.parent / "kernel" / "pass"))
     return ("nvcc", *target, *defined, *include, str(BENCH / "micro.cu"), "-o", f"{{out}}/{name}")

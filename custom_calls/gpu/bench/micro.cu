@@ -1,7 +1,7 @@
 // Microbenchmarks of the parts of the decode kernel, compiled with its headers: the weight stream, products, edges, the
 // lane exchange, launches. NVIDIA only.
 //
-//   micro [--quick] [NAME ...]     names: ring product plain copy burst sync edge lanes launch; by default all
+//   micro [--quick] [NAME ...]     by default all: ring product plain copy burst sync edge lanes launch torn
 //
 // Prints one JSON object per line. Times are measured with the device's global timer inside a kernel, from the start of
 // the first CTA to the end of the last one, or with events or the host's clock where the field "clock" names these.
@@ -92,7 +92,7 @@ struct Bench {
   // Launches a kernel. Returns its milliseconds, measured with events.
   double launch(Kernel kernel, int grid, bool cooperative = true, const char* what = "launch") {
     const int bytes = kernel == fill || kernel == list || kernel == empty || kernel == clocks || kernel == plain ||
-                              kernel == grid_sync
+                              kernel == grid_sync || kernel == torn
                           ? 0
                           : kSharedBytes;
     check(cudaFuncSetAttribute((const void*)kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes), what);
@@ -314,6 +314,33 @@ struct Bench {
           }
   }
 
+  // The last test, because it leaves other words on the boards. A torn line of one access of 16 bytes is an error: the
+  // variant `triples` would compute with it.
+  void tear() {
+    job.rounds = 100000, repetitions = 1;
+    for (const bool pairs : {false, true}) {
+      job.pairs = pairs;
+      const char* const form = pairs ? "v2.u64" : "b128";
+      const int writers = std::min(sms, 2 * kBoards) / 2, ctas = 2 * writers;
+      check(cudaMemset(params.boards, 0, (size_t)16 * writers * kThreads), "lines");
+      check(cudaMemset(job.done + 4, 0, 16), "counts");
+      launch(torn, ctas, true, "torn");
+      const Numbers us = {span(0, 0, ctas, ctas), 0, 0};
+      u64 seen[2];
+      check(cudaMemcpy(seen, job.done + 4, sizeof seen, cudaMemcpyDeviceToHost), "counts");
+      std::printf("{%s, \"median\": %.4f}\n",
+                  conditions("torn", "us", ctas,
+                             std::string("\"form\": \"") + form + "\", " +
+                                 field("lines_read", (i64)job.rounds * writers * kThreads) + ", " +
+                                 field("lines_changed", (i64)seen[1]) + ", " + field("lines_torn", (i64)seen[0]))
+                      .c_str(),
+                  us.median);
+      std::fflush(stdout);
+      if (!pairs && seen[0]) give_up("torn", "lines of 16 bytes were read between two writes");
+      if (!pairs && !seen[1]) give_up("torn", "no line changed while it was read");
+    }
+  }
+
   void exchange() {
     job.rounds = 2000;
     for (const int group : {16, 64})
@@ -370,7 +397,8 @@ int main(int count, char** words) {
   const std::vector<std::pair<std::string, void (Bench::*)()>> all = {
       {"ring", &Bench::read_ring}, {"product", &Bench::products}, {"plain", &Bench::read_plain},
       {"copy", &Bench::copy},      {"burst", &Bench::bursts},     {"sync", &Bench::syncs},
-      {"edge", &Bench::edges},     {"lanes", &Bench::exchange},   {"launch", &Bench::launches}};
+      {"edge", &Bench::edges},     {"lanes", &Bench::exchange},   {"launch", &Bench::launches},
+      {"torn", &Bench::tear}};
   for (const std::string& name : wanted)
     if (std::none_of(all.begin(), all.end(), [&](const auto& one) { return one.first == name; }))
       give_up(name.c_str(), "unknown measurement; the head of micro.cu lists the names");

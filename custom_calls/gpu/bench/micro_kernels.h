@@ -26,7 +26,7 @@ struct Job {
   u64* done;      // some words in the device's memory
   u32 first_tag;
   int rounds, lines, steps, group, words;
-  bool edges, flags, at_once, ping;
+  bool edges, flags, at_once, ping, pairs;
   i64 bytes, buffer;
 };
 
@@ -275,6 +275,30 @@ LF_KERNEL void edge(LF_PARAMS p, const Job job) {
   end(job, 0);
   stream.drain();
   keep(job, mixed ^ float_to_bits(total));
+}
+
+// Whether 16 bytes that are stored and loaded as one access can be torn between two writes, which `triples` relies on.
+// Thread t of writer w stores {n, n} into its line again and again, that of reader w loads it. Counts the lines read
+// whose halves differ, and those that differ from the line read before, which shows that both ran at once.
+LF_KERNEL void torn(LF_PARAMS p, const Job job) {
+  const int writers = gridDim.x / 2, writer = cta() % writers;
+  u64* line = p.boards + 2 * ((i64)writer * kThreads + thread());
+  u64 differing = 0, changes = 0, before = 0;
+  cooperative_groups::this_grid().sync();
+  begin(job, 0);
+  for (int n = 1; n <= job.rounds; n++) {
+    if (cta() < writers) {
+      store_line(line, {(u64)n, (u64)n});
+      continue;
+    }
+    const Words seen = job.pairs ? load_words(line) : load_line(line);
+    differing += seen.a != seen.b;
+    changes += seen.a != before;
+    before = seen.a;
+  }
+  end(job, 0);
+  atomicAdd((unsigned long long*)job.done + 4, (unsigned long long)differing);
+  atomicAdd((unsigned long long*)job.done + 5, (unsigned long long)changes);
 }
 
 // The first 2 * group CTAs are two lanes that exchange rows, CTA c with CTA c. The other CTAs, if any, put load on the
