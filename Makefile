@@ -4,12 +4,14 @@
 # make lint     check the style
 # make format   apply the style
 # make clean    remove everything that these commands created
+# For the pinned versions of constraints.txt add PIP='-c constraints.txt'.
 # On a machine with GPUs add EXTRAS=test,cuda13 (or cuda12, rocm) to any command: it installs JAX with GPU support.
 
 PYTHON ?= python3
 VENV   ?= .venv
 PY     := $(VENV)/bin/python
 EXTRAS ?= test
+PIP    ?=
 
 DATA   ?= data/stdlib
 RUN    ?= runs/stdlib
@@ -49,7 +51,7 @@ $(VENV)/.installed-$(EXTRAS): pyproject.toml setup.py
 	@$(PYTHON) -c "import ensurepip" 2>/dev/null || \
 	  { echo "error: $(PYTHON) has no venv module; on Debian: apt install python3-venv" >&2; exit 2; }
 	$(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]'
+	$(PY) -m pip install --quiet --disable-pip-version-check -e '.[$(EXTRAS)]' $(PIP)
 	@touch $@
 
 clean:

@@ -13,6 +13,9 @@ from importlib.metadata import metadata, version
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 from custom_calls import build
 from custom_calls.gpu import compile as gpu_compile
@@ -54,6 +57,23 @@ def test_make_installs_the_named_extras(tmp_path):
 
     assert "install --quiet --disable-pip-version-check -e '.[test]'" in commands()
     assert "-e '.[test,cuda13]'" in commands("EXTRAS=test,cuda13")
+    assert "-e '.[test]' -c constraints.txt" in commands("PIP=-c constraints.txt")
+
+
+def test_constraints_pin_every_requirement():
+    """constraints.txt has one version of every package that pyproject.toml names, which its bound allows."""
+    pinned: dict[str, list[Version]] = {}
+    for line in (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines():
+        if not line.startswith("#"):
+            (specifier,) = (pin := Requirement(line)).specifier
+            assert specifier.operator == "==", line
+            pinned.setdefault(canonicalize_name(pin.name), []).append(Version(specifier.version))
+    extras = PROJECT["project"]["optional-dependencies"]
+    listed = (*PROJECT["project"]["dependencies"], *(one for name in extras for one in extras[name]))
+    for requirement in map(Requirement, listed):
+        if requirement.name != "laneformer":
+            versions = pinned[canonicalize_name(requirement.name)]
+            assert all(requirement.specifier.contains(one) for one in versions), requirement
 
 
 GPU_IMAGE = """
