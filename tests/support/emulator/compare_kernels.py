@@ -44,7 +44,8 @@ def difference(
     if weights == "bf12":
         options["bf12"] = Bf12Choice.of(plan, arrays.items())
     elif weights in WAYS:
-        records = {path: rounded(arrays[path], weights) for path in paths}
+        # Latents' keys and values are made of one matrix, when it is packed, and stay as they are.
+        records = {path: rounded(arrays[path], weights) for path in paths if path in arrays}
         arrays |= records
         options["codes"] = CodesChoice.of(plan, records.items())
     elif weights not in DTYPES:
