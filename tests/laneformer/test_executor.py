@@ -13,6 +13,7 @@ from laneformer import ConfigError
 from laneformer.blocks.layer import after_sum
 from laneformer.executor import run_schedule
 from tests.support import reference, tiny
+from tests.support.reference.layouts import CASES
 
 D = 8  # channels of the toy streams
 
@@ -64,7 +65,7 @@ def toy(lanes, n, seed):
 
 # Layouts: the package's spelling, and the reference's arguments.
 rows = st.one_of(
-    st.sampled_from([("tp", {}), ("parallel", {}), ("ladder", {}), ("kraken", {}), ("none", {})]),
+    st.sampled_from([(layout, args) for layout, args in CASES.items() if layout not in ("laneformer", "spd(1)")]),
     st.integers(1, 9).map(lambda k: (f"desync({k})", {"n": k})),
     st.integers(1, 5).map(lambda k: (f"track({k})", {"D": k})),
     st.integers(0, 9).map(lambda k: (f"dtp({k})", {"delta": k})),
@@ -195,18 +196,7 @@ def test_lanes_stay_equal_if_every_output_is_summed():
 
 # -------------------------------------------------------------------------------------------------- in the whole model
 
-LAYOUTS = {
-    "tp": {},
-    "parallel": {},
-    "ladder": {},
-    "desync(2)": {"n": 2},
-    "spd(0)": {"drop": {0}},
-    "caat(0.5)": {"p": 0.5},
-    "kraken": {},
-    "track(2)": {"D": 2},
-    "dtp(1)": {"delta": 1},
-    "none": {},
-}
+LAYOUTS = {layout: args for layout, args in CASES.items() if layout != "laneformer"}
 LANE_NORMS = {"replicated_rmsn_scale": False, "sliding_window": 5, "sliding_window_n_layers": 1}
 
 

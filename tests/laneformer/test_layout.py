@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from laneformer import LAYOUTS, ConfigError
 from laneformer.layout import Landing, Own, Payload, make_schedule, parse_layout
 from tests.support import tiny
+from tests.support.reference import layouts as reference
 
 
 def schedule(layout: str, n: int, lanes: int = 4, **changes):
@@ -17,8 +18,9 @@ def schedule(layout: str, n: int, lanes: int = 4, **changes):
 
 
 def test_layouts_are_complete():
-    names = "tp parallel ladder desync spd caat kraken track dtp laneformer none"
-    assert list(LAYOUTS) == names.split()
+    """Every layout has a case and a float64 wiring; the cases are run in test_executor.py and golden/test_golden.py."""
+    assert [parse_layout(case)[0] for case in reference.CASES] == list(LAYOUTS)
+    assert {*reference.LAYOUTS, "laneformer"} == set(LAYOUTS)
 
 
 @given(n=st.integers(1, 9), k=st.integers(1, 20), data=st.data())

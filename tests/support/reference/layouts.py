@@ -154,6 +154,22 @@ def none(config, weights, X):
 
 LAYOUTS = {f.__name__: f for f in (tp, parallel, ladder, desync, spd, caat, kraken, track, dtp, none)}
 
+# A case of every layout, with the arguments of its function above, for the tests that must know all layouts. The wiring
+# of "laneformer" is model.reference_logits, with its arguments from the config.
+CASES = {
+    "tp": {},
+    "parallel": {},
+    "ladder": {},
+    "desync(2)": {"n": 2},
+    "spd(1)": {"drop": {1}},
+    "caat(0.5)": {"p": 0.5},
+    "kraken": {},
+    "track(2)": {"D": 2},
+    "dtp(3)": {"delta": 3},
+    "laneformer": {},
+    "none": {},
+}
+
 
 def layout_logits(name, args, config, weights, ids):
     """A model with layout `name` and its arguments as a dict, such as "desync" and {"n": 2}: ids [b, s] -> logits
