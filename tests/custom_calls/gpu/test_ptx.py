@@ -117,7 +117,8 @@ def test_a_wrong_cuda_part_is_found(name, tmp_path, on_ptx):
         assert not failure and not np.array_equal(found, port_functions.CASE.expected)
 
 
-def test_the_source_does_not_show_it(tmp_path):
+def test_the_source_does_not_show_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("EMULATOR_CODE", "port")
     library = port_functions.compiled(tmp_path, [change[:2] for change in CHANGES.values()])
     failure, found = port_functions.run(library, tmp_path)
     assert not failure
