@@ -257,7 +257,7 @@ class Reader:
     def rows(self, content):
         width, values, data = content
         made, codes, values = self.fresh([]), self.data(data), self.items(values)
-        if type(width) is not int or width < 1 or len(codes) % width:
+        if type(width) is not int or not 1 <= width <= len(codes) or len(codes) % width:
             raise WireError(f"{len(codes)} codes are no rows of {width!r}")
         made += zip(*[map(values.__getitem__, codes)] * width, strict=True)
         return made
@@ -305,7 +305,10 @@ def _read_decimal(reader, text):
 def _read_fraction(reader, content):
     import fractions
 
-    return fractions.Fraction(*map(reader, content))
+    parts = [*map(reader, content)]
+    if {*map(type, parts)} != {int}:  # text such as 1e999999999 would take all memory
+        raise WireError("a fraction is not two integers")
+    return fractions.Fraction(*parts)
 
 
 def _read_reference(reader, number):

@@ -163,7 +163,8 @@ BAD = (
     b'{"array": ["O", false, [1], [0, 8]]}', b'{"array": ["<f8", false, [9], [0, 8]]}', b'{"rows": [2, [1], [0, 3]]}',
     b'{"array": ["<f8,<f8", false, [1], [0, 8]]}', b'{"rows": [0, [1], [0, 8]]}', b'{"rows": [1, [], [0, 8]]}',
     b'{"builtin": "exec"}', b'{"builtin": "eval"}', b'{"eval": "1"}', b'{"range": [1, 2, 0]}', b'{"deque": ["a", []]}',
-    b'{"defaultdict": ["print", [], []]}', b'{"Fraction": [1, 0]}', b'{"Decimal": [1]}', b'{"complex": ["a"]}',
+    b'{"defaultdict": ["print", [], []]}', b'{"Fraction": [1, 0]}', b'{"Fraction": ["1e999999999"]}',
+    b'{"rows": [711111111, [], [0, 0]]}', b'{"Decimal": [1]}', b'{"complex": ["a"]}',
 )  # fmt: skip
 
 
