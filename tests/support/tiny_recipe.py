@@ -163,7 +163,7 @@ def wait_until(process, condition, seconds=90):
 
 
 def lines(run: Path, text: str = "") -> int:
-    """Number of records in metrics.jsonl so far, of those that contain the text."""
+    """Number of records in metrics.jsonl so far that contain `text`."""
     file = run / "metrics.jsonl"
     written = file.read_text().splitlines(keepends=True) if file.exists() else []
     return sum(line.endswith("\n") and text in line for line in written)
