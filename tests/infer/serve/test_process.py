@@ -177,9 +177,10 @@ def test_too_little_memory_is_one_line(small_checkpoint, kilobytes):
     command = [*PYTHON, "-m", "infer", "serve", "--checkpoint", small_checkpoint, "--port", "0"]
     limited = ["bash", "-c", f'ulimit -v {kilobytes}; exec "$@"', "bash", *map(str, command)]
     done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    first, *said, last = done.stderr.splitlines()
-    assert done.returncode == 2 and "loading" in first
-    assert said in ([], ["backend cpu (auto)"]), "the limit may be met before or after the backend is chosen"
+    first, *between, last = done.stderr.splitlines()
+    # The limit may be met before or after the backend is chosen; the C library may miss memory to end a thread.
+    allowed = {"backend cpu (auto)", "libgcc_s.so.1 must be installed for unwinding to work"}
+    assert done.returncode == 2 and "loading" in first and allowed.issuperset(between)
     assert last.startswith("error: ") and "ran out of memory or threads" in last and f"{kilobytes:,} KiB" in last
 
 
