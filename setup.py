@@ -14,11 +14,11 @@ class BuildNative(build_ext):
     """Runs custom_calls/build.py, loaded by its path, because importing the package would need JAX."""
 
     def run(self):
-        spec = importlib.util.spec_from_file_location("build_native", HERE / "custom_calls" / "build.py")
+        spec = importlib.util.spec_from_file_location("build_native", HERE / "laneformer" / "custom_calls" / "build.py")
         build = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(build)
         in_place = self.inplace or getattr(self, "editable_mode", False)
-        folder = (HERE if in_place else Path(self.build_lib)) / "custom_calls" / "lib"
+        folder = (HERE if in_place else Path(self.build_lib)) / "laneformer" / "custom_calls" / "lib"
         if problem := build.try_build(folder):
             print(f"installing without the native kernels; their first use compiles them: {problem}", file=sys.stderr)
 
@@ -29,4 +29,4 @@ class BuildNative(build_ext):
         return {}
 
 
-setup(ext_modules=[Extension("custom_calls.native", sources=[])], cmdclass={"build_ext": BuildNative})
+setup(ext_modules=[Extension("laneformer.custom_calls.native", sources=[])], cmdclass={"build_ext": BuildNative})

@@ -2,9 +2,9 @@
 
 import dataclasses
 
-from configs.models import DELTA_TINY
-from configs.stdlib import stdlib
-from train.config import TrainConfig
+from laneformer.recipes.models import DELTA_TINY
+from laneformer.recipes.stdlib import stdlib
+from laneformer.train.config import TrainConfig
 
 
 def delta_tiny() -> TrainConfig:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from configs.models import LANEFORMER_2B
-from train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
+from laneformer.recipes.models import LANEFORMER_2B
+from laneformer.train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
 
 CONTEXT = 4096
 

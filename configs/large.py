@@ -1,9 +1,9 @@
 """Laneformers of 8 and 70 billion parameters: the sizes of Llama 3 (arXiv 2407.21783) in 8 lanes. Not run yet."""
 
-from configs.models import LANEFORMER_8B, LANEFORMER_70B
-from configs.small import CONTEXT, DATA
 from laneformer.config import ModelConfig
-from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from laneformer.recipes.models import LANEFORMER_8B, LANEFORMER_70B
+from laneformer.recipes.small import CONTEXT, DATA
+from laneformer.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 
 def laneformer_8b() -> TrainConfig:

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from configs.models import LATENT_TINY, MOE_1B_A200M, MOE_TINY, V4_TINY
-from configs.small import CONTEXT, DATA
-from configs.stdlib import stdlib
-from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from laneformer.recipes.models import LATENT_TINY, MOE_1B_A200M, MOE_TINY, V4_TINY
+from laneformer.recipes.small import CONTEXT, DATA
+from laneformer.recipes.stdlib import stdlib
+from laneformer.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 
 def moe_tiny() -> TrainConfig:

@@ -4,8 +4,8 @@
 
 from pathlib import Path
 
-from configs.models import LANEFORMER_120M, LANEFORMER_350M, LANEFORMER_350M_LONG
-from train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
+from laneformer.recipes.models import LANEFORMER_120M, LANEFORMER_350M, LANEFORMER_350M_LONG
+from laneformer.train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
 
 CONTEXT, LONG = 4096, 131_072
 # scripts.tokenize --dataset HuggingFaceFW/fineweb-edu --config sample-10BT --streaming, with at most 32,000 tokens

@@ -3,8 +3,8 @@
 import dataclasses
 from pathlib import Path
 
-from configs.models import STDLIB
-from train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
+from laneformer.recipes.models import STDLIB
+from laneformer.train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
 
 
 def stdlib() -> TrainConfig:

@@ -3,9 +3,9 @@
 import dataclasses
 from pathlib import Path
 
-from configs.models import TINY, TINY_LONG
-from configs.stdlib import stdlib
-from train.config import DataConfig, LaterPhase, OptimizerConfig, TrainConfig
+from laneformer.recipes.models import TINY, TINY_LONG
+from laneformer.recipes.stdlib import stdlib
+from laneformer.train.config import DataConfig, LaterPhase, OptimizerConfig, TrainConfig
 
 
 def tiny() -> TrainConfig:

@@ -1,8 +1,8 @@
 """Native kernels behind XLA custom calls: a persistent decode kernel and the exchange between lanes."""
 
-from custom_calls.cpu.session import Session, fastest_way
-from custom_calls.decode import ENDS, YIELDED, Inputs, Outputs, State, decode, empty_layers
-from custom_calls.library import (
+from laneformer.custom_calls.cpu.session import Session, fastest_way
+from laneformer.custom_calls.decode import ENDS, YIELDED, Inputs, Outputs, State, decode, empty_layers
+from laneformer.custom_calls.library import (
     NativeError,
     arithmetic_peak,
     default_threads,
@@ -10,8 +10,8 @@ from custom_calls.library import (
     read_bandwidth,
     unavailable,
 )
-from custom_calls.plan import Plan, make_plan
-from custom_calls.session import DecodeSession, Drafting, EmittedTokens
+from laneformer.custom_calls.plan import Plan, make_plan
+from laneformer.custom_calls.session import DecodeSession, Drafting, EmittedTokens
 
 __all__ = [
     "ENDS",

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from custom_calls.build import SANITIZERS, BuildError, build, cache
+from laneformer.custom_calls.build import SANITIZERS, BuildError, build, cache
 
 
 def main() -> int:

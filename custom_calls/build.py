@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
+HERE = Path(__file__).absolute().parent  # laneformer/custom_calls, of which a clone has a link
 CPU = tuple(HERE / "cpu" / part for part in (".", "kernels", "kernels/attention", "ops", "packing"))
 SOURCES = (HERE / "common", *CPU, HERE / "gpu" / "host")
 SHARED = HERE / "gpu" / "kernel" / "params.h"  # also included by the GPU kernel, which gpu/compile.py compiles

@@ -8,8 +8,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from custom_calls.plan import Kept, Plan
-from custom_calls.session import DecodeSession
+from laneformer.custom_calls.plan import Kept, Plan
+from laneformer.custom_calls.session import DecodeSession
 
 ENDS = ("length", "stop", "cancelled")
 YIELDED = len(ENDS) + 1  # in place of an index into ENDS: the request continues in another call

@@ -9,9 +9,9 @@ from functools import cache
 import jax
 import numpy as np
 
-from custom_calls import build
+from laneformer.custom_calls import build
 
-log = logging.getLogger("custom_calls")
+log = logging.getLogger("laneformer")
 
 TARGET = "laneformer_decode"  # the same name on every platform, so that one traced program lowers to each
 EMULATED = "laneformer_decode_emulated"  # GPUs emulated on the CPU, for tests

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from custom_calls import build
-from custom_calls.library import speedup
+from laneformer.custom_calls import build
+from laneformer.custom_calls.library import speedup
 
-log = logging.getLogger("custom_calls")
+log = logging.getLogger("laneformer")
 NAME = "measured.json"
 KEPT = 50  # most measurements in the file; the oldest are dropped
 Measurement = float | list[float]
@@ -25,7 +25,7 @@ def bf12_gain(instructions: str, threads: int) -> float:
     """Speed of decoding with weights in 12 bits, as a multiple of the speed with bfloat16 weights."""
     gain, fresh = _speedup((instructions, True), (instructions, False), threads)
     if fresh:
-        log.info("measured: weights in 12 bits are %.2f times as fast as in 16 bits on this machine", gain)
+        log.debug("measured: weights in 12 bits are %.2f times as fast as in 16 bits on this machine", gain)
     return gain
 
 
@@ -33,7 +33,7 @@ def amx_gain(over: str, threads: int) -> float:
     """Speed of decoding bfloat16 weights with AMX, as a multiple of the speed with the instruction set `over`."""
     gain, fresh = _speedup(("amx", False), (over, False), threads)
     if fresh:
-        log.info("measured: one position is %.2f times as fast with AMX as with %s on this machine", gain, over)
+        log.debug("measured: one position is %.2f times as fast with AMX as with %s on this machine", gain, over)
     return gain
 
 
@@ -51,7 +51,7 @@ def pass_prices(what: str, measure: Callable[[], list[float]]) -> list[float]:
     seconds, fresh = _known(f"passes {what}", judged)
     prices = np.maximum.accumulate(np.divide(seconds, seconds[0])).tolist()
     if fresh:
-        log.info("measured: passes take %s times as long as one row", ", ".join(f"{price:.2f}" for price in prices))
+        log.debug("measured: passes take %s times as long as one row", ", ".join(f"{price:.2f}" for price in prices))
     return prices
 
 

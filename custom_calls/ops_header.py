@@ -1,4 +1,4 @@
-"""Generates plan_ops.h, the C++ structs of laneformer/ops.py: python custom_calls/ops_header.py prints it.
+"""Generates plan_ops.h, the C++ structs of laneformer/ops.py: python laneformer/custom_calls/ops_header.py prints it.
 
 custom_calls/build.py writes the header into the folder of the object files, where custom_calls/common/plan.h includes
 it. The last dataclass of ops.py and all that it contains have structs. Each struct has the fields of its dataclass in
@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-OPS = Path(__file__).resolve().parent.parent / "laneformer" / "ops.py"  # loaded by path: the package may import JAX
+OPS = Path(__file__).absolute().parents[1] / "ops.py"  # laneformer/ops.py; loaded by path: the package may import JAX
 SCALARS = {int: "int64_t", float: "float", bool: "bool"}  # 64 bits, because code multiplies sizes
 OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.FloorDiv: "/"}
 # C++ types that are not generated: entries of the plan's tables, and an enumeration of common/activation.h.

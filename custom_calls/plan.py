@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from custom_calls.words import Reader, Writer
+from laneformer.custom_calls.words import Reader, Writer
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.formats import FORMATS, KERNEL_FORMATS
 from laneformer.ops import (

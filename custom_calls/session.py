@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from custom_calls.library import NativeError, call, library
-from custom_calls.plan import Plan
+from laneformer.custom_calls.library import NativeError, call, library
+from laneformer.custom_calls.plan import Plan
 
 
 class EmittedTokens(NamedTuple):

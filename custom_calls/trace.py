@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from custom_calls.session import DecodeSession
+from laneformer.custom_calls.session import DecodeSession
 
 WITHOUT_LAYER = ("head", "embed", "sample", "final")
 MOST_OPS = 32  # spans of a layer in one token: its ops and its exchanges

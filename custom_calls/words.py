@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from custom_calls.ops_header import alternatives, fields
+from laneformer.custom_calls.ops_header import alternatives, fields
 from laneformer.ops import Rotary, Weight
 
 FORMAT = 6  # raise it when the encoding changes; the ops themselves are part of the library's key

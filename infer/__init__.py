@@ -10,14 +10,14 @@ if sys.argv[:1] == ["-m"]:  # `python -m` imports this package before the comman
     end_at_interrupt()
 
 if TYPE_CHECKING:
-    from infer.engine.engine import BACKENDS as BACKENDS
-    from infer.engine.engine import Engine as Engine
-    from infer.engine.generation import Generation as Generation
-    from infer.engine.generation import Result as Result
-    from infer.engine.generation import Token as Token
-    from infer.sampling import Sampling as Sampling
-    from infer.text.grammar import Grammar as Grammar
-    from infer.text.tokenizer import Tokenizer as Tokenizer
+    from laneformer.infer.engine.engine import BACKENDS as BACKENDS
+    from laneformer.infer.engine.engine import Engine as Engine
+    from laneformer.infer.engine.generation import Generation as Generation
+    from laneformer.infer.engine.generation import Result as Result
+    from laneformer.infer.engine.generation import Token as Token
+    from laneformer.infer.sampling import Sampling as Sampling
+    from laneformer.infer.text.grammar import Grammar as Grammar
+    from laneformer.infer.text.tokenizer import Tokenizer as Tokenizer
 
 # Name -> module, imported when the name is first used: the server's web process and many commands do not need JAX.
 _HOMES = {
@@ -36,7 +36,7 @@ __all__ = list(_HOMES)
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    value = globals()[name] = getattr(importlib.import_module(f"laneformer.infer.{_HOMES[name]}"), name)
     return value
 
 

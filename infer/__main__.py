@@ -13,12 +13,15 @@ from laneformer.interrupts import end, importing
 # Name -> (module, summary). The module has a dataclass `Options` and `run(options) -> exit code`; only the module of
 # the command that runs is imported.
 COMMANDS = {
-    "generate": ("infer.commands.generate", "stream a completion of a prompt"),
-    "bench": ("infer.commands.bench", "measure decode latency, and record the conditions with it"),
-    "roofline": ("infer.commands.roofline", "project the speed of a model on hardware you do not have"),
-    "serve": ("infer.commands.serve", "serve a model over HTTP, with OpenAI's APIs"),
-    "humaneval": ("infer.commands.humaneval", "solve programming problems (HumanEval, MBPP) and score the solutions"),
-    "agent": ("infer.commands.agent", "work on a task until its tests pass, and report where the time went"),
+    "generate": ("laneformer.infer.commands.generate", "stream a completion of a prompt"),
+    "bench": ("laneformer.infer.commands.bench", "measure decode latency, and record the conditions with it"),
+    "roofline": ("laneformer.infer.commands.roofline", "project the speed of a model on hardware you do not have"),
+    "serve": ("laneformer.infer.commands.serve", "serve a model over HTTP, with OpenAI's APIs"),
+    "humaneval": (
+        "laneformer.infer.commands.humaneval",
+        "solve programming problems (HumanEval, MBPP) and score the solutions",
+    ),
+    "agent": ("laneformer.infer.commands.agent", "work on a task until its tests pass, and report where the time went"),
 }
 
 

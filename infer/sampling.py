@@ -34,8 +34,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from infer.noise import gumbel
 from laneformer.errors import ConfigError
+from laneformer.infer.noise import gumbel
 
 SMALLEST, LARGEST = 1e-6, 1e6  # bounds of temperature and penalty: a logit divided by them stays in float32
 LATER = ("presence_penalty", "frequency_penalty", "logit_bias")  # fields that older records do not have

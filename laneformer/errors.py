@@ -45,11 +45,26 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
+def as_run(text: str) -> str:
+    """The text with the names of commands as the user runs them. `python -m infer bench` needs a clone of the
+    repository, so a process that was started otherwise, as `laneformer bench`, reports that name.
+    """
+    main = sys.modules["__main__"]
+    module = main.__spec__.name if main.__spec__ else ""
+    if Path(sys.argv[0]).name != "laneformer" and not module.startswith("laneformer."):
+        return text
+    return _MODULE.sub(lambda found: f"laneformer {_COMMANDS.get(found[1], found[2].replace('_', '-'))}", text)
+
+
+_MODULE = re.compile(r"python -m ((?:infer |train\.|scripts\.|(?=train\b))(\w+))(?![\w.])")
+_COMMANDS = {"train.bench": "train-bench"}
+
+
 class LogFormat(logging.Formatter):
     """Formats log messages as their printable text."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
+        return printable(as_run(super().format(record)))
 
 
 def one_line(error: Exception) -> str:
@@ -140,13 +155,13 @@ def run_command(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (LaneformerError, OSError) as error:
-        print(f"error: {_shortened(printable(' '.join(str(error).splitlines())), 2000)}", file=sys.stderr)
+        print(f"error: {_shortened(printable(as_run(' '.join(str(error).splitlines()))), 2000)}", file=sys.stderr)
         return 2
     except MemoryError as error:
         print(f"error: out of memory ({one_line(error)}); use a smaller model or a larger machine", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print(interrupted, file=sys.stderr)
+        print(as_run(interrupted), file=sys.stderr)
         return INTERRUPTED
 
 

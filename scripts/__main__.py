@@ -25,25 +25,30 @@ class Command(NamedTuple):
     @property
     def program(self) -> str:
         """The equivalent command with `python -m`."""
-        return " ".join(["python -m", self.module.removesuffix(".__main__"), *self.first])
+        module = self.module.removeprefix("laneformer.").removesuffix(".__main__").replace("commands.", "scripts.", 1)
+        return " ".join(["python -m", module, *self.first])
 
 
 def commands() -> dict[str, Command]:
     """All commands by name, in the order in which a project uses them."""
-    from infer.__main__ import COMMANDS
+    from laneformer.infer.__main__ import COMMANDS
 
     return {
-        "tokenize": Command("scripts.tokenize", "write text or conversations as a folder of tokens"),
-        "train": Command("train.__main__", "pretrain the model of a recipe, or resume its run"),
-        "ablate": Command("train.ablate.__main__", "train a grid of variants, and report speed and loss of each"),
-        "train-bench": Command("train.bench", "measure the speed of training on this hardware"),
-        "plot": Command("scripts.plot", "plot what training runs recorded"),
-        **{name: Command("infer.__main__", what, (name,)) for name, (_, what) in COMMANDS.items()},
-        "convert": Command("scripts.convert", "write any checkpoint as a Hugging Face folder"),
-        "quantize": Command("scripts.quantize", "round a model's matrices to 8 or 4 bits per weight"),
-        "convert-dense": Command("scripts.convert_dense", "cut a dense model into lanes"),
-        "draw-layout": Command("scripts.draw_layout", "draw the lanes, modules and landings of a layout"),
-        "plot-trace": Command("scripts.plot_trace", "plot where the time of a token went, from a trace of bench"),
+        "tokenize": Command("laneformer.commands.tokenize", "write text or conversations as a folder of tokens"),
+        "train": Command("laneformer.train.__main__", "pretrain the model of a recipe, or resume its run"),
+        "ablate": Command(
+            "laneformer.train.ablate.__main__", "train a grid of variants, and report speed and loss of each"
+        ),
+        "train-bench": Command("laneformer.train.bench", "measure the speed of training on this hardware"),
+        "plot": Command("laneformer.commands.plot", "plot what training runs recorded"),
+        **{name: Command("laneformer.infer.__main__", what, (name,)) for name, (_, what) in COMMANDS.items()},
+        "convert": Command("laneformer.commands.convert", "write any checkpoint as a Hugging Face folder"),
+        "quantize": Command("laneformer.commands.quantize", "round a model's matrices to 8 or 4 bits per weight"),
+        "convert-dense": Command("laneformer.commands.convert_dense", "cut a dense model into lanes"),
+        "draw-layout": Command("laneformer.commands.draw_layout", "draw the lanes, modules and landings of a layout"),
+        "plot-trace": Command(
+            "laneformer.commands.plot_trace", "plot where the time of a token went, from a trace of bench"
+        ),
     }
 
 

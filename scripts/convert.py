@@ -10,14 +10,14 @@ from typing import Literal
 
 import tyro
 
-from infer.text.chat_template import ChatTemplate
-from infer.text.tokenizer import Tokenizer, with_tokens_before
-from infer.text.tokenizer_files import TOKENIZER
-from laneformer import load, parameter_count, save_hf
-from laneformer.checkpoint import checkpoint_files, is_run
+from laneformer.checkpoint import checkpoint_files, is_run, load
 from laneformer.errors import CheckpointError, run_command
 from laneformer.files import files_inside
-from laneformer.hf.folder import HfFolder
+from laneformer.hf.folder import HfFolder, save_hf
+from laneformer.infer.text.chat_template import ChatTemplate
+from laneformer.infer.text.tokenizer import Tokenizer, with_tokens_before
+from laneformer.infer.text.tokenizer_files import TOKENIZER
+from laneformer.weights import parameter_count
 
 TOKENIZER_FILES = (
     TOKENIZER,

@@ -21,12 +21,8 @@ import tyro
 
 import laneformer as lf
 from laneformer.checkpoint import checkpoint_files, open_plain
-from laneformer.errors import CheckpointError, ConfigError, run_command, writing
-from laneformer.files import files_inside
-from laneformer.precision import Precision
-from laneformer.weights import parameter_table
-from scripts.convert import TOKENIZER_FILES
-from scripts.convert_dense_affinity import (
+from laneformer.commands.convert import TOKENIZER_FILES
+from laneformer.commands.convert_dense_affinity import (
     Assignment,
     Lanes,
     Late,
@@ -37,9 +33,13 @@ from scripts.convert_dense_affinity import (
     measure,
     random,
 )
-from train.config import DataConfig
-from train.data.batches import Batches
-from train.data.store import TokenStore
+from laneformer.errors import CheckpointError, ConfigError, run_command, writing
+from laneformer.files import files_inside
+from laneformer.precision import Precision
+from laneformer.train.config import DataConfig
+from laneformer.train.data.batches import Batches
+from laneformer.train.data.store import TokenStore
+from laneformer.weights import parameter_table
 
 REPORT = "lanes.json"
 RANDOM = 5  # random assignments whose mean is reported

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import tyro
 
+from laneformer.commands.picture import pyplot, save
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, run_command
 from laneformer.layout import LAYOUTS, Payload, Schedule
-from scripts.picture import pyplot, save
 
 ATTENTION, MLP, HIDDEN, EXPOSED, INK = "#4c78a8", "#72b7b2", "#f2a541", "#d1495b", "#333333"
 

@@ -10,4 +10,8 @@
 # (default: gpu_results/): report.md, report.json, and the output of every stage. Exit status 1 if a stage failed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
+for link in train:train infer:infer custom_calls:custom_calls configs:recipes scripts:commands; do
+  # A copy of the repository may lack its links.
+  [ -d "laneformer/${link#*:}" ] || ln -sfn "../${link%:*}" "laneformer/${link#*:}"
+done
 exec "${PYTHON:-python3}" -m scripts.gpu_check "$@"

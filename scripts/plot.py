@@ -10,9 +10,9 @@ from typing import Literal
 import numpy as np
 import tyro
 
+from laneformer.commands.picture import pyplot, save
 from laneformer.errors import InputError, run_command
-from scripts.picture import pyplot, save
-from train.metrics.records import read_lines
+from laneformer.train.metrics.records import read_lines
 
 MARKERS = "osD^vP*X"
 TIMES = 5  # records of the lanes to show for a single run

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import tyro
 
+from laneformer.commands.picture import pyplot, save
 from laneformer.errors import InputError, run_command
 from laneformer.files import parse_json, read_file, unzip
-from scripts.picture import pyplot, save
 
 FIRST, DRAWS = "embed", "head"  # first op of a pass, and the op that only passes with a drawn token have
 BETWEEN = "between ops"

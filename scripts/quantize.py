@@ -19,6 +19,7 @@ import numpy as np
 import tyro
 
 import laneformer as lf
+from laneformer.commands.convert import TOKENIZER_FILES
 from laneformer.errors import CheckpointError, ConfigError, run_command
 from laneformer.files import files_inside
 from laneformer.hf import read_values
@@ -26,10 +27,9 @@ from laneformer.hf.folder import HfFolder
 from laneformer.hf.packed.compressed import config_of, settings_of, tensors_of
 from laneformer.hf.safetensors import DTYPES, INDEX, Stack, Tensor, write_tensors
 from laneformer.quantized.rounding import Kind, relative_error, round_to
-from scripts.convert import TOKENIZER_FILES
-from train.config import DataConfig
-from train.data.batches import Batches
-from train.data.store import TokenStore
+from laneformer.train.config import DataConfig
+from laneformer.train.data.batches import Batches
+from laneformer.train.data.store import TokenStore
 
 EXACT = ("router", "shared_gate", "wba")  # small, sensitive matrices, which published models do not round either
 

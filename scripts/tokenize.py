@@ -24,14 +24,14 @@ from typing import Annotated, Any
 import tokenizers
 import tyro
 
-from infer.text.chat_template import ChatTemplate
-from infer.text.tokenizer import tokens_before
-from infer.text.tokenizer_files import CONFIG, read_settings, special_names
 from laneformer.errors import ConfigError, InputError, run_command, writing
-from train.data.store import TokenStore
-from train.tokenizing import fim
-from train.tokenizing.documents import Dataset, Files, Survey
-from train.tokenizing.encoder import (
+from laneformer.infer.text.chat_template import ChatTemplate
+from laneformer.infer.text.tokenizer import tokens_before
+from laneformer.infer.text.tokenizer_files import CONFIG, read_settings, special_names
+from laneformer.train.data.store import TokenStore
+from laneformer.train.tokenizing import fim
+from laneformer.train.tokenizing.documents import Dataset, Files, Survey
+from laneformer.train.tokenizing.encoder import (
     ALPHABET,
     END_OF_TEXT,
     SPECIAL_TOKENS,
@@ -41,10 +41,10 @@ from train.tokenizing.encoder import (
     token_id,
     train_bpe,
 )
-from train.tokenizing.formats import KINDS
-from train.tokenizing.rows import BadRows
-from train.tokenizing.tables import Tables
-from train.tokenizing.writer import Job, Source, is_finished, no_text, sample, write
+from laneformer.train.tokenizing.formats import KINDS
+from laneformer.train.tokenizing.rows import BadRows
+from laneformer.train.tokenizing.tables import Tables
+from laneformer.train.tokenizing.writer import Job, Source, is_finished, no_text, sample, write
 
 
 @dataclass(frozen=True, kw_only=True)

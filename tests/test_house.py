@@ -12,12 +12,29 @@ from pathlib import Path
 
 import pytest
 
+import laneformer
 from tests.support.paths import ROOT
 
-FLOORS = {"laneformer": 0, "custom_calls": 1, "infer": 2, "train": 3, "configs": 4, "scripts": 4}
+# Folder -> the package that it is. All but the first are links in laneformer/.
+PACKAGES = {
+    "laneformer": "laneformer",
+    "custom_calls": "laneformer.custom_calls",
+    "infer": "laneformer.infer",
+    "train": "laneformer.train",
+    "configs": "laneformer.recipes",
+    "scripts": "laneformer.commands",
+}
+FLOORS = {
+    "laneformer": 0,
+    "laneformer.custom_calls": 1,
+    "laneformer.infer": 2,
+    "laneformer.train": 3,
+    "laneformer.recipes": 4,
+    "laneformer.commands": 4,
+}
 DATA_FILES = ("config", "layout", "ops", "formats", "quantized", "errors")  # need no JAX; custom_calls may import them
 ROOMS = {  # lowest first; the longest name that matches a module determines its room
-    "infer": (
+    "laneformer.infer": (
         "sampling noise text sandbox roofline",
         "engine",
         "bench evaluate serve __init__",
@@ -25,7 +42,7 @@ ROOMS = {  # lowest first; the longest name that matches a module determines its
         "commands",
         "__main__",
     ),
-    "train": (
+    "laneformer.train": (
         "rounding",
         "__init__ config same_run data tokenizing recipes program metrics samples dense flops planning.cluster",
         "optimizer distill",
@@ -40,9 +57,9 @@ MOST_FILES = 20  # per folder; the aim is 15
 
 # (importer, imported): exceptions to the rules.
 ALLOWED = {
-    ("infer.__main__", "infer.commands"),  # the list of commands
-    ("train.recipes", "configs"),  # recipes are named on the command line
-    ("train.ablate.__main__", "configs.ablations"),  # grids are named on the command line
+    ("laneformer.infer.__main__", "laneformer.infer.commands"),  # the list of commands
+    ("laneformer.train.recipes", "laneformer.recipes"),  # recipes are named on the command line
+    ("laneformer.train.ablate.__main__", "laneformer.recipes.ablations"),  # grids are named on the command line
 }
 
 
@@ -50,10 +67,15 @@ ALLOWED = {
 def sources() -> dict[str, Path]:
     """The file of every module, by dotted name. The file of a package is its `__init__.py`."""
     return {
-        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-        for package in FLOORS
-        for path in sorted((ROOT / package).rglob("*.py"))
+        ".".join((package, *path.relative_to(ROOT / folder).with_suffix("").parts)).removesuffix(".__init__"): path
+        for folder, package in PACKAGES.items()
+        for path in sorted((ROOT / folder).rglob("*.py"))  # does not follow links
     }
+
+
+def package_of(module: str) -> str:
+    """The entry of PACKAGES that has the module."""
+    return max((package for package in FLOORS if within(module, package)), key=len)
 
 
 @cache
@@ -88,8 +110,12 @@ _IMPORTERS = {"import_module", "__import__", "run_module"}
 
 @cache
 def imports() -> dict[str, set[str]]:
-    known = sources()
-    return {module: imported(parsed(path), module, path.name == "__init__.py", known) for module, path in known.items()}
+    known = sources().keys() - {"laneformer"}  # whose names for users are imported on first use
+    return {
+        module: imported(parsed(path), module, path.name == "__init__.py", known)
+        for module, path in sources().items()
+        if module in known
+    }
 
 
 def pairs() -> list[tuple[str, str]]:
@@ -102,7 +128,8 @@ def within(module: str, package: str) -> bool:
 
 def room(module: str) -> int:
     """The level of a module of infer/ or train/ within its package."""
-    package, _, name = module.partition(".")
+    package = package_of(module)
+    name = module[len(package) + 1 :]
     levels = {each: level for level, names in enumerate(ROOMS[package]) for each in names.split()}
     fitting = [each for each in levels if within(name or "__init__", each)]
     assert fitting, f"{module} is in no room: give it a level in ROOMS of tests/test_house.py"
@@ -114,14 +141,14 @@ def room(module: str) -> int:
 
 def up_a_floor():
     for importer, name in pairs():
-        floor, other = (FLOORS[module.partition(".")[0]] for module in (importer, name))
-        if other > floor and not (within(name, "configs.models") and within(importer, "infer")):
+        floor, other = (FLOORS[package_of(module)] for module in (importer, name))
+        if other > floor and not (within(name, "laneformer.recipes.models") and within(importer, "laneformer.infer")):
             yield importer, name
 
 
 def up_a_room():
     for importer, name in pairs():
-        package = importer.partition(".")[0]
+        package = package_of(importer)
         if package in ROOMS and within(name, package) and room(name) > room(importer):
             yield importer, name
 
@@ -129,19 +156,23 @@ def up_a_room():
 def kernels_import_more_than_data():
     allowed = {f"laneformer.{name}" for name in DATA_FILES}
     for importer, name in pairs():
-        if within(importer, "custom_calls") and within(name, "laneformer") and name not in allowed:
+        if (
+            package_of(importer) == "laneformer.custom_calls"
+            and package_of(name) == "laneformer"
+            and name not in allowed
+        ):
             yield importer, name
 
 
 def named_models_import_more_than_the_model():
     for importer, name in pairs():
-        if within(importer, "configs.models") and not within(name, "laneformer"):
+        if within(importer, "laneformer.recipes.models") and package_of(name) != "laneformer":
             yield importer, name
 
 
 def commands_are_imported():
     for importer, name in pairs():
-        for leaf in ("infer.commands", "scripts"):
+        for leaf in ("laneformer.infer.commands", "laneformer.commands"):
             if within(name, leaf) and not within(importer, leaf):
                 yield importer, name
 
@@ -192,6 +223,27 @@ def test_nothing_imports_a_test_file():
         assert ours == shared, f"{module} imports {ours - shared}: move what is shared to tests/support"
 
 
+def test_packages_are_links_in_the_one_package():
+    """A clone has the packages of a wheel, under the same names."""
+    links = {path.name: path.resolve() for path in (ROOT / "laneformer").iterdir() if path.is_symlink()}
+    expected = {package.removeprefix("laneformer."): ROOT / folder for folder, package in PACKAGES.items()}
+    assert links == {name: folder for name, folder in expected.items() if name != "laneformer"}
+
+
+def test_code_imports_the_one_package():
+    """A folder of a user may have its own train.py. Names for users in `laneformer` would be a cycle."""
+    for module, path in sources().items():
+        nodes = parsed(path)
+        lines = [
+            (node.module, alias.name) for node in nodes if isinstance(node, ast.ImportFrom) for alias in node.names
+        ]
+        lines += [(alias.name, "") for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+        tops = {(name or "").partition(".")[0] for name, _ in lines}
+        assert not tops & (PACKAGES.keys() - {"laneformer"}), f"{module} imports a folder instead of its package"
+        facade = {name for base, name in lines if base == "laneformer"} & {*laneformer.__all__}
+        assert not facade or module == "laneformer", f"{module}: import {facade} from the modules that define them"
+
+
 def names_from_tests(path: Path) -> set[str]:
     """The names that the file imports with `from tests import NAME`."""
     lines = [node for node in parsed(path) if isinstance(node, ast.ImportFrom) and node.module == "tests"]
@@ -209,8 +261,8 @@ def test_data_files_do_not_import_jax():
 def folders() -> dict[Path, list[Path]]:
     """The files of every folder in the packages and in tests/."""
     found: dict[Path, list[Path]] = {}
-    for package in (*FLOORS, "tests"):
-        for path in (ROOT / package).rglob("*"):
+    for name in (*PACKAGES, "tests"):
+        for path in (ROOT / name).rglob("*"):
             parts = path.relative_to(ROOT).parts
             if path.is_file() and "__pycache__" not in parts and parts[:2] != ("custom_calls", "lib"):
                 found.setdefault(path.parent, []).append(path)
@@ -224,7 +276,7 @@ def test_folders_are_small():
 
 def test_every_package_folder_is_a_package():
     for folder, files in folders().items():
-        of_python = any(path.suffix == ".py" for path in files) and folder.relative_to(ROOT).parts[0] in FLOORS
+        of_python = any(path.suffix == ".py" for path in files) and folder.relative_to(ROOT).parts[0] in PACKAGES
         assert not of_python or folder / "__init__.py" in files, f"{folder.relative_to(ROOT)} has no __init__.py"
 
 

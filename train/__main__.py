@@ -8,7 +8,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from laneformer.errors import run_command
+from laneformer.errors import as_run, run_command
 from laneformer.interrupts import end, importing
 
 
@@ -22,10 +22,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str], interrupted: str) -> int:
     with importing(interrupted):  # takes seconds
-        from train.loop import Interrupted, train
-        from train.planning.plan import dry_run
-        from train.planning.sweep import mesh_sweep
-        from train.recipes import parse
+        from laneformer.train.loop import Interrupted, train
+        from laneformer.train.planning.plan import dry_run
+        from laneformer.train.planning.sweep import mesh_sweep
+        from laneformer.train.recipes import parse
 
     try:
         if "--dry-run" in arguments:
@@ -33,7 +33,7 @@ def _run(arguments: Sequence[str], interrupted: str) -> int:
         else:
             train(parse(arguments))
     except Interrupted as stopped:
-        print(f"{stopped}; resume with: python -m train {shlex.join(arguments)}", file=sys.stderr)
+        print(as_run(f"{stopped}; resume with: python -m train {shlex.join(arguments)}"), file=sys.stderr)
         return 128 + stopped.signal
     return 0
 

@@ -23,12 +23,12 @@ import laneformer as lf
 from laneformer.errors import ConfigError, LaneformerError, run_command, writing
 from laneformer.interrupts import end
 from laneformer.mesh import keep_freed_memory
-from train.config import TrainConfig
-from train.dense import dense_step
-from train.flops import train_flops_per_token
-from train.planning.cluster import peak_flops
-from train.recipes import parse
-from train.step import Trainer
+from laneformer.train.config import TrainConfig
+from laneformer.train.dense import dense_step
+from laneformer.train.flops import train_flops_per_token
+from laneformer.train.planning.cluster import peak_flops
+from laneformer.train.recipes import parse
+from laneformer.train.step import Trainer
 
 WARMUP = 3  # untimed steps after the first one, which compiles
 
@@ -226,7 +226,7 @@ def _summary(entry: Entry, rounds: list[dict]) -> dict:
 
 
 def _conditions(bench: Bench, measured: dict[str, list[dict]]) -> dict:
-    root = Path(__file__).parents[1]
+    root = Path(__file__).resolve().parents[1]
 
     def git(*words: str) -> str:
         return subprocess.run(

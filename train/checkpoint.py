@@ -21,8 +21,8 @@ from laneformer.checkpoint import META, PARAMS, STEPS, fingerprint
 from laneformer.errors import CheckpointError, one_line
 from laneformer.hf import config_to_hf
 from laneformer.processes import all_agree
-from train.config import TrainConfig, recorded
-from train.step import State
+from laneformer.train.config import TrainConfig, recorded
+from laneformer.train.step import State
 
 OPTIMIZER = "optimizer"  # moments and step counter; inference reads only params and meta
 
@@ -166,7 +166,7 @@ def saved_steps(run: Path) -> list[int]:
 
 def versions() -> dict[str, str | None]:
     """Versions of packages and Python, and the project's git commit, None without a git repository."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    git = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
         commit = subprocess.run(git, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):

@@ -14,7 +14,7 @@ from laneformer.errors import ConfigError
 from laneformer.layout import parse_layout
 from laneformer.ops import LATER
 from laneformer.quantized.rounding import Kind, Shared
-from train.rounding import check_groups
+from laneformer.train.rounding import check_groups
 
 ComputeDtype = Literal["auto", "float32", "bfloat16"]
 Narrow = Literal["float32", "bfloat16"]

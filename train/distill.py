@@ -25,7 +25,7 @@ from laneformer.layout import parse_layout
 from laneformer.mesh import DATA, LANE
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
-from train.config import Phase, TrainConfig
+from laneformer.train.config import Phase, TrainConfig
 
 TEACHER = "teacher_logits"  # in a batch: float32 [b, s, v]
 RECORD = "distill.json"  # file of a run folder with the fingerprint of its teacher

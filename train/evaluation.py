@@ -9,20 +9,20 @@ from typing import Self
 
 import jax
 
-from infer.engine.engine import Engine
-from infer.evaluate.humaneval import evaluate
-from infer.evaluate.problems import load_problems
-from infer.evaluate.scoring import Judge
-from infer.sandbox.sandbox import HarnessError
 from laneformer.errors import ConfigError, InputError, LaneformerError, one_line
+from laneformer.infer.engine.engine import Engine
+from laneformer.infer.evaluate.humaneval import evaluate
+from laneformer.infer.evaluate.problems import load_problems
+from laneformer.infer.evaluate.scoring import Judge
+from laneformer.infer.sandbox.sandbox import HarnessError
 from laneformer.interrupts import Stopped, StopSignals
 from laneformer.processes import all_agree
-from train.config import Phase, TrainConfig
-from train.data.batches import HeldOut, Rows
-from train.metrics.held import Bf12Statistic
-from train.metrics.run_log import RunLog
-from train.samples import LiveEngine, Samples, read_tokenizer
-from train.step import Trainer
+from laneformer.train.config import Phase, TrainConfig
+from laneformer.train.data.batches import HeldOut, Rows
+from laneformer.train.metrics.held import Bf12Statistic
+from laneformer.train.metrics.run_log import RunLog
+from laneformer.train.samples import LiveEngine, Samples, read_tokenizer
+from laneformer.train.step import Trainer
 
 Params = dict[str, jax.Array]
 

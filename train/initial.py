@@ -11,11 +11,11 @@ from laneformer.checkpoint import SavedStep, checkpoint_files, fingerprint, open
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError, one_line
 from laneformer.mesh import sharding
+from laneformer.train.checkpoint import OPTIMIZER
+from laneformer.train.config import FIRST, TrainConfig
+from laneformer.train.distill import put
+from laneformer.train.step import State, Trainer
 from laneformer.weights import parameter_table
-from train.checkpoint import OPTIMIZER
-from train.config import FIRST, TrainConfig
-from train.distill import put
-from train.step import State, Trainer
 
 # Fields that may differ between the checkpoint and the run; all others determine weights or what weights compute.
 _FREE = (

@@ -16,17 +16,17 @@ from laneformer.errors import ConfigError, LaneformerError
 from laneformer.interrupts import Stopped, StopSignals, stop_signals
 from laneformer.mesh import DATA, LANE, keep_freed_memory
 from laneformer.processes import fail_together, join_job
-from train.checkpoint import Checkpoints
-from train.config import Phase, TrainConfig
-from train.data.batches import Batches, HeldOut, Prefetch, validation_sets
-from train.distill import Distillation, annealed
-from train.evaluation import Evaluation, Problems, due
-from train.initial import check_initial, read_state
-from train.metrics.profiler import Profile
-from train.metrics.run_log import RunLog, measured
-from train.program.program import save_program
-from train.run_folder import Stores, any_of, only_one, open_stores, record_run
-from train.step import State, Trainer, precision_of
+from laneformer.train.checkpoint import Checkpoints
+from laneformer.train.config import Phase, TrainConfig
+from laneformer.train.data.batches import Batches, HeldOut, Prefetch, validation_sets
+from laneformer.train.distill import Distillation, annealed
+from laneformer.train.evaluation import Evaluation, Problems, due
+from laneformer.train.initial import check_initial, read_state
+from laneformer.train.metrics.profiler import Profile
+from laneformer.train.metrics.run_log import RunLog, measured
+from laneformer.train.program.program import save_program
+from laneformer.train.run_folder import Stores, any_of, only_one, open_stores, record_run
+from laneformer.train.step import State, Trainer, precision_of
 
 
 class Interrupted(Exception):

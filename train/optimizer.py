@@ -10,8 +10,8 @@ from optax.contrib import MuonDimensionNumbers, scale_by_muon
 from laneformer.blocks.block import Weight
 from laneformer.config import ModelConfig
 from laneformer.mesh import LANE
+from laneformer.train.config import OptimizerConfig
 from laneformer.weights import parameter_table
-from train.config import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, steps: int) -> optax.Schedule:

@@ -17,9 +17,9 @@ from laneformer.checkpoint import read_config
 from laneformer.config import DeltaNetSizes, RopeScaling
 from laneformer.errors import ConfigError
 from laneformer.recipe import call_recipe
-from train.config import TrainConfig
+from laneformer.train.config import TrainConfig
 
-HOUSE = "configs"  # package whose RECIPES maps the names of the project's recipes
+HOUSE = "laneformer.recipes"  # package whose RECIPES maps the names of the project's recipes
 T = TypeVar("T")
 
 

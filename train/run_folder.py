@@ -11,12 +11,12 @@ from pathlib import Path
 from laneformer.checkpoint import STEPS
 from laneformer.errors import CheckpointError, ConfigError, InputError, writing
 from laneformer.files import files_inside
-from train.checkpoint import saved_steps, versions
-from train.config import TrainConfig, recorded
-from train.data.store import TokenStore
-from train.metrics.records import last_step
-from train.metrics.run_log import METRICS
-from train.same_run import check_same_run
+from laneformer.train.checkpoint import saved_steps, versions
+from laneformer.train.config import TrainConfig, recorded
+from laneformer.train.data.store import TokenStore
+from laneformer.train.metrics.records import last_step
+from laneformer.train.metrics.run_log import METRICS
+from laneformer.train.same_run import check_same_run
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 Stores = dict[Path, TokenStore]

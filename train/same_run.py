@@ -6,7 +6,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from laneformer.errors import ConfigError
-from train.config import FIRST, DistillConfig, OptimizerConfig, TrainConfig, recorded
+from laneformer.train.config import FIRST, DistillConfig, OptimizerConfig, TrainConfig, recorded
 
 # Fields that a resumed run may change: they affect the result by rounding at most.
 _FREE = (

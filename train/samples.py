@@ -8,11 +8,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from infer.engine.engine import Engine
-from infer.sampling import Sampling
-from infer.text.tokenizer import Tokenizer
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, InputError
+from laneformer.infer.engine.engine import Engine
+from laneformer.infer.sampling import Sampling
+from laneformer.infer.text.tokenizer import Tokenizer
 from laneformer.model import Laneformer, check_ids
 from laneformer.precision import Precision
 

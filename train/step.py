@@ -17,11 +17,11 @@ from laneformer.mesh import DATA, LANE, sharding
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
 from laneformer.routing import load_of, router_figures, router_losses
+from laneformer.train.config import Phase, TrainConfig
+from laneformer.train.distill import TEACHER, distilled_sums, final_delay
+from laneformer.train.optimizer import learning_rate, make_optimizer
+from laneformer.train.rounding import held
 from laneformer.weights import initial_weights, parameter_table
-from train.config import Phase, TrainConfig
-from train.distill import TEACHER, distilled_sums, final_delay
-from train.optimizer import learning_rate, make_optimizer
-from train.rounding import held
 
 Batch = dict[str, jax.Array]
 START_EARLY = "xla_gpu_experimental_collective_start_as_early_as_possible"

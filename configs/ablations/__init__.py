@@ -2,11 +2,11 @@
 
 # Name -> MODULE:FUNCTION, imported on demand.
 RECIPES = {
-    "tiny": "configs.ablations.tiny:tiny",
-    "tiny_moe": "configs.ablations.tiny:tiny_moe",
-    "hybrid": "configs.ablations.tiny:hybrid",
-    "30m": "configs.ablations.small:web_30m",
-    "120m": "configs.ablations.small:web_120m",
-    "350m": "configs.ablations.ladder:ladder_350m",
-    "1p2b": "configs.ablations.ladder:ladder_1p2b",
+    "tiny": "laneformer.recipes.ablations.tiny:tiny",
+    "tiny_moe": "laneformer.recipes.ablations.tiny:tiny_moe",
+    "hybrid": "laneformer.recipes.ablations.tiny:hybrid",
+    "30m": "laneformer.recipes.ablations.small:web_30m",
+    "120m": "laneformer.recipes.ablations.small:web_120m",
+    "350m": "laneformer.recipes.ablations.ladder:ladder_350m",
+    "1p2b": "laneformer.recipes.ablations.ladder:ladder_1p2b",
 }

@@ -8,11 +8,11 @@ tokens, data, batch and learning rate.
 import dataclasses
 from pathlib import Path
 
-from configs.ablations.variants import layouts
-from configs.models import LANEFORMER_2B
 from laneformer.config import ModelConfig
-from train.ablate.grid import Grid
-from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from laneformer.recipes.ablations.variants import layouts
+from laneformer.recipes.models import LANEFORMER_2B
+from laneformer.train.ablate.grid import Grid
+from laneformer.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
 
 CONTEXT = 2048  # ours
 DATA = Path("data/fineweb_edu")  # ours: as in configs/small.py

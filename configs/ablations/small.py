@@ -3,12 +3,12 @@
 import dataclasses
 from pathlib import Path
 
-from configs.ablations.variants import knobs, layouts
-from configs.models import LANEFORMER_2B
-from configs.small import laneformer_120m
 from laneformer.config import ModelConfig
-from train.ablate.grid import Grid, cross
-from train.config import DataConfig, OptimizerConfig, TrainConfig
+from laneformer.recipes.ablations.variants import knobs, layouts
+from laneformer.recipes.models import LANEFORMER_2B
+from laneformer.recipes.small import laneformer_120m
+from laneformer.train.ablate.grid import Grid, cross
+from laneformer.train.config import DataConfig, OptimizerConfig, TrainConfig
 
 CONTEXT = 1024
 

@@ -3,11 +3,11 @@
 import dataclasses
 from pathlib import Path
 
-from configs.ablations.variants import hybrids, layouts
-from configs.models import LANEFORMER_2B
 from laneformer.config import DeltaNetSizes, ModelConfig
-from train.ablate.grid import Grid, cross
-from train.config import DataConfig, OptimizerConfig, TrainConfig
+from laneformer.recipes.ablations.variants import hybrids, layouts
+from laneformer.recipes.models import LANEFORMER_2B
+from laneformer.train.ablate.grid import Grid, cross
+from laneformer.train.config import DataConfig, OptimizerConfig, TrainConfig
 
 
 def tiny() -> Grid:

@@ -1,6 +1,6 @@
 """Variants that the grids compare."""
 
-from train.ablate.grid import Variant, variant
+from laneformer.train.ablate.grid import Variant, variant
 
 LAYOUTS = ("tp", "dtp(1)", "dtp(2)", "dtp(4)", "dtp(8)", "ladder", "parallel", "kraken", "desync(2)", "none")
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from custom_calls.cpu.tiles import MidTile, make_pieces, refusal
-from custom_calls.library import SPAN, TARGET, NativeError, call, default_threads, instruction_sets
-from custom_calls.measured import amx_gain, bf12_gain, pass_prices
-from custom_calls.plan import Dtype, Plan
-from custom_calls.session import Bf12Weights, CallStream, DecodeSession, Drafting
+from laneformer.custom_calls.cpu.tiles import MidTile, make_pieces, refusal
+from laneformer.custom_calls.library import SPAN, TARGET, NativeError, call, default_threads, instruction_sets
+from laneformer.custom_calls.measured import amx_gain, bf12_gain, pass_prices
+from laneformer.custom_calls.plan import Dtype, Plan
+from laneformer.custom_calls.session import Bf12Weights, CallStream, DecodeSession, Drafting
 from laneformer.errors import CheckpointError
 from laneformer.formats import BF12_TABLE, Bf12Product
 from laneformer.ops import TRACE_NAMES, HeadKind

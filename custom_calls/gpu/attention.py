@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from custom_calls.gpu.tiling import Machine
+from laneformer.custom_calls.gpu.tiling import Machine
 from laneformer.ops import Attend, CompressedAttend, CompressedKeep, Compressor, LatentAttend
 
 MAX_SPLITS = 16  # splits of the keys; each CTA must merge all of them

@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from custom_calls.gpu.formats import Bf12, joined
-from custom_calls.gpu.stages import in_one_format
-from custom_calls.library import NativeError
-from custom_calls.plan import Plan
+from laneformer.custom_calls.gpu.formats import Bf12, joined
+from laneformer.custom_calls.gpu.stages import in_one_format
+from laneformer.custom_calls.library import NativeError
+from laneformer.custom_calls.plan import Plan
 from laneformer.ops import HeadKind, Product, Value
 from laneformer.quantized import INT4_ZERO, Quantized
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from custom_calls.build import HERE, BuildError, cache
+from laneformer.custom_calls.build import HERE, BuildError, cache
 
 SOURCES = HERE / "gpu" / "kernel"
 SHARED = (HERE / "common" / "activation.h", HERE / "gpu" / "bench" / "read.h")

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from custom_calls.gpu.layout import Layout
-from custom_calls.gpu.stages import Stage
-from custom_calls.gpu.supported import Router
-from custom_calls.library import ring_slots
+from laneformer.custom_calls.gpu.layout import Layout
+from laneformer.custom_calls.gpu.stages import Stage
+from laneformer.custom_calls.gpu.supported import Router
+from laneformer.custom_calls.library import ring_slots
 from laneformer.ops import CompressedAttend, CompressedKeep, GatherStreams
 
 

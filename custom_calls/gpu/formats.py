@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from custom_calls.plan import Dtype, Plan
+from laneformer.custom_calls.plan import Dtype, Plan
 from laneformer.formats import BF12_END, BF12_MOST_EXCEPTIONS, BF12_TABLE, FORMATS, bf12_table
 
 UNIT_SHIFT, THREAD_SHIFT, SLOT_SHIFT = 19, 13, 8

@@ -13,13 +13,13 @@ from typing import get_args
 
 import numpy as np
 
-from custom_calls.gpu import edges
-from custom_calls.gpu.attention import LEAST_KEYS, CompressedSizes, rotated
-from custom_calls.gpu.kinds import Kind
-from custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
-from custom_calls.gpu.supported import Router
-from custom_calls.ops_header import alternatives, fields, sizes
-from custom_calls.plan import kept_of
+from laneformer.custom_calls.gpu import edges
+from laneformer.custom_calls.gpu.attention import LEAST_KEYS, CompressedSizes, rotated
+from laneformer.custom_calls.gpu.kinds import Kind
+from laneformer.custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
+from laneformer.custom_calls.gpu.supported import Router
+from laneformer.custom_calls.ops_header import alternatives, fields, sizes
+from laneformer.custom_calls.plan import kept_of
 from laneformer.ops import (
     ENTRIES,
     TRACE_NAMES,

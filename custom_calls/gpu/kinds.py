@@ -4,12 +4,12 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from custom_calls.gpu.codes import Codes
-from custom_calls.gpu.formats import MOST_UNITS, Bf12, Plain
-from custom_calls.gpu.stages import Stage
-from custom_calls.gpu.supported import Router
-from custom_calls.gpu.tiling import Machine, Pieces, Tiling, tile
-from custom_calls.plan import Dtype
+from laneformer.custom_calls.gpu.codes import Codes
+from laneformer.custom_calls.gpu.formats import MOST_UNITS, Bf12, Plain
+from laneformer.custom_calls.gpu.stages import Stage
+from laneformer.custom_calls.gpu.supported import Router
+from laneformer.custom_calls.gpu.tiling import Machine, Pieces, Tiling, tile
+from laneformer.custom_calls.plan import Dtype
 from laneformer.ops import Attend, GatherStreams, Op, Product, RootRoute, Weight
 
 MORE_TURNS = 8  # numbers of turns tried for a block-diagonal product, from the fewest on, to divide rows evenly

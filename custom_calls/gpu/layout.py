@@ -12,14 +12,14 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from custom_calls.gpu.attention import AttentionSizes, rotated
-from custom_calls.gpu.codes import Codes
-from custom_calls.gpu.kinds import Kind, Tiler, signature
-from custom_calls.gpu.stages import Stage, stages
-from custom_calls.gpu.supported import unknown
-from custom_calls.gpu.tiling import Machine, Tiling
-from custom_calls.gpu.variants import check
-from custom_calls.plan import Dtype, Plan
+from laneformer.custom_calls.gpu.attention import AttentionSizes, rotated
+from laneformer.custom_calls.gpu.codes import Codes
+from laneformer.custom_calls.gpu.kinds import Kind, Tiler, signature
+from laneformer.custom_calls.gpu.stages import Stage, stages
+from laneformer.custom_calls.gpu.supported import unknown
+from laneformer.custom_calls.gpu.tiling import Machine, Tiling
+from laneformer.custom_calls.gpu.variants import check
+from laneformer.custom_calls.plan import Dtype, Plan
 from laneformer.ops import (
     ENTRIES,
     Attend,

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from custom_calls.gpu.codes import FILLED_SCALE, Header, arrays_of, equal_scales, random_codes
-from custom_calls.gpu.tiling import Tiling
+from laneformer.custom_calls.gpu.codes import FILLED_SCALE, Header, arrays_of, equal_scales, random_codes
+from laneformer.custom_calls.gpu.tiling import Tiling
 from laneformer.formats import BF12_END
 from laneformer.quantized import Quantized
 

@@ -14,19 +14,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from custom_calls.gpu import edges, watchdog
-from custom_calls.gpu.codes import CodesChoice
-from custom_calls.gpu.compile import PERSISTENT, STEPS, image
-from custom_calls.gpu.formats import Bf12Choice
-from custom_calls.gpu.header import model_header
-from custom_calls.gpu.layout import Layout
-from custom_calls.gpu.slot import GpuSlot, SlotStream, drafting_of
-from custom_calls.gpu.tiling import H200, MI300X, Machine
-from custom_calls.gpu.variants import from_environment
-from custom_calls.gpu.weights import GpuWeights
-from custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
-from custom_calls.plan import Plan
-from custom_calls.session import Bf12Weights, CallStream, DecodeSession, Drafting
+from laneformer.custom_calls.gpu import edges, watchdog
+from laneformer.custom_calls.gpu.codes import CodesChoice
+from laneformer.custom_calls.gpu.compile import PERSISTENT, STEPS, image
+from laneformer.custom_calls.gpu.formats import Bf12Choice
+from laneformer.custom_calls.gpu.header import model_header
+from laneformer.custom_calls.gpu.layout import Layout
+from laneformer.custom_calls.gpu.slot import GpuSlot, SlotStream, drafting_of
+from laneformer.custom_calls.gpu.tiling import H200, MI300X, Machine
+from laneformer.custom_calls.gpu.variants import from_environment
+from laneformer.custom_calls.gpu.weights import GpuWeights
+from laneformer.custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
+from laneformer.custom_calls.plan import Plan
+from laneformer.custom_calls.session import Bf12Weights, CallStream, DecodeSession, Drafting
 from laneformer.ops import TRACE_NAMES, GpuOp, without_kernel
 from laneformer.quantized import Quantized
 

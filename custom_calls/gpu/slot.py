@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from custom_calls.gpu.layout import MOST_ROWS
-from custom_calls.library import call, library
-from custom_calls.session import CallStream, DecodeSession, Drafting
+from laneformer.custom_calls.gpu.layout import MOST_ROWS
+from laneformer.custom_calls.library import call, library
+from laneformer.custom_calls.session import CallStream, DecodeSession, Drafting
 
 COUNTS = 2 * MOST_ROWS + 1  # numbers in DraftCounts of gpu/kernel/params.h
 

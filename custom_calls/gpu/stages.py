@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from custom_calls.gpu.supported import Router
+from laneformer.custom_calls.gpu.supported import Router
 from laneformer.ops import (
     CompressedAttend,
     CompressedKeep,

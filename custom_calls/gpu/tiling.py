@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from custom_calls.gpu.codes import Codes
-from custom_calls.gpu.formats import Bf12, Plain
+from laneformer.custom_calls.gpu.codes import Codes
+from laneformer.custom_calls.gpu.formats import Bf12, Plain
 
 MAX_VECTORS = 4  # vectors of a segment in a thread's registers
 MAX_TENSOR_VECTORS = 12  # the same for tensor cores, where they are bytes

@@ -12,10 +12,10 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from custom_calls.gpu.codes import CodesChoice, Header
-from custom_calls.gpu.formats import Bf12Choice
-from custom_calls.gpu.layout import Layout
-from custom_calls.gpu.packing import (
+from laneformer.custom_calls.gpu.codes import CodesChoice, Header
+from laneformer.custom_calls.gpu.formats import Bf12Choice
+from laneformer.custom_calls.gpu.layout import Layout
+from laneformer.custom_calls.gpu.packing import (
     Placement,
     by_ctas,
     chunks,
@@ -26,9 +26,9 @@ from custom_calls.gpu.packing import (
     placed,
     placed_codes,
 )
-from custom_calls.gpu.supported import Router
-from custom_calls.gpu.tiling import Tiling
-from custom_calls.session import Bf12Weights
+from laneformer.custom_calls.gpu.supported import Router
+from laneformer.custom_calls.gpu.tiling import Tiling
+from laneformer.custom_calls.session import Bf12Weights
 from laneformer.formats import BF12_TABLE
 from laneformer.ops import GatherStreams, HeadKind, Rotary
 from laneformer.quantized import Quantized

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from infer.evaluate.problems import parse
+from laneformer.infer.evaluate.problems import parse
 
 BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n]*)\n(.*?)(?:^[ \t]*\1[`~]*[ \t]*$|\Z)", re.DOTALL | re.MULTILINE)
 NAME = re.compile(r"[\w./-]*\w\.\w+")

@@ -215,7 +215,7 @@ class OwnServer:
         self.key, self._log = secrets.token_urlsafe(24), log
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "infer", "serve", "--host", "127.0.0.1", "--port", "0", *options],
+                [sys.executable, "-m", "laneformer.infer", "serve", "--host", "127.0.0.1", "--port", "0", *options],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=file,

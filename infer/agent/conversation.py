@@ -3,11 +3,11 @@
 import json
 from typing import Any, Literal
 
-from infer.agent.client import Model, Reply
-from infer.agent.task import Task
-from infer.agent.turns import Turn, Workspace
-from infer.text.values import read_object
 from laneformer.errors import InputError
+from laneformer.infer.agent.client import Model, Reply
+from laneformer.infer.agent.task import Task
+from laneformer.infer.agent.turns import Turn, Workspace
+from laneformer.infer.text.values import read_object
 
 History = Literal["auto", "whole", "last"]
 Prompt = str | list[dict[str, Any]]

@@ -4,16 +4,16 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from infer.agent.answers import Edits, read_edits
-from infer.agent.client import Model, Reply
-from infer.agent.conversation import Conversation, History, Prompt
-from infer.agent.task import Task
-from infer.agent.tools import TOOLS, execute
-from infer.agent.turns import Run, Turn, Workspace
-from infer.evaluate.scoring import Judge
-from infer.evaluate.spans import whole_statements
-from infer.sandbox.sandbox import Outcome
 from laneformer.errors import InputError
+from laneformer.infer.agent.answers import Edits, read_edits
+from laneformer.infer.agent.client import Model, Reply
+from laneformer.infer.agent.conversation import Conversation, History, Prompt
+from laneformer.infer.agent.task import Task
+from laneformer.infer.agent.tools import TOOLS, execute
+from laneformer.infer.agent.turns import Run, Turn, Workspace
+from laneformer.infer.evaluate.scoring import Judge
+from laneformer.infer.evaluate.spans import whole_statements
+from laneformer.infer.sandbox.sandbox import Outcome
 
 COMPLETION_STOPS = ("\nif __name__", "\n# test", "\nimport unittest", "\n```")  # at most four, OpenAI's limit
 

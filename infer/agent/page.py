@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from html import escape
 from typing import Any
 
-from infer.agent.report import turn_line
-from infer.agent.turns import DECODE, FIRST, TESTS, WAITING, Run, Turn
+from laneformer.infer.agent.report import turn_line
+from laneformer.infer.agent.turns import DECODE, FIRST, TESTS, WAITING, Run, Turn
 
 COLORS = {FIRST: "#8da0cb", DECODE: "#2a78d6", TESTS: "#e0a030"}
 OTHER = "#b0b0b0"

@@ -5,11 +5,11 @@ import platform
 from dataclasses import asdict
 from typing import Any
 
-from infer.agent.client import Model
-from infer.agent.task import Task
-from infer.agent.turns import FIRST, TESTS, WAITING, Run, Turn
-from infer.roofline.agent import AgentTask, agent_table, usual_rates
-from infer.roofline.table import MEASURED, Column, Table
+from laneformer.infer.agent.client import Model
+from laneformer.infer.agent.task import Task
+from laneformer.infer.agent.turns import FIRST, TESTS, WAITING, Run, Turn
+from laneformer.infer.roofline.agent import AgentTask, agent_table, usual_rates
+from laneformer.infer.roofline.table import MEASURED, Column, Table
 
 SCHEMA = "laneformer.agent/1"
 

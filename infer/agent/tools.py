@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer.agent.answers import LONGEST_NAME, Edits, plain, refusal
-from infer.agent.task import MOST_OUTPUT
-from infer.agent.turns import Call, Workspace
-from infer.sandbox.sandbox import Outcome
-from infer.text.values import read_object
+from laneformer.infer.agent.answers import LONGEST_NAME, Edits, plain, refusal
+from laneformer.infer.agent.task import MOST_OUTPUT
+from laneformer.infer.agent.turns import Call, Workspace
+from laneformer.infer.sandbox.sandbox import Outcome
+from laneformer.infer.text.values import read_object
 
 MOST_TEXT = 20_000  # characters of a file in the result of a call
 PASSED = "The tests pass."

@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from infer.agent.answers import Edits
-from infer.agent.client import Reply
-from infer.agent.task import FAILURE, MOST_OUTPUT, Task, test_program
-from infer.evaluate.scoring import Judge
-from infer.sandbox.sandbox import Outcome
 from laneformer.errors import InputError
+from laneformer.infer.agent.answers import Edits
+from laneformer.infer.agent.client import Reply
+from laneformer.infer.agent.task import FAILURE, MOST_OUTPUT, Task, test_program
+from laneformer.infer.evaluate.scoring import Judge
+from laneformer.infer.sandbox.sandbox import Outcome
 
 FIRST, DECODE, TESTS, WAITING = "prompt, up to the first token", "decode", "tests", "waiting"
 

@@ -14,13 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import custom_calls
-from infer.engine.engine import Engine
-from infer.engine.generation import Result
-from infer.sampling import Sampling
+from laneformer import custom_calls
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
+from laneformer.infer.engine.engine import Engine
+from laneformer.infer.engine.generation import Result
+from laneformer.infer.sampling import Sampling
 from laneformer.weights import kv_bytes_per_token, weight_bytes_per_token
 
 WINDOW = 256  # tokens of the fastest stretch

@@ -11,7 +11,7 @@ import jax
 import jaxlib
 import numpy as np
 
-from infer.engine.backend import device_name, on_host
+from laneformer.infer.engine.backend import device_name, on_host
 
 ROOT = Path(__file__).resolve().parents[2]
 TELLING = ("memory_bytes", "clocks", "driver")

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from infer.engine.engine import Engine
-from infer.engine.generation import Generation
+from laneformer.infer.engine.engine import Engine
+from laneformer.infer.engine.generation import Generation
 
 SHORT, LONG = 16, 512  # tokens of prompts
 LENGTHS = (64, 512, 4096)

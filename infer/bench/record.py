@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from infer.bench import latency
-from infer.bench.latency import Measured
-from infer.bench.machine import hardware, software, utc_now
-from infer.bench.schema import RANDOM, SCHEMA, check
-from infer.engine.backend import on_host
 from laneformer.config import recorded_fields
 from laneformer.errors import InputError
+from laneformer.infer.bench import latency
+from laneformer.infer.bench.latency import Measured
+from laneformer.infer.bench.machine import hardware, software, utc_now
+from laneformer.infer.bench.schema import RANDOM, SCHEMA, check
+from laneformer.infer.engine.backend import on_host
 from laneformer.weights import parameter_count, parameters_per_token, prompt_multiply_adds
 
 SUSTAINED = 1000  # output tokens from which on a rate counts as sustained

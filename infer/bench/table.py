@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from infer.bench.record import SUSTAINED
-from infer.bench.schema import RANDOM, check
+from laneformer.infer.bench.record import SUSTAINED
+from laneformer.infer.bench.schema import RANDOM, check
 
 RANDOM_MARK, SHORT_MARK, STATUS_MARK = "†", "‡", "§"
 HEADER = (

@@ -13,16 +13,16 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from infer.agent.client import Model, OwnServer
-from infer.agent.conversation import History
-from infer.agent.loop import check_start, solve
-from infer.agent.page import page
-from infer.agent.report import conditions, projection, record, split_table, turn_line
-from infer.agent.task import Task, load_task
-from infer.agent.turns import Run, Turn, Workspace
-from infer.engine.options import EngineOptions, Integer
-from infer.evaluate.scoring import Judge
 from laneformer.errors import ConfigError
+from laneformer.infer.agent.client import Model, OwnServer
+from laneformer.infer.agent.conversation import History
+from laneformer.infer.agent.loop import check_start, solve
+from laneformer.infer.agent.page import page
+from laneformer.infer.agent.report import conditions, projection, record, split_table, turn_line
+from laneformer.infer.agent.task import Task, load_task
+from laneformer.infer.agent.turns import Run, Turn, Workspace
+from laneformer.infer.engine.options import EngineOptions, Integer
+from laneformer.infer.evaluate.scoring import Judge
 
 KEY = "OPENAI_API_KEY"
 RUNS = Path("runs/agent")

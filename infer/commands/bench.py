@@ -11,19 +11,19 @@ from typing import Annotated
 
 import tyro
 
-from custom_calls.trace import spans_needed, write_perfetto
-from infer.bench import record as bench_record
-from infer.bench import table as bench_table
-from infer.bench.latency import Case, Measured, Text, measure
-from infer.bench.mixed import SHORT, Load, report, table
-from infer.engine.engine import Engine
-from infer.engine.job import is_first_process, open_engine, show_log, take_devices
-from infer.engine.options import Integer, JobEngineOptions
-from infer.engine.sources import is_recipe, model_config
-from infer.sampling import Sampling
-from infer.text.tokenizer import Tokenizer
 from laneformer.config import ModelConfig
+from laneformer.custom_calls.trace import spans_needed, write_perfetto
 from laneformer.errors import ConfigError, InputError
+from laneformer.infer.bench import record as bench_record
+from laneformer.infer.bench import table as bench_table
+from laneformer.infer.bench.latency import Case, Measured, Text, measure
+from laneformer.infer.bench.mixed import SHORT, Load, report, table
+from laneformer.infer.engine.engine import Engine
+from laneformer.infer.engine.job import is_first_process, open_engine, show_log, take_devices
+from laneformer.infer.engine.options import Integer, JobEngineOptions
+from laneformer.infer.engine.sources import is_recipe, model_config
+from laneformer.infer.sampling import Sampling
+from laneformer.infer.text.tokenizer import Tokenizer
 
 USUAL_OUTPUT = 2048
 TRACED = 32  # tokens of the traced run

@@ -12,16 +12,16 @@ from typing import Annotated
 import jax.numpy as jnp
 import tyro
 
-from infer.bench.latency import weight_bytes
-from infer.engine.defaults import GENERATION, SamplingOptions, named, recommended
-from infer.engine.engine import Engine
-from infer.engine.generation import Generation, Result
-from infer.engine.job import is_first_process, open_engine, show_log, take_devices
-from infer.engine.options import JobEngineOptions
 from laneformer.errors import ConfigError, InputError, printable
+from laneformer.infer.bench.latency import weight_bytes
+from laneformer.infer.engine.defaults import GENERATION, SamplingOptions, named, recommended
+from laneformer.infer.engine.engine import Engine
+from laneformer.infer.engine.generation import Generation, Result
+from laneformer.infer.engine.job import is_first_process, open_engine, show_log, take_devices
+from laneformer.infer.engine.options import JobEngineOptions
 from laneformer.weights import kv_bytes_per_token
 
-log = logging.getLogger("infer")
+log = logging.getLogger("laneformer")
 
 DRAWN = ("temperature", "top_k", "top_p", "min_p", "seed")  # settings that greedy decoding does not read
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"

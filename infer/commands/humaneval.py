@@ -10,17 +10,17 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from infer.engine.job import is_first_process, open_engine, show_log, take_devices
-from infer.engine.options import Integer, JobEngineOptions
-from infer.evaluate.humaneval import Report, data_report, generate, generation_settings, score
-from infer.evaluate.problems import ProblemSet, load_problems
-from infer.evaluate.sample_files import Sample, SampleFile, VerdictFile, read_samples, replace, settings_path
-from infer.evaluate.scoring import Judge
-from infer.sampling import Sampling
-from infer.sandbox import levels
-from infer.text.chat_template import ChatTemplate
 from laneformer.checkpoint import checkpoint_files, complete_steps, newest_step
 from laneformer.errors import ConfigError, InputError
+from laneformer.infer.engine.job import is_first_process, open_engine, show_log, take_devices
+from laneformer.infer.engine.options import Integer, JobEngineOptions
+from laneformer.infer.evaluate.humaneval import Report, data_report, generate, generation_settings, score
+from laneformer.infer.evaluate.problems import ProblemSet, load_problems
+from laneformer.infer.evaluate.sample_files import Sample, SampleFile, VerdictFile, read_samples, replace, settings_path
+from laneformer.infer.evaluate.scoring import Judge
+from laneformer.infer.sampling import Sampling
+from laneformer.infer.sandbox import levels
+from laneformer.infer.text.chat_template import ChatTemplate
 
 OPTIONAL = {"metavar": "FILE"}
 

@@ -5,11 +5,11 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from infer.roofline.hf_config import ConfigFile, read_config_file
-from infer.roofline.options import Options, check
-from infer.roofline.published import MoeModel, find_moe
 from laneformer.errors import ConfigError
 from laneformer.hf import read_values
+from laneformer.infer.roofline.hf_config import ConfigFile, read_config_file
+from laneformer.infer.roofline.options import Options, check
+from laneformer.infer.roofline.published import MoeModel, find_moe
 
 if TYPE_CHECKING:
     from laneformer.config import ModelConfig
@@ -22,8 +22,10 @@ SCHEMA = "laneformer.roofline/1"
 def run(options: Options) -> int:
     file = read_config_file(options.config) if options.config else None
     check(options, file)
-    from infer.roofline import plot  # here, because it imports JAX, which --help and wrong options do not need
-    from infer.roofline.report import make_report
+    from laneformer.infer.roofline import (
+        plot,  # here, because it imports JAX, which --help and wrong options do not need
+    )
+    from laneformer.infer.roofline.report import make_report
 
     model = find_model(options, file)
     packed = find_packed(options, file, model)
@@ -62,8 +64,8 @@ def find_packed(
     """
     if model is None or isinstance(model, list):
         return {}
-    from infer.engine import sources
     from laneformer.checkpoint import packed_bytes
+    from laneformer.infer.engine import sources
 
     if file is None and sources.is_recipe(options.checkpoint):
         return sources.packed_bytes(options.checkpoint)
@@ -84,7 +86,7 @@ def read_file(file: ConfigFile, lanes: int | None) -> "ModelConfig":
 
 def read_checkpoint(checkpoint: str, lanes: int | None) -> "ModelConfig":
     """The config of the model of --checkpoint, which may also be the config.json of an HF folder."""
-    from infer.engine.sources import model_config
+    from laneformer.infer.engine.sources import model_config
 
     path = Path(checkpoint)
     if path.is_file() and path.name != "config.json":

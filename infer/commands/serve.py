@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from infer.engine.options import Integer, JobEngineOptions
 from laneformer.errors import ConfigError
+from laneformer.infer.engine.options import Integer, JobEngineOptions
 from laneformer.interrupts import importing
 
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
@@ -75,13 +75,13 @@ def run(options: Options) -> int:
             import uvicorn
             from uvicorn.protocols.http.h11_impl import H11Protocol  # limits headers, as httptools does not
 
-            from infer.serve import connections
-            from infer.serve.application import Api
-            from infer.serve.engine import EngineProcess, Limits
-            from infer.serve.guard import is_loopback
-            from infer.serve.metrics import Metrics
-            from infer.serve.processes import log
-            from infer.serve.worker import ServedModel, follow
+            from laneformer.infer.serve import connections
+            from laneformer.infer.serve.application import Api
+            from laneformer.infer.serve.engine import EngineProcess, Limits
+            from laneformer.infer.serve.guard import is_loopback
+            from laneformer.infer.serve.metrics import Metrics
+            from laneformer.infer.serve.processes import log
+            from laneformer.infer.serve.worker import ServedModel, follow
     except ImportError as error:
         raise ConfigError(f"the server needs the {error.name} library: pip install 'laneformer[serve]'") from None
     check(options)

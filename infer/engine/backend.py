@@ -12,11 +12,11 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from infer.engine.constraint import Constraint, Elsewhere
-from infer.sampling import Sampling
 from laneformer.checkpoint import open_checkpoint
 from laneformer.config import ModelConfig
 from laneformer.formats import Bf12Product
+from laneformer.infer.engine.constraint import Constraint, Elsewhere
+from laneformer.infer.sampling import Sampling
 from laneformer.mesh import put_weight
 from laneformer.model import Laneformer
 from laneformer.precision import Precision

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from infer.text.channels import Part, Parts
-from infer.text.grammar import WHITE_SPACE, Grammar
-from infer.text.tokenizer import Tokenizer
 from laneformer.errors import ConfigError, InputError
+from laneformer.infer.text.channels import Part, Parts
+from laneformer.infer.text.grammar import WHITE_SPACE, Grammar
+from laneformer.infer.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

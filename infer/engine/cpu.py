@@ -8,11 +8,14 @@ from pathlib import Path
 
 import jax
 
-import custom_calls
-from custom_calls import Plan, Session, fastest_way
-from custom_calls.cpu.session import MOST_ROWS
-from infer.engine.backend import CheckpointSource, Chunk, Request, Source, device_name
-from infer.engine.native import (
+from laneformer import custom_calls
+from laneformer.custom_calls import Plan, Session, fastest_way
+from laneformer.custom_calls.cpu.session import MOST_ROWS
+from laneformer.decoder import decoder_ops
+from laneformer.errors import ConfigError
+from laneformer.formats import Bf12Product
+from laneformer.infer.engine.backend import CheckpointSource, Chunk, Request, Source, device_name
+from laneformer.infer.engine.native import (
     NativeBackend,
     bf12_conditions,
     check_rounding,
@@ -22,16 +25,13 @@ from infer.engine.native import (
     report_left,
     texts_for,
 )
-from infer.engine.options import MOST_DRAFTS
-from infer.engine.prefix import Lease
-from laneformer.decoder import decoder_ops
-from laneformer.errors import ConfigError
-from laneformer.formats import Bf12Product
+from laneformer.infer.engine.options import MOST_DRAFTS
+from laneformer.infer.engine.prefix import Lease
 from laneformer.ops import without_kernel
 from laneformer.quantized.rounding import USUAL
 from laneformer.weights import weight_bytes_per_token
 
-log = logging.getLogger("infer")
+log = logging.getLogger("laneformer")
 MOST_PARALLEL = 4  # by default
 # Bytes of bfloat16 weights per token from which on they are read from memory. Below, they are read from a cache, where
 # bf12 and AMX are slower.

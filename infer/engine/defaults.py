@@ -10,13 +10,13 @@ from typing import Annotated, Any
 
 import tyro
 
-from infer.engine.sources import is_recipe
-from infer.sampling import Sampling
 from laneformer.checkpoint import checkpoint_files
 from laneformer.errors import ConfigError
 from laneformer.hf.fields import GENERATION, read_generation
+from laneformer.infer.engine.sources import is_recipe
+from laneformer.infer.sampling import Sampling
 
-log = logging.getLogger("infer")
+log = logging.getLogger("laneformer")
 
 RECOMMENDED = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 NEUTRAL: dict[str, tuple] = {  # fields that change which token is chosen and are not supported -> values without effect

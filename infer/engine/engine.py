@@ -12,30 +12,30 @@ from typing import Any
 
 import numpy as np
 
-from custom_calls import DecodeSession
-from infer.engine.backend import Backend, CheckpointSource, ModelSource, Request, Source
-from infer.engine.constraint import Grammars
-from infer.engine.cpu import CpuBackend
-from infer.engine.following import Leader, follow
-from infer.engine.generation import Generation
-from infer.engine.gpu import CudaBackend, CudaGraphBackend, CudaOverlapBackend, HipBackend
-from infer.engine.healing import HealedBackend, Spelled
-from infer.engine.xla import XlaBackend
-from infer.sampling import Sampling
-from infer.text.channels import Parts
-from infer.text.grammar import Grammar
-from infer.text.healing import Spelling
-from infer.text.tokenizer import Tokenizer
 from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
+from laneformer.custom_calls import DecodeSession
 from laneformer.errors import ConfigError, InputError, LaneformerError
+from laneformer.infer.engine.backend import Backend, CheckpointSource, ModelSource, Request, Source
+from laneformer.infer.engine.constraint import Grammars
+from laneformer.infer.engine.cpu import CpuBackend
+from laneformer.infer.engine.following import Leader, follow
+from laneformer.infer.engine.generation import Generation
+from laneformer.infer.engine.gpu import CudaBackend, CudaGraphBackend, CudaOverlapBackend, HipBackend
+from laneformer.infer.engine.healing import HealedBackend, Spelled
+from laneformer.infer.engine.xla import XlaBackend
+from laneformer.infer.sampling import Sampling
+from laneformer.infer.text.channels import Parts
+from laneformer.infer.text.grammar import Grammar
+from laneformer.infer.text.healing import Spelling
+from laneformer.infer.text.tokenizer import Tokenizer
 from laneformer.mesh import make_mesh
 from laneformer.model import Laneformer, check_ids
 from laneformer.precision import Precision
 from laneformer.processes import GroupError
 from laneformer.weights import parameter_count
 
-log = logging.getLogger("infer")
+log = logging.getLogger("laneformer")
 
 ORDER = ("cuda", "hip", "cpu", "xla")  # the order in which "auto" tries them
 BACKENDS: dict[str, type[Backend]] = {

@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 
-from custom_calls import NativeError
-from infer.engine.backend import Backend, Request
-from infer.engine.constraint import Elsewhere
-from infer.sampling import Sampling
+from laneformer.custom_calls import NativeError
+from laneformer.infer.engine.backend import Backend, Request
+from laneformer.infer.engine.constraint import Elsewhere
+from laneformer.infer.sampling import Sampling
 from laneformer.processes import END_SECONDS, Group
 
-log = logging.getLogger("infer")
+log = logging.getLogger("laneformer")
 
 SECONDS = 300  # time limit for the other processes to end the previous request and to compile for the next one
 

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-from custom_calls import Drafting
-from infer.engine.backend import Backend, Request
-from infer.text.channels import Part, Parts
-from infer.text.stop_strings import StopStrings
-from infer.text.tokenizer import Detokenizer, Tokenizer
+from laneformer.custom_calls import Drafting
 from laneformer.errors import CheckpointError
+from laneformer.infer.engine.backend import Backend, Request
+from laneformer.infer.text.channels import Part, Parts
+from laneformer.infer.text.stop_strings import StopStrings
+from laneformer.infer.text.tokenizer import Detokenizer, Tokenizer
 
 
 class Token(int):

@@ -7,16 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import custom_calls
-from custom_calls.build import BuildError
-from custom_calls.gpu.codes import CodesChoice
-from custom_calls.gpu.compile import compiler
-from custom_calls.gpu.formats import Bf12Choice
-from custom_calls.gpu.layout import MOST_ROWS
-from custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
-from custom_calls.gpu.tiling import Machine
-from infer.engine.backend import Source, device_name, power_of_two
-from infer.engine.native import (
+from laneformer import custom_calls
+from laneformer.custom_calls.build import BuildError
+from laneformer.custom_calls.gpu.codes import CodesChoice
+from laneformer.custom_calls.gpu.compile import compiler
+from laneformer.custom_calls.gpu.formats import Bf12Choice
+from laneformer.custom_calls.gpu.layout import MOST_ROWS
+from laneformer.custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
+from laneformer.custom_calls.gpu.tiling import Machine
+from laneformer.decoder import decoder_ops
+from laneformer.errors import ConfigError
+from laneformer.infer.engine.backend import Source, device_name, power_of_two
+from laneformer.infer.engine.native import (
     NativeBackend,
     RoundedSource,
     bf12_conditions,
@@ -27,11 +29,9 @@ from infer.engine.native import (
     report_left,
     texts_for,
 )
-from infer.engine.prefix import Caches, Lease
-from infer.engine.scheduler import Scheduler
-from infer.engine.states import for_kernel, for_model
-from laneformer.decoder import decoder_ops
-from laneformer.errors import ConfigError
+from laneformer.infer.engine.prefix import Caches, Lease
+from laneformer.infer.engine.scheduler import Scheduler
+from laneformer.infer.engine.states import for_kernel, for_model
 from laneformer.ops import GpuOp, without_kernel
 from laneformer.processes import Group
 from laneformer.quantized import Quantized

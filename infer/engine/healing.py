@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from custom_calls import Drafting
-from infer.engine.backend import Backend, Chunk, Request
-from infer.engine.constraint import bits_of
-from infer.text.healing import Spelling
+from laneformer.custom_calls import Drafting
+from laneformer.infer.engine.backend import Backend, Chunk, Request
+from laneformer.infer.engine.constraint import bits_of
+from laneformer.infer.text.healing import Spelling
 
 
 class Spelled:

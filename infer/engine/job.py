@@ -7,10 +7,10 @@ from typing import Any
 
 import jax
 
-from infer.engine.engine import Engine
-from infer.engine.options import EngineOptions, JobEngineOptions
-from infer.engine.sources import RandomSource, is_recipe, recipe_model
 from laneformer.errors import ConfigError, LogFormat
+from laneformer.infer.engine.engine import Engine
+from laneformer.infer.engine.options import EngineOptions, JobEngineOptions
+from laneformer.infer.engine.sources import RandomSource, is_recipe, recipe_model
 from laneformer.mesh import make_mesh, use_host_devices
 from laneformer.precision import Precision
 from laneformer.processes import join_job
@@ -20,9 +20,8 @@ def show_log() -> None:
     """Sends the engine's log messages, such as the backend that auto chose, to standard error."""
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormat())
-    for name in ("infer", "laneformer"):
-        logging.getLogger(name).handlers = [handler]
-        logging.getLogger(name).setLevel(logging.INFO)
+    logging.getLogger("laneformer").handlers = [handler]
+    logging.getLogger("laneformer").setLevel(logging.INFO)
     logging.getLogger().handlers = []  # an imported library may have installed a handler, which would repeat each line
 
 

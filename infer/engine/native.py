@@ -17,22 +17,22 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-import custom_calls
-from custom_calls import DecodeSession, Drafting, Inputs, Plan, State, make_plan
-from custom_calls.cpu.session import END_OF_TEXT
-from custom_calls.session import Bf12Weights, CallStream
-from infer.engine.backend import Cancellation, Chunk, Request, Source, model_of, power_of_two
-from infer.engine.constraint import give_masks
-from infer.engine.prefix import Caches, CallId, Lease, PrefixCache
+from laneformer import custom_calls
+from laneformer.custom_calls import DecodeSession, Drafting, Inputs, Plan, State, make_plan
+from laneformer.custom_calls.cpu.session import END_OF_TEXT
+from laneformer.custom_calls.session import Bf12Weights, CallStream
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import BF12_MOST_EXCEPTIONS
+from laneformer.infer.engine.backend import Cancellation, Chunk, Request, Source, model_of, power_of_two
+from laneformer.infer.engine.constraint import give_masks
+from laneformer.infer.engine.prefix import Caches, CallId, Lease, PrefixCache
 from laneformer.model import Laneformer
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import Kind, round_to
 from laneformer.weights import parameter_table
 
-log = logging.getLogger("infer")
+log = logging.getLogger("laneformer")
 
 SMALLEST_CACHE, SMALLEST_ROOM = 256, 16
 LARGE = 100_000_000  # parameters from which on packing shows a progress bar

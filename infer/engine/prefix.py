@@ -16,7 +16,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from infer.engine.backend import Request, power_of_two
+from laneformer.infer.engine.backend import Request, power_of_two
 from laneformer.state import capacity_of
 
 LEAST = 32  # tokens in the shortest prefix that is reused; shorter ones are equal by chance

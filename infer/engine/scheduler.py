@@ -18,12 +18,12 @@ from typing import Protocol
 import jax
 import numpy as np
 
-import custom_calls
-from custom_calls import YIELDED, Inputs, State
-from custom_calls.gpu.session import GpuSession
-from infer.engine.backend import Request
-from infer.engine.native import capacity_for, failures_of, inputs_for, room_for, texts_for
-from infer.engine.prefix import Caches, copied
+from laneformer import custom_calls
+from laneformer.custom_calls import YIELDED, Inputs, State
+from laneformer.custom_calls.gpu.session import GpuSession
+from laneformer.infer.engine.backend import Request
+from laneformer.infer.engine.native import capacity_for, failures_of, inputs_for, room_for, texts_for
+from laneformer.infer.engine.prefix import Caches, copied
 
 BETWEEN = 8  # passes between two blocks of a new request's prompt
 

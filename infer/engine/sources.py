@@ -15,17 +15,17 @@ import ml_dtypes
 import numpy as np
 from jax.sharding import Mesh
 
-from configs.models import MODELS, PACKED, PackedModel
-from infer.engine.backend import model_of, on_host
 from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
+from laneformer.infer.engine.backend import model_of, on_host
 from laneformer.mesh import put_weight
 from laneformer.model import Laneformer
 from laneformer.precision import Precision
 from laneformer.quantized import E2M1, Quantized
 from laneformer.recipe import call_recipe
+from laneformer.recipes.models import MODELS, PACKED, PackedModel
 from laneformer.weights import packing_order, parameter_table
 
 BLOCK = 1_048_573  # a prime, so that the rows of a matrix differ

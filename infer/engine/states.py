@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from custom_calls.plan import ENTRIES, Plan
-from laneformer import ModelConfig
+from laneformer.config import ModelConfig
+from laneformer.custom_calls.plan import ENTRIES, Plan
 from laneformer.ops import CompressedKeep, DeltaNet
 from laneformer.state import make_cache
 

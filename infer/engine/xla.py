@@ -13,16 +13,16 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from infer.engine.backend import Chunk, Request, Source, device_name, power_of_two
-from infer.engine.constraint import as_flags
-from infer.sampling import Adjustments, sample, top_logprobs
 from laneformer.errors import InputError
+from laneformer.infer.engine.backend import Chunk, Request, Source, device_name, power_of_two
+from laneformer.infer.engine.constraint import as_flags
+from laneformer.infer.sampling import Adjustments, sample, top_logprobs
 from laneformer.model import Laneformer
 from laneformer.quantized import Quantized
 from laneformer.state import Cache, capacity_of, emptied
 from laneformer.weights import parameter_table
 
-log = logging.getLogger("infer")
+log = logging.getLogger("laneformer")
 
 PREFILL_BLOCK = 512  # tokens; the attention scores and logits of a whole long prompt would not fit in memory
 SMALLEST_PREFILL, SMALLEST_CACHE = 16, 256

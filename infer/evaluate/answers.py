@@ -3,9 +3,9 @@
 import builtins
 from dataclasses import dataclass
 
-from infer.evaluate.needed import defines, names_of, needed, split_future
-from infer.evaluate.problems import Problem
-from infer.evaluate.spans import Work, apart, between_fences, programs, whole_statements, without_reasoning
+from laneformer.infer.evaluate.needed import defines, names_of, needed, split_future
+from laneformer.infer.evaluate.problems import Problem
+from laneformer.infer.evaluate.spans import Work, apart, between_fences, programs, whole_statements, without_reasoning
 
 # Strings that end a completion: EvalPlus's (evalplus/provider/utility.py), for comparable scores.
 STOPS = ("\nif __name__", "\ndef main(", "\nprint(")

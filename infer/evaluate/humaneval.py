@@ -16,16 +16,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer.engine.engine import Engine
-from infer.evaluate.answers import CHAT_STOPS, PREFILL, REQUEST, from_chat, from_completion, sanitized, stop_strings
-from infer.evaluate.problems import Problem, ProblemSet
-from infer.evaluate.sample_files import Sample, VerdictFile
-from infer.evaluate.scoring import Judge, pass_at_k, progress_bar, wilson
-from infer.sampling import Sampling
-from infer.sandbox.sandbox import Outcome
-from infer.text.chat_template import ChatTemplate
-from infer.text.tokenizer import Tokenizer
 from laneformer.errors import ConfigError, InputError
+from laneformer.infer.engine.engine import Engine
+from laneformer.infer.evaluate.answers import (
+    CHAT_STOPS,
+    PREFILL,
+    REQUEST,
+    from_chat,
+    from_completion,
+    sanitized,
+    stop_strings,
+)
+from laneformer.infer.evaluate.problems import Problem, ProblemSet
+from laneformer.infer.evaluate.sample_files import Sample, VerdictFile
+from laneformer.infer.evaluate.scoring import Judge, pass_at_k, progress_bar, wilson
+from laneformer.infer.sampling import Sampling
+from laneformer.infer.sandbox.sandbox import Outcome
+from laneformer.infer.text.chat_template import ChatTemplate
+from laneformer.infer.text.tokenizer import Tokenizer
 from laneformer.model import Laneformer
 
 SCHEMA = "laneformer.humaneval/3"  # 3 scores sanitized programs; in version 1, tests ran in the program's process

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from infer.evaluate.problems import parse
+from laneformer.infer.evaluate.problems import parse
 
 LONGEST, MOST_STATEMENTS = 1 << 17, 1000  # characters of a program, statements at its top level
 # Methods that change the object that they belong to.

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from infer.evaluate.answers import from_chat, from_completion
-from infer.evaluate.problems import Problem, ProblemSet, read_jsonl, task_name
-from infer.sandbox.sandbox import Outcome
 from laneformer.errors import ConfigError, InputError
+from laneformer.infer.evaluate.answers import from_chat, from_completion
+from laneformer.infer.evaluate.problems import Problem, ProblemSet, read_jsonl, task_name
+from laneformer.infer.sandbox.sandbox import Outcome
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from typing import Any, Self
 import numpy as np
 from tqdm import tqdm
 
-from infer.evaluate.problems import Problem
-from infer.sandbox.sandbox import HarnessError, Limits, Outcome, Sandbox
 from laneformer.errors import ConfigError
+from laneformer.infer.evaluate.problems import Problem
+from laneformer.infer.sandbox.sandbox import HarnessError, Limits, Outcome, Sandbox
 
 # A loop of known length measures the speed of a core. Time limits are for a core that runs it in LOOP_SECONDS, and grow
 # in proportion on a slower core.

@@ -9,9 +9,9 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from infer.evaluate.needed import LONGEST
-from infer.evaluate.problems import parse
-from infer.text.thinking import MARKS
+from laneformer.infer.evaluate.needed import LONGEST
+from laneformer.infer.evaluate.problems import parse
+from laneformer.infer.text.thinking import MARKS
 
 WORK = 1 << 21  # characters parsed in one search: about a second
 HIGHEST = 64  # lines above a program that do not parse, after which the search for its beginning ends

@@ -3,8 +3,8 @@
 import math
 from dataclasses import dataclass
 
-from infer.roofline.table import PROJECTED, Column, Table
 from laneformer.errors import ConfigError
+from laneformer.infer.roofline.table import PROJECTED, Column, Table
 
 SPEEDS = (30.0, 100.0, 300.0, 1000.0, 3000.0)  # tokens per second, for comparison
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infer.roofline.published import MoeModel
 from laneformer.errors import CheckpointError, ConfigError, InputError
 from laneformer.hf import FAMILIES, dimensions_from_hf, read_values
+from laneformer.infer.roofline.published import MoeModel
 
 
 @dataclass(frozen=True)

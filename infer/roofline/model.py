@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 
-from infer.roofline.devices import Node
 from laneformer.blocks.block import PARTS, Weight
 from laneformer.config import ModelConfig
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
+from laneformer.infer.roofline.devices import Node
 from laneformer.layout import Schedule
 from laneformer.state import state_bytes_per_token
 from laneformer.weights import kv_bytes_per_token, module_weights, parameter_table

@@ -7,11 +7,11 @@ from typing import Annotated, Literal
 
 import tyro
 
-from infer.roofline.agent import AgentTask
-from infer.roofline.devices import LAUNCH
-from infer.roofline.hf_config import ConfigFile
-from infer.roofline.table import MEASURED
 from laneformer.errors import ConfigError
+from laneformer.infer.roofline.agent import AgentTask
+from laneformer.infer.roofline.devices import LAUNCH
+from laneformer.infer.roofline.hf_config import ConfigFile
+from laneformer.infer.roofline.table import MEASURED
 
 Integer = Annotated[int | None, tyro.conf.arg(metavar="INT")]
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]

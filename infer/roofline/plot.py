@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from infer.roofline.agent import AgentTask
-from infer.roofline.devices import Node, make_node
-from infer.roofline.model import PUBLIC_SHARES, Work, check_devices, token, token_of_bytes
-from infer.roofline.published import MoeModel
-from infer.roofline.sweeps import contexts, layouts_of
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError, InputError
+from laneformer.infer.roofline.agent import AgentTask
+from laneformer.infer.roofline.devices import Node, make_node
+from laneformer.infer.roofline.model import PUBLIC_SHARES, Work, check_devices, token, token_of_bytes
+from laneformer.infer.roofline.published import MoeModel
+from laneformer.infer.roofline.sweeps import contexts, layouts_of
 
 PUBLIC_DEVICES = 8
 # Prefixes of the names of parts; all other parts are attention.

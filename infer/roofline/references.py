@@ -1,9 +1,9 @@
 """Public figures of other projects, and the results of the same arithmetic here."""
 
-from infer.roofline.agent import AgentTask
-from infer.roofline.devices import make_node
-from infer.roofline.model import token_of_bytes
-from infer.roofline.table import MEASURED, PROJECTED, Column, Table
+from laneformer.infer.roofline.agent import AgentTask
+from laneformer.infer.roofline.devices import make_node
+from laneformer.infer.roofline.model import token_of_bytes
+from laneformer.infer.roofline.table import MEASURED, PROJECTED, Column, Table
 
 # Bytes per token in the public figures: 2 B weights of 16 bits. By its dimensions, the 2B reads 4.44 GB.
 NOMINAL = 4e9

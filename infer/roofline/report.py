@@ -4,10 +4,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from infer.roofline import plot, sweeps
-from infer.roofline.agent import agent_table, usual_rates
-from infer.roofline.devices import DEVICES, Node, make_node
-from infer.roofline.model import (
+from laneformer.config import ModelConfig
+from laneformer.infer.roofline import plot, sweeps
+from laneformer.infer.roofline.agent import agent_table, usual_rates
+from laneformer.infer.roofline.devices import DEVICES, Node, make_node
+from laneformer.infer.roofline.model import (
     PUBLIC_SHARES,
     Term,
     Token,
@@ -17,11 +18,10 @@ from infer.roofline.model import (
     token_of_bytes,
     weights_in_memory,
 )
-from infer.roofline.options import PUBLISHED, Options
-from infer.roofline.published import MODELS_READ, MoeModel
-from infer.roofline.references import MI300X_READ, references, share, share_of_spec
-from infer.roofline.table import PROJECTED, Column, Table
-from laneformer.config import ModelConfig
+from laneformer.infer.roofline.options import PUBLISHED, Options
+from laneformer.infer.roofline.published import MODELS_READ, MoeModel
+from laneformer.infer.roofline.references import MI300X_READ, references, share, share_of_spec
+from laneformer.infer.roofline.table import PROJECTED, Column, Table
 
 USUAL_CONTEXT = 1536  # mean context of `infer bench`: a prompt of 512 tokens and an answer of 2,048
 USUAL_DEVICES = 8

@@ -3,13 +3,13 @@
 import inspect
 from dataclasses import replace
 
-from infer.roofline.devices import Node, make_node
-from infer.roofline.model import Token, Work, hidden_up_to, module_seconds, token, token_of_bytes
-from infer.roofline.published import MoeModel
-from infer.roofline.table import PROJECTED, Column, Table
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.formats import FORMATS
+from laneformer.infer.roofline.devices import Node, make_node
+from laneformer.infer.roofline.model import Token, Work, hidden_up_to, module_seconds, token, token_of_bytes
+from laneformer.infer.roofline.published import MoeModel
+from laneformer.infer.roofline.table import PROJECTED, Column, Table
 from laneformer.layout import LAYOUTS
 from laneformer.weights import parameter_table
 

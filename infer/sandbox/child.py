@@ -14,7 +14,7 @@ import sys
 import time
 import types
 
-from infer.sandbox.wire import MUTABLE, TYPES, Reader, contents, dump, receive, send, write_library
+from laneformer.infer.sandbox.wire import MUTABLE, TYPES, Reader, contents, dump, receive, send, write_library
 
 # Copies of functions that the program may replace.
 _getpid, _leave, _clock = os.getpid, os._exit, time.process_time

@@ -17,7 +17,7 @@ import sys
 import time
 import types
 
-from infer.sandbox.wire import HEAD, Reader, WireError, dump, receive, restore, send, write_library
+from laneformer.infer.sandbox.wire import HEAD, Reader, WireError, dump, receive, restore, send, write_library
 
 EXCEPTIONS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 EXCEPTIONS = {name: kind for name, kind in EXCEPTIONS.items() if issubclass(kind, BaseException)}

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from infer.sandbox.seccomp import filter_program
+from laneformer.infer.sandbox.seccomp import filter_program
 
 TMP_BYTES, SHM_BYTES = 64 << 20, 16 << 20
 # Users that own no files (systemd's range for dynamic users). The limit on processes is per user, so each run has a

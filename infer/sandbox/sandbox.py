@@ -34,9 +34,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from infer.sandbox import levels
-from infer.sandbox.levels import ENVIRONMENT, LEVELS, Level, interpreter
 from laneformer.errors import ConfigError, LaneformerError
+from laneformer.infer.sandbox import levels
+from laneformer.infer.sandbox.levels import ENVIRONMENT, LEVELS, Level, interpreter
 
 log = logging.getLogger(__name__)
 Verdict = Literal["passed", "failed", "syntax", "timeout", "memory", "killed"]
@@ -56,8 +56,8 @@ def _text(*names: str) -> str:
     """Modules of this folder, joined and compiled, as a text for `python -c`, which works without this package. The
     modules use a copy of the built-in functions, so a model's program cannot replace the functions that they call.
     """
-    texts = [files("infer.sandbox").joinpath(f"{name}.py").read_text(encoding="utf-8") for name in names]
-    joined = "\n".join(re.sub(r"^from infer\.sandbox.*\n", "", text, flags=re.MULTILINE) for text in texts)
+    texts = [files("laneformer.infer.sandbox").joinpath(f"{name}.py").read_text(encoding="utf-8") for name in names]
+    joined = "\n".join(re.sub(r"^from laneformer\.infer\.sandbox.*\n", "", text, flags=re.MULTILINE) for text in texts)
     own = f"import builtins\n__builtins__ = {{**vars(builtins)}}\n{joined}"
     code = binascii.b2a_base64(marshal.dumps(compile(own, " ".join(names), "exec", optimize=2)), newline=False)
     return f"import binascii, marshal\nexec(marshal.loads(binascii.a2b_base64({code!r})))\n"

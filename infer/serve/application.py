@@ -20,19 +20,19 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from infer.serve.body import NESTED, ApiError, json_bytes, printable, read_json
-from infer.serve.choices import Choices, Single, calls_of, updates_of
-from infer.serve.connections import ARRIVAL_SECONDS
-from infer.serve.engine import EngineProcess, Job, Update
-from infer.serve.guard import KEY, Guard, error_response
-from infer.serve.item_answers import ItemAnswer
-from infer.serve.item_requests import read_items
-from infer.serve.metrics import Metrics
-from infer.serve.pages import FOLDER, INDEX, Pages, is_page
-from infer.serve.protocol import Call, read_call
-from infer.serve.responses import Answer
+from laneformer.infer.serve.body import NESTED, ApiError, json_bytes, printable, read_json
+from laneformer.infer.serve.choices import Choices, Single, calls_of, updates_of
+from laneformer.infer.serve.connections import ARRIVAL_SECONDS
+from laneformer.infer.serve.engine import EngineProcess, Job, Update
+from laneformer.infer.serve.guard import KEY, Guard, error_response
+from laneformer.infer.serve.item_answers import ItemAnswer
+from laneformer.infer.serve.item_requests import read_items
+from laneformer.infer.serve.metrics import Metrics
+from laneformer.infer.serve.pages import FOLDER, INDEX, Pages, is_page
+from laneformer.infer.serve.protocol import Call, read_call
+from laneformer.infer.serve.responses import Answer
 
-log = logging.getLogger("infer")
+log = logging.getLogger("laneformer")
 
 T = TypeVar("T")
 

@@ -7,11 +7,11 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from infer.serve.body import ApiError
-from infer.serve.engine import Job, Update
-from infer.serve.protocol import Call
-from infer.serve.responses import DONE, Answer
-from infer.serve.worker import End
+from laneformer.infer.serve.body import ApiError
+from laneformer.infer.serve.engine import Job, Update
+from laneformer.infer.serve.protocol import Call
+from laneformer.infer.serve.responses import DONE, Answer
+from laneformer.infer.serve.worker import End
 
 SEEDS = 1 << 64
 

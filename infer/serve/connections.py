@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from infer.serve.body import ApiError
-from infer.serve.guard import error_response
+from laneformer.infer.serve.body import ApiError
+from laneformer.infer.serve.guard import error_response
 
 ARRIVAL_SECONDS = 30.0  # time limit for the header of a request to arrive, and again for its body
 MOST_CONNECTIONS = 2048  # connections of all addresses together

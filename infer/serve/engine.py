@@ -11,16 +11,16 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
 
-from infer.serve.body import NESTED, ApiError
-from infer.serve.grammars import FIELDS
-from infer.serve.metrics import Metrics, TokenTimes
-from infer.serve.processes.log import say
-from infer.serve.processes.run import PATIENCE_SECONDS, EngineRun
-from infer.serve.processes.scarcity import is_scarcity, scarce
-from infer.serve.protocol import Call
-from infer.serve.worker import Encoded, End, Order, Question, ServedModel, Token
+from laneformer.infer.serve.body import NESTED, ApiError
+from laneformer.infer.serve.grammars import FIELDS
+from laneformer.infer.serve.metrics import Metrics, TokenTimes
+from laneformer.infer.serve.processes.log import say
+from laneformer.infer.serve.processes.run import PATIENCE_SECONDS, EngineRun
+from laneformer.infer.serve.processes.scarcity import is_scarcity, scarce
+from laneformer.infer.serve.protocol import Call
+from laneformer.infer.serve.worker import Encoded, End, Order, Question, ServedModel, Token
 
-log = logging.getLogger("infer")
+log = logging.getLogger("laneformer")
 
 KEEPALIVE_SECONDS = 15.0  # proxies close a connection that is silent for longer
 PING_SECONDS = 1.0  # time between two questions to the engine process, which it answers at once

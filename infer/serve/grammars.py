@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from infer.serve.body import ApiError, printable, shown, wrong
-from infer.text.grammar import Grammar
-from infer.text.values import read_object
+from laneformer.infer.serve.body import ApiError, printable, shown, wrong
+from laneformer.infer.text.grammar import Grammar
+from laneformer.infer.text.values import read_object
 
 FORMATS = ("text", "json_object", "json_schema")
 SCHEMA_FIELDS = ("name", "description", "schema", "strict")  # a schema is always enforced, also if it is not strict

@@ -10,8 +10,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from infer.serve.body import ApiError
-from infer.serve.pages import is_page
+from laneformer.infer.serve.body import ApiError
+from laneformer.infer.serve.pages import is_page
 
 KEY = "laneformer.key"  # in a request's scope: a name of its key
 OPEN = ("/health",)  # routes without a key, for process supervisors

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any
 
-from infer.serve.body import ApiError
-from infer.serve.engine import Job, Update
-from infer.serve.item_requests import Asked
-from infer.serve.responses import Answer
-from infer.serve.worker import End, Token
-from infer.text.channels import Part
-from infer.text.tool_calls import ToolCall
+from laneformer.infer.serve.body import ApiError
+from laneformer.infer.serve.engine import Job, Update
+from laneformer.infer.serve.item_requests import Asked
+from laneformer.infer.serve.responses import Answer
+from laneformer.infer.serve.worker import End, Token
+from laneformer.infer.text.channels import Part
+from laneformer.infer.text.tool_calls import ToolCall
 
 KINDS = {Part.CONTENT: ("message", "output_text", "msg_"), Part.REASONING: ("reasoning", "reasoning_text", "rs_")}
 

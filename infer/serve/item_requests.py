@@ -4,9 +4,9 @@ All tools are functions. The server keeps no conversations, so each request cont
 
 from typing import Any, NamedTuple
 
-from infer.serve.body import ApiError, printable, shown, wrong
-from infer.serve.grammars import ITEMS_FORM
-from infer.text.values import read_object
+from laneformer.infer.serve.body import ApiError, printable, shown, wrong
+from laneformer.infer.serve.grammars import ITEMS_FORM
+from laneformer.infer.text.values import read_object
 
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 ROLES = ("user", "assistant", "system", "developer")

@@ -4,7 +4,7 @@ used.
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from infer.serve.worker import Drafting
+from laneformer.infer.serve.worker import Drafting
 
 PREFIX = "laneformer_"
 # A fast decoder draws a token in some hundred microseconds. Common buckets start at milliseconds, so these start lower.

@@ -6,13 +6,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from infer.text.grammar import Grammar
-from infer.text.tool_calls import ToolRequest
 from laneformer.errors import InputError, LaneformerError
+from laneformer.infer.text.grammar import Grammar
+from laneformer.infer.text.tool_calls import ToolRequest
 
 if TYPE_CHECKING:
-    from infer.engine.engine import Engine
-    from infer.text.chat_template import ChatTemplate
+    from laneformer.infer.engine.engine import Engine
+    from laneformer.infer.text.chat_template import ChatTemplate
 
 MOST_SECONDS = 1.0  # time for finding the schemas that cannot be enforced
 LATE = InputError("the schemas before it took too long to compile: simplify them")

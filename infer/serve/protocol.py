@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from infer.serve.body import ApiError, printable, shown, wrong
-from infer.serve.grammars import read_grammar
-from infer.serve.tools import read_calls, read_tools
-from infer.text.grammar import Grammar
-from infer.text.tool_calls import ToolRequest
+from laneformer.infer.serve.body import ApiError, printable, shown, wrong
+from laneformer.infer.serve.grammars import read_grammar
+from laneformer.infer.serve.tools import read_calls, read_tools
+from laneformer.infer.text.grammar import Grammar
+from laneformer.infer.text.tool_calls import ToolRequest
 
 COMPLETION_TOKENS = 16  # OpenAI's default for a completion; a chat may fill the context
 LIMITS = ("max_tokens", "max_completion_tokens")  # two names of one parameter

@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from infer.serve.body import ApiError
-from infer.serve.engine import Alive, Job, Queued, Update
-from infer.serve.worker import Drafting, End, Named, Token
-from infer.text.channels import Part
-from infer.text.tool_calls import ToolCall
+from laneformer.infer.serve.body import ApiError
+from laneformer.infer.serve.engine import Alive, Job, Queued, Update
+from laneformer.infer.serve.worker import Drafting, End, Named, Token
+from laneformer.infer.text.channels import Part
+from laneformer.infer.text.tool_calls import ToolCall
 
 DONE = b"data: [DONE]\n\n"
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from infer.serve.body import ApiError, printable, shown, wrong
-from infer.text.tool_calls import NAME, ToolRequest
-from infer.text.values import read_object
+from laneformer.infer.serve.body import ApiError, printable, shown, wrong
+from laneformer.infer.text.tool_calls import NAME, ToolRequest
+from laneformer.infer.text.values import read_object
 
 MOST_TOOLS = 512
 FUNCTION_FIELDS = ("name", "description", "parameters", "strict")

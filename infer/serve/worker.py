@@ -25,24 +25,24 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from infer.engine.options import JobEngineOptions
-from infer.serve.body import NESTED
-from infer.serve.processes.encoders import Encoder, EncoderError, Encoders, Encoding, Folder, Local, TooLong
-from infer.serve.processes.log import LOG
-from infer.serve.processes.questions import Questions, size_of
-from infer.serve.processes.scarcity import is_scarcity, scarce
-from infer.serve.prompts import prompt_of
-from infer.text.channels import Part
-from infer.text.grammar import Grammar
-from infer.text.tool_calls import Read, ToolCall, ToolRequest
 from laneformer.errors import ConfigError, InputError, LaneformerError, one_line, say_errors_once
+from laneformer.infer.engine.options import JobEngineOptions
+from laneformer.infer.serve.body import NESTED
+from laneformer.infer.serve.processes.encoders import Encoder, EncoderError, Encoders, Encoding, Folder, Local, TooLong
+from laneformer.infer.serve.processes.log import LOG
+from laneformer.infer.serve.processes.questions import Questions, size_of
+from laneformer.infer.serve.processes.scarcity import is_scarcity, scarce
+from laneformer.infer.serve.prompts import prompt_of
+from laneformer.infer.text.channels import Part
+from laneformer.infer.text.grammar import Grammar
+from laneformer.infer.text.tool_calls import Read, ToolCall, ToolRequest
 
 if TYPE_CHECKING:
-    from infer.engine.engine import Engine
-    from infer.engine.generation import Generation, Result
-    from infer.text.chat_template import ChatTemplate
+    from laneformer.infer.engine.engine import Engine
+    from laneformer.infer.engine.generation import Generation, Result
+    from laneformer.infer.text.chat_template import ChatTemplate
 
-log = logging.getLogger("infer")
+log = logging.getLogger("laneformer")
 
 WARM_PROMPT, WARM_ANSWER = 16, 16
 CHECKS = 3  # prompts that are checked at a time; one of them is short
@@ -219,11 +219,10 @@ def follow(model: ServedModel) -> None:
 
 
 def _open(model: ServedModel) -> "Engine":
-    from infer.engine.job import open_engine, show_log, take_devices
+    from laneformer.infer.engine.job import open_engine, show_log, take_devices
 
     show_log()
-    for name in ("infer", "laneformer"):
-        logging.getLogger(name).handlers = [LOG]
+    logging.getLogger("laneformer").handlers = [LOG]
     say_errors_once()
     take_devices(model.engine)
     return open_engine(model.engine, **model.options)
@@ -238,12 +237,12 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
     """Warms the engine up and answers messages. Raises LaneformerError if the tokenizer or the chat template of the
     options cannot be used.
     """
-    from infer.engine.backend import on_host
-    from infer.engine.defaults import GENERATION, named, recommended
-    from infer.engine.sources import is_recipe
-    from infer.text.chat_template import ChatTemplate
-    from infer.text.template_code import Elsewhere
     from laneformer.checkpoint import checkpoint_files
+    from laneformer.infer.engine.backend import on_host
+    from laneformer.infer.engine.defaults import GENERATION, named, recommended
+    from laneformer.infer.engine.sources import is_recipe
+    from laneformer.infer.text.chat_template import ChatTemplate
+    from laneformer.infer.text.template_code import Elsewhere
 
     checkpoint = model.engine.checkpoint
     folder = None if is_recipe(checkpoint) else checkpoint_files(checkpoint)
@@ -433,7 +432,7 @@ class _Worker:
         """Checks a question. Raises LaneformerError; a message that concerns another parameter than the prompt must
         begin with its name; see `EngineProcess.submit`.
         """
-        from infer.sampling import Sampling
+        from laneformer.infer.sampling import Sampling
 
         engine, prompt = self._engine, question.prompt
         tools, grammar, notes = None, question.grammar, ()
@@ -469,7 +468,7 @@ class _Worker:
         return Encoded(engine.encode(prompt).tolist(), predicted, tools, grammar, notes)
 
     def _generate(self, number: int, order: Order) -> None:
-        from infer.sampling import Sampling
+        from laneformer.infer.sampling import Sampling
 
         engine, chat = self._engine, self._chat if order.chat else None
         reader = None if chat is None or order.tools is None else chat.reader(order.ids, order.tools)

@@ -10,10 +10,10 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from infer.text.grammar import WHITE_SPACE, Grammar
-from infer.text.tag_grammars import TagRules
-from infer.text.tool_calls import HARMONY, ToolFormat, ToolRequest
 from laneformer.errors import InputError
+from laneformer.infer.text.grammar import WHITE_SPACE, Grammar
+from laneformer.infer.text.tag_grammars import TagRules
+from laneformer.infer.text.tool_calls import HARMONY, ToolFormat, ToolRequest
 
 Special = Callable[[str], int | None]
 """The id of a special token by its name; None if no special token has this name."""

@@ -19,12 +19,14 @@ from typing import Any, Self
 import numpy as np
 import tokenizers
 
-from infer.text.call_grammars import call_grammar
-from infer.text.channels import Channels, Harmony, Part, Parts
-from infer.text.grammar import Grammar
-from infer.text.template_code import MARKS, Code, Marks, TemplateCode
-from infer.text.thinking import Thinking, ThinkMarks
-from infer.text.tokenizer_files import (
+from laneformer.errors import CheckpointError, InputError
+from laneformer.files import read_file
+from laneformer.infer.text.call_grammars import call_grammar
+from laneformer.infer.text.channels import Channels, Harmony, Part, Parts
+from laneformer.infer.text.grammar import Grammar
+from laneformer.infer.text.template_code import MARKS, Code, Marks, TemplateCode
+from laneformer.infer.text.thinking import Thinking, ThinkMarks
+from laneformer.infer.text.tokenizer_files import (
     CONFIG,
     TOKENIZER,
     find_vocabulary,
@@ -33,9 +35,15 @@ from infer.text.tokenizer_files import (
     special_names,
     unread,
 )
-from infer.text.tool_calls import HARMONY, HERMES, HarmonyReader, Reader, TextReader, ToolRequest, find_format
-from laneformer.errors import CheckpointError, InputError
-from laneformer.files import read_file
+from laneformer.infer.text.tool_calls import (
+    HARMONY,
+    HERMES,
+    HarmonyReader,
+    Reader,
+    TextReader,
+    ToolRequest,
+    find_format,
+)
 
 TEMPLATE = "chat_template.jinja"
 TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"

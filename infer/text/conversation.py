@@ -9,12 +9,12 @@ which many models were trained on.
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from infer.text.tool_calls import HARMONY, ToolRequest
-from infer.text.values import json_text, read_object
 from laneformer.errors import InputError
+from laneformer.infer.text.tool_calls import HARMONY, ToolRequest
+from laneformer.infer.text.values import json_text, read_object
 
 if TYPE_CHECKING:
-    from infer.text.chat_template import ChatTemplate
+    from laneformer.infer.text.chat_template import ChatTemplate
 
 NO_FORMAT = (
     "tool_choice = {choice}: the chat template has no tool format, so only a grammar can require a call; use"

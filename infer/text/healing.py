@@ -8,7 +8,7 @@ spell their text. (HF's GenerationConfig.token_healing and guidance do the same.
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from infer.text.tokenizer import Tokenizer
+from laneformer.infer.text.tokenizer import Tokenizer
 
 
 class Spelling:

@@ -9,10 +9,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from infer.text.grammar import WHITE_SPACE
-from infer.text.tool_calls import FUNCTION_END, PARAMETER, PARAMETER_END, TAG_NAME
-from infer.text.values import kinds_of, resolved, typed
 from laneformer.errors import InputError
+from laneformer.infer.text.grammar import WHITE_SPACE
+from laneformer.infer.text.tool_calls import FUNCTION_END, PARAMETER, PARAMETER_END, TAG_NAME
+from laneformer.infer.text.values import kinds_of, resolved, typed
 
 NOTES = {"title", "description", "default", "examples", "$comment", "$schema", "$id", "deprecated", "readOnly",
          "writeOnly", "$defs", "definitions", "x-guidance"}  # fmt: skip

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from copy import copy
 from typing import TYPE_CHECKING, NamedTuple, Self
 
-from infer.text.channels import Part
+from laneformer.infer.text.channels import Part
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

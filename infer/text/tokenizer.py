@@ -11,11 +11,18 @@ from typing import Any
 import tokenizers
 from tokenizers import models, processors
 
-from infer.text.tokenizer_files import BYTE_LEVEL, find_vocabulary, read_settings, read_tokenizer, special_names, unread
 from laneformer.errors import CheckpointError, InputError
 from laneformer.files import read_file
+from laneformer.infer.text.tokenizer_files import (
+    BYTE_LEVEL,
+    find_vocabulary,
+    read_settings,
+    read_tokenizer,
+    special_names,
+    unread,
+)
 
-log = logging.getLogger("infer")
+log = logging.getLogger("laneformer")
 
 # Decoders whose text for a token depends only on whether it is the first token; others cannot be streamed.
 STREAMABLE = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Sequence", "Strip", "WordPiece"}

@@ -14,8 +14,8 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from infer.text.channels import FUNCTIONS, Channels, Part
-from infer.text.values import json_text, kinds_of, read_object, typed
+from laneformer.infer.text.channels import FUNCTIONS, Channels, Part
+from laneformer.infer.text.values import json_text, kinds_of, read_object, typed
 
 SPACE = " \t\r\n"
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")  # name of a function: OpenAI's characters and the period

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import custom_calls
-from custom_calls import build, library
-from custom_calls.build import BuildError
-from custom_calls.library import NativeError
+from laneformer import custom_calls
+from laneformer.custom_calls import build, library
+from laneformer.custom_calls.build import BuildError
+from laneformer.custom_calls.library import NativeError
 
 
 @pytest.fixture

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import custom_calls
-from custom_calls import ENDS, State, build
-from infer.sampling import sample
+from laneformer import custom_calls
+from laneformer.custom_calls import ENDS, State, build
 from laneformer.formats import BF12_END, Bf12Product, Bf12Tiles
+from laneformer.infer.sampling import sample
 from tests.support import small
 from tests.support.decode_cases import CONFIGS, EXPERTS, LAYOUTS, MODELS, NORMED_SUMS, ON_CPU, SAMPLINGS
 from tests.support.gpu_cases import plan_of_normed_sums, state_of, weights_of

@@ -12,7 +12,7 @@ from jax.errors import JaxRuntimeError
 from jax.sharding import Mesh
 
 import laneformer
-from custom_calls import decode
+from laneformer.custom_calls import decode
 from tests.support import small
 
 pytestmark = small.needs_library

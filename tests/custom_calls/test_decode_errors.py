@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 
-import custom_calls
-from custom_calls import ENDS, Session
-from laneformer import CheckpointError
+from laneformer import CheckpointError, custom_calls
+from laneformer.custom_calls import ENDS, Session
 from tests.support import small
 
 pytestmark = small.needs_library

@@ -2,9 +2,9 @@
 
 import pytest
 
-from custom_calls import build, fastest_way, measured
-from custom_calls.cpu import session
-from custom_calls.library import instruction_sets
+from laneformer.custom_calls import build, fastest_way, measured
+from laneformer.custom_calls.cpu import session
+from laneformer.custom_calls.library import instruction_sets
 from tests.support import small
 
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from custom_calls import build, ops_header
+from laneformer.custom_calls import build, ops_header
 
 FILE = """
 from dataclasses import dataclass, field

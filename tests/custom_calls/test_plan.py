@@ -9,11 +9,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-import custom_calls
-from custom_calls.library import NativeError, call
-from custom_calls.plan import ALIGNED, Dtype, Event, Table, decode_plan, make_plan
-from custom_calls.words import Reader, Writer
-from laneformer import LAYOUTS
+from laneformer import LAYOUTS, custom_calls
+from laneformer.custom_calls.library import NativeError, call
+from laneformer.custom_calls.plan import ALIGNED, Dtype, Event, Table, decode_plan, make_plan
+from laneformer.custom_calls.words import Reader, Writer
 from laneformer.decoder import decoder_ops
 from laneformer.layout import Landing, Own, Payload, Schedule
 from laneformer.ops import HeadKind, Matrix, Norm, OutputNorm, Rotary, Value, Weight

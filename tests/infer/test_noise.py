@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.extend.random import threefry_2x32 as jax_threefry
 
-from infer.noise import gumbel, threefry_2x32
+from laneformer.infer.noise import gumbel, threefry_2x32
 
 WORD = st.integers(0, 2**32 - 1)
 KNOWN = [  # counter, key, output: the lines "threefry2x32 20" of Random123's kat_vectors

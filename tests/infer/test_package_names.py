@@ -11,7 +11,7 @@ import pytest
 from tests.support.paths import ROOT
 
 
-@pytest.mark.parametrize("name", ["laneformer", "infer"])
+@pytest.mark.parametrize("name", ["laneformer", "laneformer.infer"])
 def test_names_match_type_checking_imports(name):
     package = importlib.import_module(name)
     assert {*package.__all__} <= {*dir(package)}
@@ -31,17 +31,17 @@ def test_names_match_type_checking_imports(name):
 def test_jax_is_not_imported():
     """One process imports everything that must not import JAX."""
     lines = (
-        "import laneformer, infer; laneformer.ConfigError, laneformer.ModelConfig, laneformer.LAYOUTS",
-        "import infer.__main__, infer.commands.serve",
-        "import infer.commands.roofline, infer.roofline.hf_config, infer.roofline.published",
-        "import train.planning.cluster",
+        "import laneformer.infer; laneformer.ConfigError, laneformer.ModelConfig, laneformer.LAYOUTS",
+        "import laneformer.infer.__main__, laneformer.infer.commands.serve",
+        "from laneformer.infer.commands import roofline; from laneformer.infer.roofline import hf_config, published",
+        "import laneformer.train.planning.cluster",
     )
     code = "\n".join(f"{line}\nassert 'jax' not in sys.modules, {line!r}" for line in ("import sys", *lines))
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 
 
 def test_star_imports_work(monkeypatch):
-    for name in ("laneformer", "infer"):
+    for name in ("laneformer", "laneformer.infer"):
         package, names = importlib.import_module(name), {}
         for each in package.__all__:
             monkeypatch.delitem(vars(package), each, raising=False)  # what the first import of a name does

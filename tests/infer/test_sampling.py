@@ -11,9 +11,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from infer.noise import gumbel
-from infer.sampling import Adjustments, Sampling, sample, top_logprobs
 from laneformer.errors import ConfigError
+from laneformer.infer.noise import gumbel
+from laneformer.infer.sampling import Adjustments, Sampling, sample, top_logprobs
 
 V = 24
 jitted = jax.jit(sample)

@@ -7,10 +7,11 @@ import subprocess
 import sys
 from dataclasses import dataclass, make_dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from laneformer.errors import ConfigError, LaneformerError, LogFormat, one_line, printable, run_command, writing
+from laneformer.errors import ConfigError, LaneformerError, LogFormat, as_run, one_line, printable, run_command, writing
 from tests.support.paths import ROOT
 
 
@@ -173,3 +174,23 @@ def test_run_command_without_a_reader_exits_with_141():
 def test_errors_are_light_to_import():
     code = "import sys, laneformer.errors; assert not {'tyro', 'jax', 'numpy'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("resume with: python -m train stdlib --steps 9", "resume with: laneformer train stdlib --steps 9"),
+        ("python -m infer bench --help lists all options", "laneformer bench --help lists all options"),
+        ("python -m train.ablate tiny; python -m train.bench", "laneformer ablate tiny; laneformer train-bench"),
+        ("write it with python -m scripts.convert_dense A B", "write it with laneformer convert-dense A B"),
+        ("run python -m pip install tyro", "run python -m pip install tyro"),
+    ],
+)
+def test_commands_have_the_name_by_which_they_run(text, expected, monkeypatch):
+    assert as_run(text) == text  # in a clone
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/laneformer", "train"])
+    assert as_run(text) == expected
+    module = "laneformer.train.__main__"  # python -m laneformer.train
+    monkeypatch.setattr(sys, "argv", ["/site-packages/laneformer/train/__main__.py"])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", SimpleNamespace(name=module))
+    assert as_run(text) == expected

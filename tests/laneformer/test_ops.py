@@ -6,7 +6,7 @@ import sys
 import numpy as np
 import pytest
 
-from custom_calls.plan import make_plan
+from laneformer.custom_calls.plan import make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import (
     Attend,

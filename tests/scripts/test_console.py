@@ -9,8 +9,8 @@ import tomllib
 
 import pytest
 
-import infer.__main__
-from scripts import __main__ as console
+import laneformer.infer.__main__
+from laneformer.commands import __main__ as console
 from tests.support.paths import ROOT
 
 NAMES = tuple(console.commands())
@@ -27,7 +27,7 @@ def output_of(main, arguments, capsys) -> tuple[int, str, str]:
 
 def test_project_installs_the_command():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["scripts"] == {"laneformer": "scripts.__main__:console"}
+    assert project["scripts"] == {"laneformer": "laneformer.commands.__main__:console"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -60,12 +60,13 @@ def test_help_of_a_recipe_names_the_command(capsys):
 
 
 def test_every_command_is_listed_without_jax():
-    code = "import sys\nfrom scripts.__main__ import main\nassert main(['--help']) == 0 and 'jax' not in sys.modules"
+    code = "import sys\nfrom laneformer.commands import __main__\n"
+    code += "assert __main__.main(['--help']) == 0 and 'jax' not in sys.modules"
     done = subprocess.run(
         [sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True, timeout=60
     )
     listed = re.findall(r"^  ([\w-]+)  +\S", done.stdout, re.MULTILINE)
-    assert listed == list(NAMES) and {*infer.__main__.COMMANDS} < {*listed}
+    assert listed == list(NAMES) and {*laneformer.infer.__main__.COMMANDS} < {*listed}
 
 
 def test_no_command_prints_the_usage_and_fails(capsys):
@@ -102,7 +103,7 @@ def test_status_and_output_are_those_of_the_module(line, status, capsys):
 
 def test_recipes_of_the_current_folder_are_found(tmp_path, monkeypatch, capsys):
     """The current folder is not in sys.path when an installed script starts."""
-    (tmp_path / "mine_alone.py").write_text("from configs.tiny import tiny as small\n")
+    (tmp_path / "mine_alone.py").write_text("from laneformer.recipes.tiny import tiny as small\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(ROOT), *filter(None, sys.path)])
     status, text, err = output_of(console.main, ["train", "mine_alone:small", "--help"], capsys)
@@ -114,7 +115,7 @@ def test_ctrl_c_during_imports_is_one_line():
     code = (
         "import builtins, os, signal, sys\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        "from scripts.__main__ import main\n"
+        "from laneformer.commands.__main__ import main\n"
         "load = builtins.__import__\n"
         "def stop(name, *rest):\n"
         "    if name == 'jax':\n"

@@ -11,12 +11,12 @@ import pytest
 from tokenizers import Tokenizer, models
 
 import laneformer
-from infer.text.chat_template import CHATML, TURN_END, TURN_START
-from infer.text.tokenizer import Tokenizer as TextTokenizer
-from infer.text.tokenizer import with_tokens_before
 from laneformer.checkpoint import fingerprint
+from laneformer.commands.convert import main
 from laneformer.hf import config_to_hf
-from scripts.convert import main
+from laneformer.infer.text.chat_template import CHATML, TURN_END, TURN_START
+from laneformer.infer.text.tokenizer import Tokenizer as TextTokenizer
+from laneformer.infer.text.tokenizer import with_tokens_before
 from tests.support.paths import TESTS
 
 DENSE, LANED = TESTS / "dense" / "qwen3", TESTS / "oracle" / "case_03"

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import laneformer
+from laneformer.commands.convert_dense import Options, cut, lane_config, main, report
+from laneformer.commands.convert_dense_affinity import Assignment, Units, assign, contiguous, late_pairs, random
 from laneformer.layout import make_schedule
-from scripts.convert_dense import Options, cut, lane_config, main, report
-from scripts.convert_dense_affinity import Assignment, Units, assign, contiguous, late_pairs, random
 from tests.support.paths import TESTS
 
 DENSE = TESTS / "dense"
@@ -248,7 +248,7 @@ def test_interrupted_conversion_can_be_repeated(tmp_path, monkeypatch, capsys):
         raise KeyboardInterrupt
 
     command = [str(DENSE / "llama3"), str(target), "--lanes", "2", *FAST]
-    monkeypatch.setattr("scripts.convert_dense.Progress.SECONDS", 0.0)
+    monkeypatch.setattr("laneformer.commands.convert_dense.Progress.SECONDS", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr("laneformer.hf.folder.write_tensors", interrupt)
         assert main(command) == 130

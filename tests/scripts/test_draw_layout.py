@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from laneformer.commands.draw_layout import Options, draw, main, schedule_of
 from laneformer.layout import LAYOUTS
-from scripts.draw_layout import Options, draw, main, schedule_of
 
 ARGUMENTS = {"desync": "(2)", "spd": "(0, 2)", "caat": "(0.5)", "track": "(2)", "dtp": "(1.5)"}
 

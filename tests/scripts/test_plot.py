@@ -6,9 +6,9 @@ import warnings
 import numpy as np
 import pytest
 
-import scripts.plot
+import laneformer.commands.plot
+from laneformer.commands.plot import Options, Run, draw, main
 from laneformer.errors import InputError
-from scripts.plot import Options, Run, draw, main
 
 PANELS = ["loss", "optimizer", "speed", "lanes"]
 
@@ -48,7 +48,7 @@ def run(tmp_path):
 def figures(monkeypatch):
     """List of the figures drawn so far, which are not written."""
     saved = []
-    monkeypatch.setattr(scripts.plot, "save", lambda figure, path: saved.append(figure) or path)
+    monkeypatch.setattr(laneformer.commands.plot, "save", lambda figure, path: saved.append(figure) or path)
     return saved
 
 

@@ -6,13 +6,12 @@ import json
 import numpy as np
 import pytest
 
-import custom_calls
-import infer
 import laneformer
-from custom_calls.trace import spans_needed, write_perfetto
+from laneformer import custom_calls, infer
+from laneformer.commands import plot_trace
+from laneformer.commands.plot_trace import BETWEEN, Trace, draw, main, table
+from laneformer.custom_calls.trace import spans_needed, write_perfetto
 from laneformer.errors import InputError
-from scripts import plot_trace
-from scripts.plot_trace import BETWEEN, Trace, draw, main, table
 
 NAMES = [
     {"name": "thread_name", "ph": "M", "pid": 1, "tid": worker, "args": {"name": f"CTA {worker}"}} for worker in (0, 1)

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-import infer
-from custom_calls import unavailable
-from laneformer import CheckpointError, ConfigError, Laneformer, ModelConfig, load, save_hf
+from laneformer import CheckpointError, ConfigError, Laneformer, ModelConfig, infer, load, save_hf
 from laneformer.checkpoint import open_checkpoint, open_plain
+from laneformer.commands import convert
+from laneformer.commands.quantize import main, read_rows
+from laneformer.custom_calls import unavailable
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import round_to
-from scripts import convert
-from scripts.quantize import main, read_rows
 from tests.support import tiny
 from tests.support.paths import MOE
 from tests.support.small import make_weights

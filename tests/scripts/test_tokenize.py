@@ -8,11 +8,11 @@ import sys
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from scripts import tokenize as command
+from laneformer.commands import tokenize as command
+from laneformer.train.data.store import TokenStore
+from laneformer.train.tokenizing import encoder
 from tests.support.paths import ROOT
 from tests.support.training.tokenizing import documents, run, texts
-from train.data.store import TokenStore
-from train.tokenizing import encoder
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from infer.text.chat_template import CHATML, ChatTemplate
+from laneformer.infer.text.chat_template import CHATML, ChatTemplate
+from laneformer.train.data.store import TokenStore
+from laneformer.train.tokenizing import encoder
 from tests.support.training.tokenizing import cache, content, documents, jsonl, run  # noqa: F401
-from train.data.store import TokenStore
-from train.tokenizing import encoder
 
 pytestmark = pytest.mark.usefixtures("cache")
 TALKS = [

@@ -10,16 +10,17 @@ import sys
 
 import pytest
 
+from laneformer.train.tokenizing import encoder, writer
 from tests.support.paths import ROOT
 from tests.support.training.tokenizing import cache, content, jsonl, parquet, run  # noqa: F401
-from train.tokenizing import encoder, writer
 
 pytestmark = pytest.mark.usefixtures("cache")
 GROUP, CHECKPOINT = 1500, 400
 # The command, which sends a signal to itself when it writes the n-th document.
 STOPPED = f"""
 import os, sys, time
-import train.tokenizing.encoder as encoder, train.tokenizing.writer as writer, scripts.tokenize as command
+from laneformer.commands import tokenize as command
+from laneformer.train.tokenizing import encoder, writer
 encoder.GROUP_BYTES, writer.CHECKPOINT_TOKENS = {GROUP}, {CHECKPOINT}
 left, number, add = int(sys.argv[1]), int(sys.argv[2]), writer.StoreWriter.add
 def stop(self, *args):

@@ -1,7 +1,7 @@
 """Layouts, configs and samplings with which every decode kernel is tested."""
 
-from infer.sampling import Sampling
 from laneformer.config import CompressedAttention, LatentAttention, ResidualStreams, RopeScaling
+from laneformer.infer.sampling import Sampling
 
 LAYOUTS = [
     ("tp", 2),

@@ -18,10 +18,10 @@ from pathlib import Path
 import jax
 import numpy as np
 
-import infer
 import laneformer
-from infer.__main__ import main as command
-from infer.engine.gpu import CudaBackend
+from laneformer import infer
+from laneformer.infer.__main__ import main as command
+from laneformer.infer.engine.gpu import CudaBackend
 from tests.support import emulated, small
 from tests.support.gpu_cases import jitted
 

@@ -20,14 +20,14 @@ from pathlib import Path
 
 import pytest
 
-from custom_calls import build
-from custom_calls.gpu import compile as gpu_build
-from custom_calls.gpu.session import GpuSession
-from custom_calls.gpu.tiling import Machine
-from custom_calls.plan import Plan
-from infer.engine.gpu import CudaBackend
-from infer.engine.native import plan_of
 from laneformer import ModelConfig, Precision
+from laneformer.custom_calls import build
+from laneformer.custom_calls.gpu import compile as gpu_build
+from laneformer.custom_calls.gpu.session import GpuSession
+from laneformer.custom_calls.gpu.tiling import Machine
+from laneformer.custom_calls.plan import Plan
+from laneformer.infer.engine.gpu import CudaBackend
+from laneformer.infer.engine.native import plan_of
 from laneformer.processes import Group
 from tests.support.emulator import ptx
 

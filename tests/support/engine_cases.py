@@ -9,7 +9,7 @@ from unittest import mock
 import jax
 
 import laneformer
-from infer import Sampling
+from laneformer.infer import Sampling
 from laneformer.mesh import sharding
 from laneformer.weights import parameter_table
 from tests.support import small
@@ -50,7 +50,7 @@ def large_arrays() -> Iterator[None]:
     """Prompts and results of native backends have arrays of at least 512 tokens, so that one program serves prompts and
     answers of many lengths.
     """
-    with mock.patch("infer.engine.native.SMALLEST_ROOM", 512):
+    with mock.patch("laneformer.infer.engine.native.SMALLEST_ROOM", 512):
         yield
 
 

@@ -9,15 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import custom_calls
-from custom_calls import ENDS, State
-from custom_calls.gpu.codes import CodesChoice, Header, arrays_of
-from custom_calls.gpu.tiling import Machine, Tiling
-from custom_calls.plan import Plan, make_plan
-from infer.engine.native import plan_of
-from laneformer import Precision
+from laneformer import Precision, custom_calls
 from laneformer.config import CompressedAttention
+from laneformer.custom_calls import ENDS, State
+from laneformer.custom_calls.gpu.codes import CodesChoice, Header, arrays_of
+from laneformer.custom_calls.gpu.tiling import Machine, Tiling
+from laneformer.custom_calls.plan import Plan, make_plan
 from laneformer.decoder import decoder_ops
+from laneformer.infer.engine.native import plan_of
 from laneformer.ops import Norm, Weight
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import round_to

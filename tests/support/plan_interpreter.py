@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from custom_calls.plan import Dtype, Plan, Table, decode_plan
+from laneformer.custom_calls.plan import Dtype, Plan, Table, decode_plan
 from laneformer.ops import (
     Activation,
     Attend,

@@ -5,8 +5,8 @@ from functools import cache
 
 import pytest
 
-from infer.sandbox.sandbox import Limits, Sandbox
 from laneformer.errors import ConfigError
+from laneformer.infer.sandbox.sandbox import Limits, Sandbox
 
 LIMITS = Limits(cpu_seconds=5, wall_seconds=20)
 ISOLATING = ("bwrap", "unshare")

@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-import custom_calls
+from laneformer import custom_calls
 from tests.support.paths import PYTHON, ROOT
 
 BACKEND = "xla" if custom_calls.unavailable() else "cpu"

@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from custom_calls import State
-from custom_calls.gpu.layout import MOST_ROWS
+from laneformer.custom_calls import State
+from laneformer.custom_calls.gpu.layout import MOST_ROWS
 from tests.support import emulated, small
 from tests.support.gpu_cases import jitted, state_of
 

@@ -13,15 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import custom_calls
-from custom_calls import Inputs, Session, State
-from custom_calls.decode import empty_layers
-from custom_calls.plan import Plan, make_plan
-from infer.engine.backend import CheckpointSource
-from infer.engine.cpu import CpuBackend
-from infer.engine.native import plan_of
-from laneformer import Laneformer, ModelConfig, Precision, save_hf
+from laneformer import Laneformer, ModelConfig, Precision, custom_calls, save_hf
+from laneformer.custom_calls import Inputs, Session, State
+from laneformer.custom_calls.decode import empty_layers
+from laneformer.custom_calls.plan import Plan, make_plan
 from laneformer.decoder import decoder_ops
+from laneformer.infer.engine.backend import CheckpointSource
+from laneformer.infer.engine.cpu import CpuBackend
+from laneformer.infer.engine.native import plan_of
 from laneformer.layout import parse_layout
 from laneformer.ops import Activation, Matrix, Op, Product, Route
 from laneformer.weights import parameter_table

@@ -13,9 +13,9 @@ import numpy as np
 
 import laneformer
 from laneformer import ModelConfig
+from laneformer.train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
+from laneformer.train.data.store import StoreWriter
 from tests.support.paths import ROOT
-from train.config import DataConfig, LaterPhase, MeshConfig, OptimizerConfig, TrainConfig
-from train.data.store import StoreWriter
 
 RECIPE = f"{Path(__file__).resolve()}:tiny"
 TOKENIZER = b'{"any": "bytes"}'

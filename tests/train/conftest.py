@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from laneformer.train.__main__ import main
+from laneformer.train.metrics.records import MetricsLog
+from laneformer.train.step import Trainer
 from tests.support.tiny_recipe import RECIPE, finish, losses, records, start, weights_of, write_store
 from tests.support.workers import made_once
-from train.__main__ import main
-from train.metrics.records import MetricsLog
-from train.step import Trainer
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +78,7 @@ def command(store, capsys, trainers):
     def run_command(run: Path, *options: str, path: Path = store, recipe: str = RECIPE):
         capsys.readouterr()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("train.loop.Trainer", trainers)
+            patch.setattr("laneformer.train.loop.Trainer", trainers)
             status = main([recipe, "--run", str(run), "--data.path", str(path), *options])
         return status, *capsys.readouterr()
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from laneformer.errors import ConfigError
+from laneformer.train.bench import Bench, Entry, _summary, entries, main
+from laneformer.train.flops import train_flops_per_token
 from tests.support.tiny_recipe import RECIPE, tiny
-from train.bench import Bench, Entry, _summary, entries, main
-from train.flops import train_flops_per_token
 
 
 def test_entries_combine_recipes_and_layouts():

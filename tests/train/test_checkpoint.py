@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec as P
 import laneformer
 from laneformer import CheckpointError, make_mesh
 from laneformer.errors import say_errors_once
+from laneformer.train.checkpoint import Checkpoints, fingerprint, saved_steps
+from laneformer.train.config import LaterPhase, OptimizerConfig
+from laneformer.train.step import Trainer
 from tests.support.tiny_recipe import changed, finish, losses, start, tiny
-from train.checkpoint import Checkpoints, fingerprint, saved_steps
-from train.config import LaterPhase, OptimizerConfig
-from train.step import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +254,7 @@ def test_saving_an_existing_or_older_step_raises(finished_copy, trainer, opened)
 def test_full_disk_fails_before_writing(finished_copy, trainer, opened, monkeypatch):
     checkpoints = opened(finished_copy)
     state = checkpoints.restore(wanted(trainer))
-    monkeypatch.setattr("train.checkpoint.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
+    monkeypatch.setattr("laneformer.train.checkpoint.shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match=r"cannot save step 70 .* 29\d,\d{3} bytes .* 1,000 left"):
         checkpoints.save(state, 70)
     assert saved_steps(finished_copy) == [40, 50, 60]

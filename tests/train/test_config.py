@@ -8,9 +8,9 @@ import pytest
 
 from laneformer import ConfigError, ModelConfig, RopeScaling
 from laneformer.ops import LATER
+from laneformer.train.config import LaterPhase, OptimizerConfig, recorded
+from laneformer.train.same_run import check_same_run
 from tests.support.tiny_recipe import changed, tiny
-from train.config import LaterPhase, OptimizerConfig, recorded
-from train.same_run import check_same_run
 
 INF, NAN = math.inf, math.nan
 BAD = {  # dataclass -> keyword of `changed` -> bad values; the error names the option and the value

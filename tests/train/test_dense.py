@@ -6,7 +6,7 @@ import pytest
 from flax import nnx
 
 from laneformer import Laneformer, ModelConfig
-from train.dense import DenseModel, dense_step
+from laneformer.train.dense import DenseModel, dense_step
 
 CONFIG = ModelConfig(
     vocab_size=64,

@@ -10,13 +10,13 @@ import pytest
 
 import laneformer
 from laneformer import ConfigError, Laneformer, ModelConfig, make_mesh
+from laneformer.commands.convert_dense import main as convert_dense
+from laneformer.train.config import DistillConfig, recorded
+from laneformer.train.distill import TEACHER, annealed
+from laneformer.train.same_run import check_same_run
+from laneformer.train.step import Trainer
 from laneformer.weights import parameter_table
-from scripts.convert_dense import main as convert_dense
 from tests.support.tiny_recipe import changed, losses, records, tiny
-from train.config import DistillConfig, recorded
-from train.distill import TEACHER, annealed
-from train.same_run import check_same_run
-from train.step import Trainer
 
 DENSE = tiny().model.replace(num_lanes=1, layout="tp")
 STEPS = ("--steps", "6", "--optimizer.warmup-steps", "2", "--save-every", "2", "--validate-every", "100")

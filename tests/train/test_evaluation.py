@@ -8,11 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from infer.evaluate import humaneval
+from laneformer.infer.evaluate import humaneval
+from laneformer.train.evaluation import Evaluation
 from tests.support.checkpoints import byte_tokenizer
 from tests.support.evaluation_cases import ADD, TWICE, write_jsonl
 from tests.support.tiny_recipe import losses, records, write_store
-from train.evaluation import Evaluation
 
 # One layer on one device: its step compiles faster.
 SMALL = ("--model.num-hidden-layers", "1", "--mesh.lane", "1")
@@ -97,7 +97,7 @@ def test_problems_are_checked_before_the_first_step(tmp_path, solving):
 def test_signal_ends_the_sandbox_of_an_evaluation(tmp_path, solving, monkeypatch):
     """The solution of the model sleeps. The step is saved, though the run saves every third step."""
     answer = SimpleNamespace(solution="def twice(text):\n    import time\n    time.sleep(50)\n", completion="")
-    monkeypatch.setattr("infer.evaluate.humaneval.from_completion", lambda *_: answer)
+    monkeypatch.setattr("laneformer.infer.evaluate.humaneval.from_completion", lambda *_: answer)
     score = humaneval.score
 
     def interrupted(*args, **named):

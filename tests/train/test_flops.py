@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from laneformer import Laneformer, ModelConfig, parameter_count
+from laneformer.train.flops import forward_flops_per_token, model_flops_utilization, train_flops_per_token
 from laneformer.weights import attention_flops_per_token, matmul_parameters
-from train.flops import forward_flops_per_token, model_flops_utilization, train_flops_per_token
 
 
 def model(**changes) -> ModelConfig:

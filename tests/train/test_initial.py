@@ -10,12 +10,12 @@ import pytest
 
 import laneformer
 from laneformer.errors import CheckpointError
+from laneformer.train.config import recorded
+from laneformer.train.initial import check_initial, read_state
+from laneformer.train.recipes import parse
+from laneformer.train.step import Trainer
 from tests.support.paths import TESTS
 from tests.support.tiny_recipe import RECIPE, losses, tiny
-from train.config import recorded
-from train.initial import check_initial, read_state
-from train.recipes import parse
-from train.step import Trainer
 
 
 def state_of(config):

@@ -19,6 +19,10 @@ import pytest
 
 from laneformer.errors import CheckpointError, ConfigError, InputError
 from laneformer.interrupts import StopSignals
+from laneformer.train.data.store import TokenStore
+from laneformer.train.loop import _greeting, _Loop, _mesh
+from laneformer.train.metrics.records import MetricsLog, read_lines
+from laneformer.train.run_folder import only_one, open_stores, record_run
 from tests.support.tiny_recipe import (
     changed,
     finish,
@@ -32,10 +36,6 @@ from tests.support.tiny_recipe import (
     wait_until,
     write_store,
 )
-from train.data.store import TokenStore
-from train.loop import _greeting, _Loop, _mesh
-from train.metrics.records import MetricsLog, read_lines
-from train.run_folder import only_one, open_stores, record_run
 
 
 @pytest.mark.slow
@@ -322,7 +322,7 @@ def test_bad_folders_are_one_line(tmp_path, store, command, monkeypatch):
     one_line_error(command(file), f"{file} (it is a file)", "--run")
     one_line_error(command(file / "run"), f"{file}/run (Not a directory)")
     one_line_error(command(tmp_path / "run", path=file), f"{file} has no manifest.json", "python -m scripts.tokenize")
-    monkeypatch.setattr("train.run_folder.fcntl.flock", lambda *_: pytest.fail("locked"))
+    monkeypatch.setattr("laneformer.train.run_folder.fcntl.flock", lambda *_: pytest.fail("locked"))
     (tmp_path / "run" / ".lock").mkdir(parents=True)  # not even root can open a folder as a file
     one_line_error(command(tmp_path / "run"), "/.lock: Is a directory", "--run")
 
@@ -341,14 +341,14 @@ def test_unused_devices_are_reported(store, monkeypatch):
     config = changed(tiny(), mesh__lane=2)
     lines = _greeting(config, {Path("no/store"): TokenStore.open(store)}, _mesh(config), 0).split("\n")
     assert lines[2].startswith("6 of 8 devices ") and "--mesh.data" in lines[2]
-    monkeypatch.setattr("train.loop.jax.process_count", lambda: 2)
+    monkeypatch.setattr("laneformer.train.loop.jax.process_count", lambda: 2)
     with pytest.raises(
         ConfigError, match=r"^mesh 1 x 2 uses 2 of the job's 8 devices; set --mesh\.data 4, or start fewer processes$"
     ):
         _mesh(config)
     assert _mesh(tiny()).size == 8
     six = jax.devices()[:6]
-    monkeypatch.setattr("train.loop.jax.device_count", lambda: 6)
+    monkeypatch.setattr("laneformer.train.loop.jax.device_count", lambda: 6)
     monkeypatch.setattr("laneformer.mesh.jax.devices", lambda: six)
     with pytest.raises(
         ConfigError, match=r"mesh 1 x 4 uses 4 of the job's 6 devices; set --mesh\.data 3 --mesh\.lane 2"
@@ -366,7 +366,7 @@ def test_problems_without_a_tokenizer_are_one_line(tmp_path, command):
 
 def test_settings_may_change_until_the_first_step(tmp_path, store, command, monkeypatch):
     run = tmp_path / "run"
-    monkeypatch.setattr("train.loop.Evaluation", lambda *_: (_ for _ in ()).throw(InputError("no memory")))
+    monkeypatch.setattr("laneformer.train.loop.Evaluation", lambda *_: (_ for _ in ()).throw(InputError("no memory")))
     one_line_error(command(run, "--data.batch-size", "16"), "no memory")
     one_line_error(command(run), "no memory")
     assert json.loads((run / "run.json").read_text())["config"]["data.batch_size"] == 8
@@ -433,7 +433,7 @@ class World:
         self.config = changed(tiny(), **changes)
         self.phase = self.config.phases[0]
         monkeypatch.setattr(
-            "train.loop.jax", SimpleNamespace(device_get=self.fetch, process_count=lambda: 1, tree=jax.tree)
+            "laneformer.train.loop.jax", SimpleNamespace(device_get=self.fetch, process_count=lambda: 1, tree=jax.tree)
         )
         self.log = SimpleNamespace(clock=lambda bucket: contextlib.nullcontext(), step=self.record, sync=lambda: None)
 

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from laneformer.train.config import OptimizerConfig
+from laneformer.train.optimizer import learning_rate, make_optimizer
 from laneformer.weights import parameter_table
 from tests.support.tiny_recipe import changed, tiny
-from train.config import OptimizerConfig
-from train.optimizer import learning_rate, make_optimizer
 
 
 def test_only_matrices_and_embeddings_decay():

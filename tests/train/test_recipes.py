@@ -5,14 +5,14 @@ import sys
 
 import pytest
 
-from configs import RECIPES
-from configs.models import MODELS
 from laneformer import ConfigError, RopeScaling, parameter_count
+from laneformer.recipes import RECIPES
+from laneformer.recipes.models import MODELS
+from laneformer.train.__main__ import main
+from laneformer.train.config import TrainConfig, recorded
+from laneformer.train.recipes import find_recipe, parse
 from tests.support.paths import ROOT
 from tests.support.tiny_recipe import RECIPE, tiny
-from train.__main__ import main
-from train.config import TrainConfig, recorded
-from train.recipes import find_recipe, parse
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -27,7 +27,7 @@ def test_our_recipes_are_complete_and_documented(name):
 
 def test_recipes_are_found_by_module_and_file():
     assert find_recipe(RECIPE) == tiny()
-    assert find_recipe("configs.stdlib:stdlib") == find_recipe("stdlib")
+    assert find_recipe("laneformer.recipes.stdlib:stdlib") == find_recipe("stdlib")
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_ctrl_c_while_libraries_are_loaded_is_one_line():
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "load = builtins.__import__\n"
         "def stop(name, *args, **options):\n"
-        "    if name == 'train.loop': signal.raise_signal(signal.SIGINT)\n"
+        "    if name == 'laneformer.train.loop': signal.raise_signal(signal.SIGINT)\n"
         "    return load(name, *args, **options)\n"
         "builtins.__import__ = stop\n"
         "sys.argv = ['train', 'stdlib']\n"

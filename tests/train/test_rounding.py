@@ -8,10 +8,10 @@ import pytest
 
 from laneformer import make_mesh
 from laneformer.quantized.rounding import ALLOWED, round_to
+from laneformer.train.config import LaterPhase, recorded
+from laneformer.train.rounding import matrices_of, rounded
+from laneformer.train.step import Trainer
 from tests.support.tiny_recipe import changed, tiny
-from train.config import LaterPhase, recorded
-from train.rounding import matrices_of, rounded
-from train.step import Trainer
 
 WEIGHTS = np.random.default_rng(0).standard_normal((2, 40, 256), np.float32)
 WEIGHTS[0, :3] = 0

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from laneformer import ConfigError
+from laneformer.train.config import LaterPhase, OptimizerConfig, recorded
+from laneformer.train.same_run import check_same_run
 from tests.support.tiny_recipe import changed, tiny
-from train.config import LaterPhase, OptimizerConfig, recorded
-from train.same_run import check_same_run
 
 SHORT = OptimizerConfig(warmup_steps=5)  # for phases of few steps
 

@@ -6,14 +6,14 @@ import pytest
 import tokenizers
 
 import laneformer
-from infer.engine.engine import Engine
-from infer.sampling import Sampling
 from laneformer.errors import InputError
+from laneformer.infer.engine.engine import Engine
+from laneformer.infer.sampling import Sampling
 from laneformer.mesh import sharding
 from laneformer.precision import Precision
+from laneformer.train.samples import SAMPLING, LiveEngine, Samples, texts
 from laneformer.weights import parameter_table
 from tests.support.checkpoints import byte_tokenizer
-from train.samples import SAMPLING, LiveEngine, Samples, texts
 
 CONFIG = laneformer.ModelConfig(
     vocab_size=257,

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from laneformer import Laneformer, make_mesh
+from laneformer.train.config import LaterPhase, OptimizerConfig
+from laneformer.train.program.program import read_program
+from laneformer.train.step import LIBRARY, Trainer, known_options
 from laneformer.weights import parameter_table
 from tests.support.tiny_recipe import changed, tiny
-from train.config import LaterPhase, OptimizerConfig
-from train.program.program import read_program
-from train.step import LIBRARY, Trainer, known_options
 
 
 @cache

@@ -18,18 +18,18 @@ from typing import Annotated
 import jax
 import tyro
 
-from laneformer.errors import ConfigError, run_command
-from train.ablate.grid import Cell, Grid
-from train.ablate.listing import listing
-from train.ablate.probe import probe
-from train.ablate.report import write_report
-from train.ablate.run import Runner
-from train.config import TrainConfig
-from train.loop import Interrupted, train
-from train.recipes import find_recipe, list_recipes, read_options
-from train.run_folder import only_one
+from laneformer.errors import ConfigError, as_run, run_command
+from laneformer.train.ablate.grid import Cell, Grid
+from laneformer.train.ablate.listing import listing
+from laneformer.train.ablate.probe import probe
+from laneformer.train.ablate.report import write_report
+from laneformer.train.ablate.run import Runner
+from laneformer.train.config import TrainConfig
+from laneformer.train.loop import Interrupted, train
+from laneformer.train.recipes import find_recipe, list_recipes, read_options
+from laneformer.train.run_folder import only_one
 
-HOUSE = "configs.ablations"
+HOUSE = "laneformer.recipes.ablations"
 PROGRAM = "python -m train.ablate"
 COMPILED = "compiled"  # in a grid's folder: folder of compiled programs, which the seeds of a variant share
 
@@ -124,7 +124,7 @@ def run(options: Options, grid: Grid, arguments: Sequence[str]) -> int:
         for cell, reason in runner.failed.items():
             print(f"failed: {cell.name}: {reason}", file=sys.stderr)
         if stopped:
-            print(f"stopped; resume with: {PROGRAM} {shlex.join(arguments)}", file=sys.stderr)
+            print(as_run(f"stopped; resume with: {PROGRAM} {shlex.join(arguments)}"), file=sys.stderr)
             return 128 + stopped
         if runner.done:
             print(write_report(grid, options.measured))
@@ -142,7 +142,7 @@ def slots(options: Options, grid: Grid) -> list[dict[str, str]]:
 
 def command(cell: Cell, arguments: Sequence[str]) -> list[str]:
     """The command line that trains one cell."""
-    return [sys.executable, "-m", "train.ablate", *arguments, "--cell", cell.folder.name]
+    return [sys.executable, "-m", "laneformer.train.ablate", *arguments, "--cell", cell.folder.name]
 
 
 def train_cell(grid: Grid, folder: str) -> None:

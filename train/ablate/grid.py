@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from infer.roofline.sweeps import layouts_of
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
-from train.config import PhaseConfig, TrainConfig, recorded
+from laneformer.infer.roofline.sweeps import layouts_of
+from laneformer.train.config import PhaseConfig, TrainConfig, recorded
 
 CELLS = "cells"  # in a grid's folder: folder with one training run per cell
 # Fields of a run that change neither its losses nor its measurements.

@@ -4,10 +4,10 @@ import statistics
 from collections.abc import Sequence
 
 import laneformer as lf
-from train.ablate.grid import CELLS, Cell, Grid
-from train.ablate.run import duration, finished, progress
-from train.metrics.records import read_lines
-from train.metrics.run_log import METRICS
+from laneformer.train.ablate.grid import CELLS, Cell, Grid
+from laneformer.train.ablate.run import duration, finished, progress
+from laneformer.train.metrics.records import read_lines
+from laneformer.train.metrics.run_log import METRICS
 
 
 def listing(grid: Grid, slots: Sequence[dict[str, str]], *, short: bool = False) -> str:

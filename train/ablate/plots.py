@@ -12,8 +12,8 @@ import numpy as np
 import laneformer as lf
 from laneformer.errors import InputError
 from laneformer.layout import LAYOUTS
-from train.ablate.grid import Grid
-from train.ablate.results import DEVICES, PER_NODE, Summary
+from laneformer.train.ablate.grid import Grid
+from laneformer.train.ablate.results import DEVICES, PER_NODE, Summary
 
 # The most distinct colours are for the layouts compared most often; a new layout gets one of MORE_COLORS.
 COLORS = {

@@ -17,11 +17,11 @@ import laneformer as lf
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.layout import Landing, Schedule
-from train.ablate.grid import Cell
-from train.config import Phase
-from train.data.batches import validation_sets
-from train.run_folder import open_stores
-from train.step import Trainer
+from laneformer.train.ablate.grid import Cell
+from laneformer.train.config import Phase
+from laneformer.train.data.batches import validation_sets
+from laneformer.train.run_folder import open_stores
+from laneformer.train.step import Trainer
 
 PROBE = "probe.json"  # file in a cell's folder
 BATCHES = 16  # batches of held-out text, at most

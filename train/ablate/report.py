@@ -11,10 +11,10 @@ import jax
 
 import laneformer as lf
 from laneformer.errors import InputError
-from train.ablate import plots
-from train.ablate.grid import Grid
-from train.ablate.listing import others
-from train.ablate.results import (
+from laneformer.train.ablate import plots
+from laneformer.train.ablate.grid import Grid
+from laneformer.train.ablate.listing import others
+from laneformer.train.ablate.results import (
     CONTEXT,
     DEVICES,
     LAST,

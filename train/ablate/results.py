@@ -12,15 +12,15 @@ from pathlib import Path
 
 from scipy.special import stdtrit
 
-from infer.roofline.devices import make_node
-from infer.roofline.model import Work, token
 from laneformer.errors import InputError
+from laneformer.infer.roofline.devices import make_node
+from laneformer.infer.roofline.model import Work, token
 from laneformer.layout import Schedule, parse_layout
-from train.ablate.grid import Cell, Grid, Variant, run_name
-from train.ablate.probe import PROBE
-from train.ablate.run import finished, why_unfinished
-from train.metrics.records import read_lines
-from train.metrics.run_log import METRICS
+from laneformer.train.ablate.grid import Cell, Grid, Variant, run_name
+from laneformer.train.ablate.probe import PROBE
+from laneformer.train.ablate.run import finished, why_unfinished
+from laneformer.train.metrics.records import read_lines
+from laneformer.train.metrics.run_log import METRICS
 
 RESULTS = "results.jsonl"
 DEVICES = {"h200": "H200", "mi300x": "MI300X"}  # devices on which the speed is projected

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from laneformer.errors import InputError
-from train.ablate.grid import Cell
-from train.ablate.probe import PROBE
-from train.metrics.run_log import METRICS
-from train.run_folder import TokenStore
+from laneformer.train.ablate.grid import Cell
+from laneformer.train.ablate.probe import PROBE
+from laneformer.train.metrics.run_log import METRICS
+from laneformer.train.run_folder import TokenStore
 
 LOG = "log.txt"  # file in a cell's folder: the output of its process
 FAILED = "failed.txt"  # file in a cell's folder: why its last process failed

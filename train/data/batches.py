@@ -18,11 +18,11 @@ from typing import Generic, Self, TypeVar
 import numpy as np
 
 from laneformer.errors import ConfigError, InputError
-from train.config import DataConfig
-from train.data.mixture import BLOCK, Mixture
-from train.data.packing import BestFit, Concat, Rows, row_keys
-from train.data.permutation import permute
-from train.data.store import TokenStore
+from laneformer.train.config import DataConfig
+from laneformer.train.data.mixture import BLOCK, Mixture
+from laneformer.train.data.packing import BestFit, Concat, Rows, row_keys
+from laneformer.train.data.permutation import permute
+from laneformer.train.data.store import TokenStore
 
 PACKINGS = {"concat": Concat, "best_fit": BestFit}
 T = TypeVar("T")

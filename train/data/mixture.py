@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import numpy as np
 
-from train.data.permutation import permute
+from laneformer.train.data.permutation import permute
 
 BLOCK = 1 << 14  # rows: shares are met to 1 in 16384
 

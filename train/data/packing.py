@@ -17,8 +17,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from laneformer.errors import InputError
-from train.config import DataConfig
-from train.data.store import TokenStore
+from laneformer.train.config import DataConfig
+from laneformer.train.data.store import TokenStore
 
 Rows = dict[str, np.ndarray]
 BLOCK_DOCUMENTS = 1 << 18  # documents packed at a time, which bounds the memory of packing

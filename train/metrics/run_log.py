@@ -14,14 +14,14 @@ from tqdm import tqdm
 
 from laneformer.errors import LaneformerError
 from laneformer.interrupts import StopSignals
-from train.config import Phase, TrainConfig, recorded
-from train.flops import model_flops_utilization
-from train.metrics.clock import Clock
-from train.metrics.divergence import Divergence
-from train.metrics.records import MetricsLog, Sink, last_step, read_lines
-from train.metrics.sinks import TensorBoard, WeightsAndBiases
-from train.planning.cluster import peak_flops
-from train.samples import texts
+from laneformer.train.config import Phase, TrainConfig, recorded
+from laneformer.train.flops import model_flops_utilization
+from laneformer.train.metrics.clock import Clock
+from laneformer.train.metrics.divergence import Divergence
+from laneformer.train.metrics.records import MetricsLog, Sink, last_step, read_lines
+from laneformer.train.metrics.sinks import TensorBoard, WeightsAndBiases
+from laneformer.train.planning.cluster import peak_flops
+from laneformer.train.samples import texts
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"  # files of a run folder
 

@@ -4,8 +4,8 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from infer.roofline import devices
 from laneformer.errors import ConfigError
+from laneformer.infer.roofline import devices
 
 RINGS = ("all-gather", "reduce-scatter", "all-reduce")
 EFFICIENCY = 0.6  # share of the peak that matrix products are assumed to reach

@@ -8,7 +8,7 @@ from jax.experimental import topologies
 
 import laneformer as lf
 from laneformer.errors import ConfigError
-from train.planning.cluster import Device
+from laneformer.train.planning.cluster import Device
 
 Compiler = Literal["auto", "cuda", "cpu"]
 

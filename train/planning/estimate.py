@@ -13,9 +13,9 @@ from types import SimpleNamespace
 from laneformer.blocks.block import Weight
 from laneformer.errors import ConfigError
 from laneformer.mesh import DATA, LANE, fit_spec
+from laneformer.train.config import Phase, TrainConfig
+from laneformer.train.optimizer import per_lane
 from laneformer.weights import attention_flops_per_token, parameter_table
-from train.config import Phase, TrainConfig
-from train.optimizer import per_lane
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 

@@ -12,16 +12,16 @@ import tyro
 
 import laneformer as lf
 from laneformer.errors import ConfigError, writing
+from laneformer.train.config import Phase, TrainConfig
+from laneformer.train.data.packing import row_keys
+from laneformer.train.flops import train_flops_per_token
+from laneformer.train.planning.cluster import EFFICIENCY, Device, find_device, speeds_of
+from laneformer.train.planning.compile_only import OPTIONS, Compiler, compile_only_devices
+from laneformer.train.program.overlap import PURPOSES, Overlap, overlaps
+from laneformer.train.program.program import UNSCHEDULED, Program, gigabytes, read_program
+from laneformer.train.recipes import parse
+from laneformer.train.step import Trainer
 from laneformer.weights import attention_flops_per_token
-from train.config import Phase, TrainConfig
-from train.data.packing import row_keys
-from train.flops import train_flops_per_token
-from train.planning.cluster import EFFICIENCY, Device, find_device, speeds_of
-from train.planning.compile_only import OPTIONS, Compiler, compile_only_devices
-from train.program.overlap import PURPOSES, Overlap, overlaps
-from train.program.program import UNSCHEDULED, Program, gigabytes, read_program
-from train.recipes import parse
-from train.step import Trainer
 
 USABLE = 0.92  # share of a device's memory; the driver, NCCL, cuBLAS and fragments take the rest (an assumption)
 DAY = 86_400

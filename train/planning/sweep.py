@@ -13,13 +13,13 @@ import laneformer as lf
 from laneformer.errors import ConfigError, read_options, writing
 from laneformer.mesh import DATA, LANE
 from laneformer.model import Remat
-from train.config import Phase, TrainConfig
-from train.flops import train_flops_per_token
-from train.planning.cluster import Device, find_device, speeds_of
-from train.planning.estimate import Estimate, estimate
-from train.planning.plan import DAY, USABLE, ClusterConfig, Times, device_of
-from train.program.program import gigabytes
-from train.recipes import parse
+from laneformer.train.config import Phase, TrainConfig
+from laneformer.train.flops import train_flops_per_token
+from laneformer.train.planning.cluster import Device, find_device, speeds_of
+from laneformer.train.planning.estimate import Estimate, estimate
+from laneformer.train.planning.plan import DAY, USABLE, ClusterConfig, Times, device_of
+from laneformer.train.program.program import gigabytes
+from laneformer.train.recipes import parse
 
 TRILLION = 1e12
 ASSUMED = (

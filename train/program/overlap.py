@@ -10,8 +10,8 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from train.planning.cluster import Speeds
-from train.program.hlo import Done, Exchange, Kernel, Loop, Start, Step
+from laneformer.train.planning.cluster import Speeds
+from laneformer.train.program.hlo import Done, Exchange, Kernel, Loop, Start, Step
 
 FORWARD, BACKWARD, HEAD = "lanes, forward", "lanes, backward", "head and loss"
 WEIGHTS, GRADIENTS, MERGED, OTHER = "weights", "gradients", "merged", "other"

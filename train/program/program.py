@@ -15,9 +15,9 @@ from pathlib import Path
 import jax
 from jax.sharding import Mesh
 
-from train.planning.cluster import Speeds, find_kind, speeds_of
-from train.program.hlo import Collective, Kernel, Module, Step, kernels_of
-from train.program.overlap import Overlap, is_scheduled, overlaps
+from laneformer.train.planning.cluster import Speeds, find_kind, speeds_of
+from laneformer.train.program.hlo import Collective, Kernel, Module, Step, kernels_of
+from laneformer.train.program.overlap import Overlap, is_scheduled, overlaps
 
 UNSCHEDULED = (
     "this program starts and awaits each exchange in one instruction (XLA:CPU), so what its schedule hides is unknown"

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infer.text.chat_template import check_messages
 from laneformer.errors import InputError
+from laneformer.infer.text.chat_template import check_messages
 
 MESSAGES = ("messages", "conversations", "conversation")
 PAIRS = (

@@ -16,9 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from laneformer.errors import InputError, one_line
-from train.tokenizing.conversations import Conversation
-from train.tokenizing.formats import decoded
-from train.tokenizing.rows import BadRows, RowReader
+from laneformer.train.tokenizing.conversations import Conversation
+from laneformer.train.tokenizing.formats import decoded
+from laneformer.train.tokenizing.rows import BadRows, RowReader
 
 HIDDEN = (".*", "__pycache__")
 ROWS = 256  # rows of a dataset read at once

@@ -8,12 +8,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from infer.text.chat_template import TURN_END, TURN_START, ChatTemplate
-from infer.text.tokenizer import unprefixed
 from laneformer.errors import InputError
-from train.tokenizing import fim
-from train.tokenizing.documents import Document, place
-from train.tokenizing.rows import BadRows
+from laneformer.infer.text.chat_template import TURN_END, TURN_START, ChatTemplate
+from laneformer.infer.text.tokenizer import unprefixed
+from laneformer.train.tokenizing import fim
+from laneformer.train.tokenizing.documents import Document, place
+from laneformer.train.tokenizing.rows import BadRows
 
 END_OF_TEXT = "<|endoftext|>"
 # A vocabulary cannot grow after pretraining, so a BPE trained here has the tokens for fill-in-the-middle and chat.

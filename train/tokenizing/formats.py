@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from laneformer.errors import InputError, one_line
-from train.tokenizing.rows import RowReader
+from laneformer.train.tokenizing.rows import RowReader
 
 ROWS = 256  # rows of a Parquet file read at once
 PARQUET = b"PAR1"

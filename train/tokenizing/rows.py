@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from laneformer.errors import InputError
-from train.tokenizing.conversations import Conversation, Shape
+from laneformer.train.tokenizing.conversations import Conversation, Shape
 
 NAMED = 5  # bad rows that are named
 # Columns of code sets that hold the location of a file instead of its content.

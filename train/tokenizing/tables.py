@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from laneformer.errors import InputError
-from train.tokenizing.documents import HIDDEN, ROW_WITHOUT, Document, digest, named, once
-from train.tokenizing.formats import Unreadable, read_rows
-from train.tokenizing.rows import BadRows, RowReader
+from laneformer.train.tokenizing.documents import HIDDEN, ROW_WITHOUT, Document, digest, named, once
+from laneformer.train.tokenizing.formats import Unreadable, read_rows
+from laneformer.train.tokenizing.rows import BadRows, RowReader
 
 FIRST_ROWS = 256  # rows of a file in which the columns must occur
 

@@ -11,12 +11,12 @@ from typing import Any
 import tokenizers
 from tqdm import tqdm
 
-from infer.text.chat_template import CONFIG, TEMPLATE
 from laneformer.errors import InputError
-from train.data.store import MANIFEST, PARTIAL, PROGRESS, Manifest, StoreWriter, TokenStore
-from train.tokenizing.documents import Dataset, Document, Files, Survey, digest, place
-from train.tokenizing.encoder import Encoded, ahead, grouped, pieces
-from train.tokenizing.tables import Tables
+from laneformer.infer.text.chat_template import CONFIG, TEMPLATE
+from laneformer.train.data.store import MANIFEST, PARTIAL, PROGRESS, Manifest, StoreWriter, TokenStore
+from laneformer.train.tokenizing.documents import Dataset, Document, Files, Survey, digest, place
+from laneformer.train.tokenizing.encoder import Encoded, ahead, grouped, pieces
+from laneformer.train.tokenizing.tables import Tables
 
 Source = Files | Dataset | Tables
 SAMPLE_CHARS = 1 << 14  # characters in a piece of the sample that a BPE is trained on

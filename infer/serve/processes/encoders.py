@@ -20,13 +20,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
-from infer.serve.body import NESTED
-from infer.text.tool_calls import ToolRequest
 from laneformer.errors import CheckpointError, InputError, LaneformerError, one_line
+from laneformer.infer.serve.body import NESTED
+from laneformer.infer.text.tool_calls import ToolRequest
 
 if TYPE_CHECKING:
-    from infer.text.chat_template import ChatTemplate
-    from infer.text.tokenizer import Tokenizer
+    from laneformer.infer.text.chat_template import ChatTemplate
+    from laneformer.infer.text.tokenizer import Tokenizer
 
 CPU_SECONDS = 5.0  # processor time for one prompt
 WALL_SECONDS = 30.0  # time for one prompt; longer, because other processes may need the processor
@@ -38,7 +38,9 @@ NICE = 5  # below the priority of the engine and the web process
 LIMITS = f"within {CPU_SECONDS:g} s of processor time and {MEMORY >> 30} GiB of memory"
 TRIAL = "Hello, world 123!\n\tdef f(x):  # 北京 😀"
 ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-START = "import sys; sys.path[:] = {path!r}; from infer.serve.processes.encoders import main; main({descriptor})"
+START = (
+    "import sys; sys.path[:] = {path!r}; from laneformer.infer.serve.processes.encoders import main; main({descriptor})"
+)
 
 
 class TooLong(InputError):
@@ -97,7 +99,7 @@ class Local:
     def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: ToolRequest | None, values: Mapping[str, Any]
     ) -> list[int]:
-        from infer.text.conversation import encode
+        from laneformer.infer.text.conversation import encode
 
         return self._fitting(encode(self._chat, messages, tools, values))
 
@@ -251,9 +253,9 @@ def main(descriptor: int) -> None:
     # Ends like its parent: not by a signal to a group of processes, but when the pipe is closed.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    import infer.text.chat_template
-    import infer.text.conversation
-    import infer.text.tokenizer  # noqa: F401  before the fork
+    import laneformer.infer.text.chat_template
+    import laneformer.infer.text.conversation
+    import laneformer.infer.text.tokenizer  # noqa: F401  before the fork
 
     control = Connection(descriptor)
     with suppress(EOFError, OSError):
@@ -269,10 +271,10 @@ def main(descriptor: int) -> None:
 
 def _read(folder: Folder) -> tuple[Local, Facts]:
     """Reads tokenizer and template. Tries each in another process first. Raises LaneformerError."""
-    from infer.text.chat_template import ChatTemplate
-    from infer.text.token_bounds import most_bytes
-    from infer.text.tokenizer import Tokenizer
-    from infer.text.tokenizer_files import find_vocabulary
+    from laneformer.infer.text.chat_template import ChatTemplate
+    from laneformer.infer.text.token_bounds import most_bytes
+    from laneformer.infer.text.tokenizer import Tokenizer
+    from laneformer.infer.text.tokenizer_files import find_vocabulary
 
     def tokenizer() -> Tokenizer:
         return Tokenizer(find_vocabulary(folder.tokenizer), folder.begin)

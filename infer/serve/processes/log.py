@@ -45,7 +45,7 @@ def show() -> None:
     """Sends the log of this process to standard error."""
     sys.stderr.flush()
     logging.basicConfig(handlers=[LOG], force=True)  # replaces a handler of an imported library
-    logging.getLogger("infer").setLevel(logging.INFO)
+    logging.getLogger("laneformer").setLevel(logging.INFO)
 
 
 def say(text: str) -> None:

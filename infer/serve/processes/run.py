@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
 
-from infer.serve import worker
-from infer.serve.processes import log
-from infer.serve.processes.channel import Channel
-from infer.serve.worker import ServedModel
+from laneformer.infer.serve import worker
+from laneformer.infer.serve.processes import log
+from laneformer.infer.serve.processes.channel import Channel
+from laneformer.infer.serve.worker import ServedModel
 
 PATIENCE_SECONDS = 3.0  # time for the process to end before it is killed
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # they end the server, which then ends the engine

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from custom_calls import build
+from laneformer.custom_calls import build
 
 HERE = Path(__file__).parent
 ROWS = range(1, 17)

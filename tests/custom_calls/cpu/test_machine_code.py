@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from custom_calls import build
-from custom_calls.library import library
+from laneformer.custom_calls import build
+from laneformer.custom_calls.library import library
 from tests.support import small
 
 PREFETCH = re.compile(r"prefetch|prfm")  # only loops over weights have one

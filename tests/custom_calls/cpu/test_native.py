@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from custom_calls import build
-from custom_calls.library import instruction_sets, library
+from laneformer.custom_calls import build
+from laneformer.custom_calls.library import instruction_sets, library
 from tests.support import small
 
 pytestmark = small.needs_library

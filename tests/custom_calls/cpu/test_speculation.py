@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import custom_calls
-from custom_calls import ENDS, State, build
-from custom_calls.cpu.session import MOST_ROWS
+from laneformer import custom_calls
+from laneformer.custom_calls import ENDS, State, build
+from laneformer.custom_calls.cpu.session import MOST_ROWS
 from tests.support import small
 from tests.support.decode_cases import CONFIGS, EXPERTS, LAYOUTS, MODELS, ON_CPU
 

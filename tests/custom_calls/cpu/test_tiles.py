@@ -8,8 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from custom_calls import NativeError
-from custom_calls.cpu.tiles import in_blocks, make_tiles
+from laneformer.custom_calls import NativeError
+from laneformer.custom_calls.cpu.tiles import in_blocks, make_tiles
 from laneformer.quantized import Quantized, pack4
 from laneformer.quantized.rounding import USUAL, round_to
 from tests.support import small

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from custom_calls.gpu.formats import Bf12, Bf12Choice, product_weights
-from custom_calls.gpu.layout import Layout
-from custom_calls.gpu.packing import gathered
-from custom_calls.gpu.tiling import H200, MI300X, tile
-from custom_calls.plan import make_plan
+from laneformer.custom_calls.gpu.formats import Bf12, Bf12Choice, product_weights
+from laneformer.custom_calls.gpu.layout import Layout
+from laneformer.custom_calls.gpu.packing import gathered
+from laneformer.custom_calls.gpu.tiling import H200, MI300X, tile
+from laneformer.custom_calls.plan import make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.formats import BF12_END, bf12_table
 from tests.support import emulated, small

@@ -8,12 +8,12 @@ import jax
 import numpy as np
 import pytest
 
-from custom_calls import NativeError
-from custom_calls.gpu import codes
-from custom_calls.gpu.codes import CodesChoice, format_of
-from custom_calls.gpu.formats import product_weights
-from custom_calls.gpu.tiling import H200, MI300X, tile
-from custom_calls.plan import make_plan
+from laneformer.custom_calls import NativeError
+from laneformer.custom_calls.gpu import codes
+from laneformer.custom_calls.gpu.codes import CodesChoice, format_of
+from laneformer.custom_calls.gpu.formats import product_weights
+from laneformer.custom_calls.gpu.tiling import H200, MI300X, tile
+from laneformer.custom_calls.plan import make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.quantized import E2M1, E4M3, Quantized
 from laneformer.quantized.rounding import round_to

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from custom_calls import ENDS
-from custom_calls.gpu.layout import Layout
-from custom_calls.gpu.tiling import H200, Machine
-from custom_calls.plan import make_plan
+from laneformer.custom_calls import ENDS
+from laneformer.custom_calls.gpu.layout import Layout
+from laneformer.custom_calls.gpu.tiling import H200, Machine
+from laneformer.custom_calls.plan import make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import ENTRIES, Blocks, CompressedAttend, Product, ProductName
 from tests.support import emulated, gpu_cases, small

@@ -8,11 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from custom_calls import NativeError
-from custom_calls.gpu.codes import CodesChoice
-from custom_calls.gpu.layout import Layout
-from custom_calls.gpu.tiling import H200, MI300X, Machine
-from custom_calls.plan import Plan, make_plan
+from laneformer.custom_calls import NativeError
+from laneformer.custom_calls.gpu.codes import CodesChoice
+from laneformer.custom_calls.gpu.layout import Layout
+from laneformer.custom_calls.gpu.tiling import H200, MI300X, Machine
+from laneformer.custom_calls.plan import Plan, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.errors import CheckpointError
 from laneformer.ops import Chosen, Product

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from custom_calls.gpu.layout import Layout
-from custom_calls.gpu.tiling import H200, MI300X, Machine
-from custom_calls.plan import Plan, make_plan
 from laneformer.config import LatentAttention, RopeScaling
+from laneformer.custom_calls.gpu.layout import Layout
+from laneformer.custom_calls.gpu.tiling import H200, MI300X, Machine
+from laneformer.custom_calls.plan import Plan, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Blocks, Product, ProductName
 from tests.support import emulated, small

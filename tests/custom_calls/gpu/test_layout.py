@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from custom_calls.gpu.formats import Plain
-from custom_calls.gpu.header import model_header
-from custom_calls.gpu.layout import MOST_ROWS, STEPS, Layout
-from custom_calls.gpu.tiling import H200, MI300X, tile
-from custom_calls.plan import Dtype, make_plan
+from laneformer.custom_calls.gpu.formats import Plain
+from laneformer.custom_calls.gpu.header import model_header
+from laneformer.custom_calls.gpu.layout import MOST_ROWS, STEPS, Layout
+from laneformer.custom_calls.gpu.tiling import H200, MI300X, tile
+from laneformer.custom_calls.plan import Dtype, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Activation, Norm, Product, Value, Weight
 from tests.support import small

@@ -11,12 +11,12 @@ import jax
 import numpy as np
 import pytest
 
-import infer
 import laneformer
-from custom_calls import ENDS, NativeError
-from infer.engine.backend import ModelSource
-from infer.engine.gpu import CudaBackend
+from laneformer import infer
+from laneformer.custom_calls import ENDS, NativeError
 from laneformer.hf.folder import save_hf
+from laneformer.infer.engine.backend import ModelSource
+from laneformer.infer.engine.gpu import CudaBackend
 from laneformer.processes import Group
 from tests.support import decode_process, emulated, several, small
 from tests.support.several import ROOT

@@ -9,10 +9,10 @@ import shutil
 import numpy as np
 import pytest
 
-from custom_calls.gpu.codes import format_of
-from custom_calls.gpu.compile import KERNEL, PERSISTENT, kernel_sources
-from custom_calls.gpu.layout import SLOT_LINES
-from custom_calls.gpu.tiling import tile
+from laneformer.custom_calls.gpu.codes import format_of
+from laneformer.custom_calls.gpu.compile import KERNEL, PERSISTENT, kernel_sources
+from laneformer.custom_calls.gpu.layout import SLOT_LINES
+from laneformer.custom_calls.gpu.tiling import tile
 from tests.support import emulated, small
 from tests.support.gpu_cases import packed, rounded
 

@@ -12,15 +12,15 @@ import types
 import numpy as np
 import pytest
 
-from configs.models import MODELS, PACKED
-from custom_calls.gpu import compile as gpu_build
-from custom_calls.gpu.codes import Codes
-from custom_calls.gpu.formats import product_weights
-from custom_calls.gpu.header import model_header
-from custom_calls.gpu.layout import Layout
-from custom_calls.gpu.tiling import H200
-from infer.engine.native import plan_of
 from laneformer import Precision
+from laneformer.custom_calls.gpu import compile as gpu_build
+from laneformer.custom_calls.gpu.codes import Codes
+from laneformer.custom_calls.gpu.formats import product_weights
+from laneformer.custom_calls.gpu.header import model_header
+from laneformer.custom_calls.gpu.layout import Layout
+from laneformer.custom_calls.gpu.tiling import H200
+from laneformer.infer.engine.native import plan_of
+from laneformer.recipes.models import MODELS, PACKED
 from tests.support import emulated, small
 from tests.support.decode_cases import LAYOUTS
 from tests.support.emulator import port_functions, ptx

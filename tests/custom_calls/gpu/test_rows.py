@@ -8,10 +8,10 @@ import threading
 import numpy as np
 import pytest
 
-from custom_calls import ENDS, NativeError
-from custom_calls.gpu.codes import CodesChoice
-from custom_calls.gpu.layout import MOST_ROWS
-from custom_calls.plan import make_plan
+from laneformer.custom_calls import ENDS, NativeError
+from laneformer.custom_calls.gpu.codes import CodesChoice
+from laneformer.custom_calls.gpu.layout import MOST_ROWS
+from laneformer.custom_calls.plan import make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.mesh import make_mesh
 from laneformer.quantized.rounding import round_to

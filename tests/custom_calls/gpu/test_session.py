@@ -17,17 +17,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs.models import LANEFORMER_2B
-from custom_calls import ENDS, NativeError
-from custom_calls.gpu import compile as gpu_build
-from custom_calls.gpu import layout as gpu_layout
-from custom_calls.gpu import session as gpu_session
-from custom_calls.gpu.tiling import H200, Machine
-from custom_calls.plan import Plan, make_plan
-from infer.noise import gumbel
-from infer.sampling import Sampling, sample
+from laneformer.custom_calls import ENDS, NativeError
+from laneformer.custom_calls.gpu import compile as gpu_build
+from laneformer.custom_calls.gpu import layout as gpu_layout
+from laneformer.custom_calls.gpu import session as gpu_session
+from laneformer.custom_calls.gpu.tiling import H200, Machine
+from laneformer.custom_calls.plan import Plan, make_plan
 from laneformer.decoder import decoder_ops
+from laneformer.infer.noise import gumbel
+from laneformer.infer.sampling import Sampling, sample
 from laneformer.ops import TRACE_NAMES
+from laneformer.recipes.models import LANEFORMER_2B
 from tests.support import emulated, small
 from tests.support.decode_cases import CONFIGS, EXPERTS, LAYOUTS, MODELS, NORMED_SUMS, SAMPLINGS
 from tests.support.gpu_cases import (

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-import custom_calls
-from custom_calls import ENDS, YIELDED, Inputs, NativeError, State
-from custom_calls.gpu.codes import CodesChoice
+from laneformer import custom_calls
+from laneformer.custom_calls import ENDS, YIELDED, Inputs, NativeError, State
+from laneformer.custom_calls.gpu.codes import CodesChoice
 from laneformer.mesh import make_mesh
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from custom_calls import ENDS, NativeError
+from laneformer.custom_calls import ENDS, NativeError
 from tests.support import emulated, small
 from tests.support.decode_cases import CONFIGS, EXPERTS, LAYOUTS, MODELS
 from tests.support.gpu_cases import AMD, REFUSED, ROOM, fail_often, jitted, same, some

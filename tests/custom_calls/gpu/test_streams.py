@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from custom_calls.gpu.layout import Layout
-from custom_calls.gpu.tiling import H200, Machine
-from custom_calls.plan import Plan, make_plan
 from laneformer.config import ResidualStreams
+from laneformer.custom_calls.gpu.layout import Layout
+from laneformer.custom_calls.gpu.tiling import H200, Machine
+from laneformer.custom_calls.plan import Plan, make_plan
 from laneformer.decoder import decoder_ops
 from tests.support import emulated, small
 from tests.support.decode_cases import COMPRESSED, STREAMS

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from custom_calls import NativeError
-from custom_calls.gpu.variants import VARIABLE, VARIANTS
+from laneformer.custom_calls import NativeError
+from laneformer.custom_calls.gpu.variants import VARIABLE, VARIANTS
 from laneformer.mesh import make_mesh
 from tests.support import emulated, small
 from tests.support.decode_cases import CONFIGS, LAYOUTS, MODELS

@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from custom_calls import ENDS
-from custom_calls.gpu import compile as gpu_build
-from custom_calls.gpu import watchdog
+from laneformer.custom_calls import ENDS
+from laneformer.custom_calls.gpu import compile as gpu_build
+from laneformer.custom_calls.gpu import watchdog
 from tests.support import emulated, small
 from tests.support.gpu_cases import jitted
 

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-import infer.commands.agent
-from infer.__main__ import main
-from infer.agent.answers import read_edits
-from infer.agent.task import Task, load_task
-from infer.agent.tools import execute
-from infer.agent.turns import Workspace
-from infer.evaluate.scoring import Judge
+import laneformer.infer.commands.agent
+from laneformer.infer.__main__ import main
+from laneformer.infer.agent.answers import read_edits
+from laneformer.infer.agent.task import Task, load_task
+from laneformer.infer.agent.tools import execute
+from laneformer.infer.agent.turns import Workspace
+from laneformer.infer.evaluate.scoring import Judge
 from tests.support.checkpoints import CHATML, save_checkpoint
 from tests.support.sandboxes import usual_level
 from tests.support.serve_cases import BACKEND, ROOT
@@ -54,7 +54,7 @@ def judge():
 @pytest.fixture
 def known_judge(judge, monkeypatch):
     """Lets the command use an existing judge, which saves its self-test."""
-    monkeypatch.setattr(infer.commands.agent, "Judge", lambda *_, **__: contextlib.nullcontext(judge))
+    monkeypatch.setattr(laneformer.infer.commands.agent, "Judge", lambda *_, **__: contextlib.nullcontext(judge))
 
 
 def agent(*args):
@@ -446,5 +446,5 @@ def test_unnamed_block_for_two_files_is_refused():
 
 def test_example_runs_without_jax():
     assert load_task(EXAMPLE).editable == ("intervals.py",)
-    code = "import sys, infer.commands.agent, openai\nassert 'jax' not in sys.modules"
+    code = "import sys, laneformer.infer.commands.agent, openai\nassert 'jax' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)

@@ -4,11 +4,11 @@ import types
 
 import pytest
 
-from infer.agent.client import Reply
-from infer.agent.conversation import Conversation
-from infer.agent.task import load_task
-from infer.agent.turns import Turn, Workspace
-from infer.sandbox.sandbox import Outcome
+from laneformer.infer.agent.client import Reply
+from laneformer.infer.agent.conversation import Conversation
+from laneformer.infer.agent.task import load_task
+from laneformer.infer.agent.turns import Turn, Workspace
+from laneformer.infer.sandbox.sandbox import Outcome
 from tests.support.paths import ROOT
 
 TASK = load_task(ROOT / "docs/examples/agent/intervals")

@@ -9,17 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import custom_calls
-from custom_calls.trace import spans_needed, write_perfetto
-from infer.bench import latency
-from infer.bench.latency import Case, Run, Speeds, packed_weight_bytes
-from infer.bench.record import weights_of
-from infer.engine.engine import Engine
-from infer.engine.sources import RandomSource, is_recipe, recipe_config, recipe_model
-from infer.engine.xla import XlaBackend
-from infer.roofline.published import DEEPSEEK_V4_FLASH
-from laneformer import ConfigError, ModelConfig, make_mesh, parameter_count
+from laneformer import ConfigError, ModelConfig, custom_calls, make_mesh, parameter_count
+from laneformer.custom_calls.trace import spans_needed, write_perfetto
 from laneformer.hf import config_from_hf
+from laneformer.infer.bench import latency
+from laneformer.infer.bench.latency import Case, Run, Speeds, packed_weight_bytes
+from laneformer.infer.bench.record import weights_of
+from laneformer.infer.engine.engine import Engine
+from laneformer.infer.engine.sources import RandomSource, is_recipe, recipe_config, recipe_model
+from laneformer.infer.engine.xla import XlaBackend
+from laneformer.infer.roofline.published import DEEPSEEK_V4_FLASH
 from laneformer.weights import packing_order, parameter_table
 from tests.support.hf.configs import MIXTURES
 
@@ -262,8 +261,8 @@ def test_random_model_has_the_random_weights(devices):
 @pytest.mark.parametrize("kind", ["mxfp4", "fp8"])
 def test_model_made_on_an_accelerator_has_the_same_weights(kind, monkeypatch):
     source = RandomSource(EXPERTS_ALONE, formats={"feed_forward.w1": kind})
-    monkeypatch.setattr("infer.engine.sources.on_host", lambda: False)
-    monkeypatch.setattr("infer.engine.sources.model_of", None)  # which sends weights that the host made
+    monkeypatch.setattr("laneformer.infer.engine.sources.on_host", lambda: False)
+    monkeypatch.setattr("laneformer.infer.engine.sources.model_of", None)  # which sends weights that the host made
     model = source.model()
     for path, weight in source.weights():
         own = model.weights()[path]
@@ -286,7 +285,9 @@ def test_recipes_are_found_by_name_and_file(tmp_path):
         and not is_recipe(str(tmp_path))
     )
     own = tmp_path / "own.py"
-    own.write_text("from configs.models import STDLIB\nmodel = lambda: STDLIB.replace(layout='tp')\nnumber = 3\n")
+    own.write_text(
+        "from laneformer.recipes.models import STDLIB\nmodel = lambda: STDLIB.replace(layout='tp')\nnumber = 3\n"
+    )
     assert recipe_config(f"{own}:model") == recipe_config("stdlib").replace(layout="tp")
     with pytest.raises(ConfigError, match="returns a int"):
         recipe_config(f"{own}:number")

@@ -8,11 +8,11 @@ import types
 import numpy as np
 import pytest
 
-import custom_calls
-from infer import Engine
-from infer.__main__ import main
-from infer.bench import mixed
-from infer.bench.mixed import Load, report, table
+from laneformer import custom_calls
+from laneformer.infer import Engine
+from laneformer.infer.__main__ import main
+from laneformer.infer.bench import mixed
+from laneformer.infer.bench.mixed import Load, report, table
 from tests.support.checkpoints import save_checkpoint
 from tests.support.engine_cases import model
 

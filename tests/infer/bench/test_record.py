@@ -7,13 +7,13 @@ import json
 import numpy as np
 import pytest
 
-from infer.bench import machine, table
-from infer.bench.latency import Case, Machine, Measured, Run, Speeds, bytes_per_token
-from infer.bench.record import make_record, read, write
-from infer.bench.schema import FIELDS, Null, check
-from infer.engine.engine import Engine
-from infer.engine.sources import RandomSource
 from laneformer import InputError, ModelConfig
+from laneformer.infer.bench import machine, table
+from laneformer.infer.bench.latency import Case, Machine, Measured, Run, Speeds, bytes_per_token
+from laneformer.infer.bench.record import make_record, read, write
+from laneformer.infer.bench.schema import FIELDS, Null, check
+from laneformer.infer.engine.engine import Engine
+from laneformer.infer.engine.sources import RandomSource
 
 CONFIG = ModelConfig(
     vocab_size=64,

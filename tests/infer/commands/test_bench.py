@@ -11,14 +11,14 @@ from collections import Counter
 import numpy as np
 import pytest
 
-import custom_calls
-from infer.__main__ import main
+from laneformer import custom_calls
+from laneformer.infer.__main__ import main
 from tests.support.checkpoints import save_checkpoint
 
 RECIPE = """
 from pathlib import Path
 from laneformer import ModelConfig
-from train.config import DataConfig, TrainConfig
+from laneformer.train.config import DataConfig, TrainConfig
 
 def small():
     data = DataConfig(path=(Path("none"),), sequence_length=64, batch_size=1)

@@ -11,10 +11,9 @@ import threading
 
 import pytest
 
-import custom_calls
-import infer
 import laneformer
-from infer.__main__ import main
+from laneformer import custom_calls, infer
+from laneformer.infer.__main__ import main
 from tests.support.checkpoints import save_checkpoint
 from tests.support.paths import PYTHON, ROOT
 
@@ -91,7 +90,7 @@ def test_drafts_are_reported_with_the_speed(checkpoint, capsys, monkeypatch):
 def test_json_reports_the_stop_string_on_eight_devices(checkpoint, engine, capsys, monkeypatch):
     text = engine.generate(PROMPT, max_new_tokens=30, sampling=infer.Sampling(temperature=1.0)).result.text
     start = next(n for n in range(5, 25) if text[n : n + 2].isprintable() and text.find(text[n : n + 2]) == n)
-    monkeypatch.setattr("infer.engine.job.use_host_devices", lambda count: None)  # devices are set already
+    monkeypatch.setattr("laneformer.infer.engine.job.use_host_devices", lambda count: None)  # devices are set already
     args = ["generate", "--checkpoint", str(checkpoint), "--prompt", PROMPT, "--max-new-tokens", "30", "--json"]
     stops = ["--stop", text[start : start + 2], "--stop", "never"]
     assert main([*args, "--temperature", "1", "--devices", "8", *stops]) == 0
@@ -187,7 +186,7 @@ def test_closed_pipe_exits_quietly(checkpoint, capsys, reader):
     ],
 )
 def test_errors_are_one_line(checkpoint, capsys, monkeypatch, args, message):
-    monkeypatch.setattr("infer.engine.job.use_host_devices", lambda count: None)  # devices are set already
+    monkeypatch.setattr("laneformer.infer.engine.job.use_host_devices", lambda count: None)  # devices are set already
     assert main(["generate", "--checkpoint", str(checkpoint), "--backend", "xla", *args]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: ") and message in err and err.count("\n") == 1

@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-import infer.commands.humaneval
-from infer.__main__ import main
-from infer.evaluate.scoring import Judge
-from infer.sandbox import levels
+import laneformer.infer.commands.humaneval
+from laneformer.infer.__main__ import main
+from laneformer.infer.evaluate.scoring import Judge
+from laneformer.infer.sandbox import levels
 from tests.support.checkpoints import CHATML, save_checkpoint
 from tests.support.evaluation_cases import ADD, LEAST, TWICE, write_jsonl
 from tests.support.paths import ROOT
@@ -39,7 +39,7 @@ def judge():
 @pytest.fixture
 def known_judge(judge, monkeypatch):
     """Lets the command use an existing judge, which saves the self-test of a sandbox."""
-    monkeypatch.setattr(infer.commands.humaneval, "Judge", lambda *_: contextlib.nullcontext(judge))
+    monkeypatch.setattr(laneformer.infer.commands.humaneval, "Judge", lambda *_: contextlib.nullcontext(judge))
 
 
 def humaneval(*args):
@@ -50,8 +50,8 @@ def humaneval(*args):
 # entries.
 KILLED = """
 import os, signal, sys
-from infer.__main__ import main
-from infer.evaluate import sample_files
+from laneformer.infer.__main__ import main
+from laneformer.infer.evaluate import sample_files
 
 record, entries = getattr(sample_files, sys.argv[1]), int(sys.argv[2])
 add = record.add

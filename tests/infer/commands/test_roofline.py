@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from infer.__main__ import main
+from laneformer.infer.__main__ import main
 from laneformer.layout import LAYOUTS
 from tests.support.hf.configs import MIXTRAL
 

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
 
-import custom_calls
-from infer import Engine, Grammar, Sampling
-from infer.engine import constraint
-from infer.engine.constraint import Constraint, Grammars, as_flags
-from infer.engine.xla import XlaBackend
-from infer.text.channels import Channels, Harmony
-from infer.text.tokenizer import Tokenizer
+from laneformer import custom_calls
 from laneformer.errors import ConfigError, InputError
+from laneformer.infer import Engine, Grammar, Sampling
+from laneformer.infer.engine import constraint
+from laneformer.infer.engine.constraint import Constraint, Grammars, as_flags
+from laneformer.infer.engine.xla import XlaBackend
+from laneformer.infer.text.channels import Channels, Harmony
+from laneformer.infer.text.tokenizer import Tokenizer
 from tests.support.checkpoints import HARMONY, byte_tokenizer, save_checkpoint
 from tests.support.serving.schemas import schemas
 

@@ -14,17 +14,17 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import custom_calls
 import laneformer
-from custom_calls.cpu import session
-from infer import Engine, Sampling
-from infer.bench.latency import weight_bytes
-from infer.engine import cpu
-from infer.engine.backend import CheckpointSource, ModelSource, Request
-from infer.engine.cpu import CpuBackend
-from infer.engine.native import RoundedSource, plan_of
-from infer.sampling import sample
+from laneformer import custom_calls
+from laneformer.custom_calls.cpu import session
 from laneformer.errors import CheckpointError, ConfigError, InputError
+from laneformer.infer import Engine, Sampling
+from laneformer.infer.bench.latency import weight_bytes
+from laneformer.infer.engine import cpu
+from laneformer.infer.engine.backend import CheckpointSource, ModelSource, Request
+from laneformer.infer.engine.cpu import CpuBackend
+from laneformer.infer.engine.native import RoundedSource, plan_of
+from laneformer.infer.sampling import sample
 from laneformer.precision import Precision
 from laneformer.quantized import Quantized
 from tests.support import small

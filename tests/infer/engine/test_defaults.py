@@ -5,9 +5,9 @@ import logging
 
 import pytest
 
-from infer.engine.defaults import SamplingOptions, named, recommended
-from infer.sampling import Sampling
 from laneformer.errors import CheckpointError, ConfigError
+from laneformer.infer.engine.defaults import SamplingOptions, named, recommended
+from laneformer.infer.sampling import Sampling
 
 LLAMA2 = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_length": 4096, "eos_token_id": 2}
 
@@ -66,7 +66,7 @@ def test_bad_values_are_refused_in_one_line(tmp_path, text, error):
 
 def test_unsupported_settings_are_named(tmp_path, caplog):
     write(tmp_path, LLAMA2 | {"no_repeat_ngram_size": 3, "typical_p": 1.0, "num_beams": 4, "bad_words_ids": None})
-    with caplog.at_level(logging.WARNING, "infer"):
+    with caplog.at_level(logging.WARNING, "laneformer"):
         recommended(tmp_path)
     assert "num_beams, no_repeat_ngram_size" in caplog.text and "typical_p" not in caplog.text
 

@@ -10,14 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import infer
 import laneformer
-from infer import Engine, Sampling
-from infer.engine.backend import ModelSource
-from infer.engine.gpu import CudaBackend, HipBackend
-from infer.engine.xla import XlaBackend
-from infer.sampling import sample, top_logprobs
+from laneformer import infer
 from laneformer.errors import CheckpointError, ConfigError, InputError
+from laneformer.infer import Engine, Sampling
+from laneformer.infer.engine.backend import ModelSource
+from laneformer.infer.engine.gpu import CudaBackend, HipBackend
+from laneformer.infer.engine.xla import XlaBackend
+from laneformer.infer.sampling import sample, top_logprobs
 from laneformer.precision import Precision
 from tests.support import small
 from tests.support.engine_cases import CASES, CONFIG, PROMPT, RANDOM, model
@@ -232,7 +232,7 @@ def test_warmup_compiles_everything(engine):
 
 
 def test_16_bit_weights_become_float32_on_a_cpu(caplog):
-    caplog.set_level("INFO", "infer")
+    caplog.set_level("INFO", "laneformer")
     stored = model(dtype="bfloat16")
     engine = Engine(stored, "xla")
     assert "from bfloat16 to float32" in caplog.text
@@ -380,7 +380,9 @@ class Native(Stub):
 
 @pytest.fixture
 def with_stubs(monkeypatch):
-    monkeypatch.setattr("infer.engine.engine.BACKENDS", {"xla": infer.BACKENDS["xla"], "cuda": Busy, "cpu": Native})
+    monkeypatch.setattr(
+        "laneformer.infer.engine.engine.BACKENDS", {"xla": infer.BACKENDS["xla"], "cuda": Busy, "cpu": Native}
+    )
 
 
 def test_backends_are_chosen_by_name(with_stubs):
@@ -396,13 +398,13 @@ def test_backends_are_chosen_by_name(with_stubs):
 
 
 def test_auto_takes_the_first_available_backend_and_logs_it(with_stubs, caplog):
-    caplog.set_level("DEBUG", "infer")
+    caplog.set_level("DEBUG", "laneformer")
     engine = Engine(model())
     assert engine.backend == "cpu" and engine.conditions["threads"] == 3
     assert caplog.record_tuples == [
-        ("infer", 10, "backend cuda: no CUDA device for 8 lanes: install one"),
-        ("infer", 10, "backend hip: not built here"),
-        ("infer", 20, "backend cpu (auto)"),
+        ("laneformer", 10, "backend cuda: no CUDA device for 8 lanes: install one"),
+        ("laneformer", 10, "backend hip: not built here"),
+        ("laneformer", 20, "backend cpu (auto)"),
     ]
     with pytest.raises(ConfigError, match=r"backend cpu .*backend xla"):
         engine.model  # noqa: B018

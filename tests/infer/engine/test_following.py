@@ -9,16 +9,16 @@ import types
 import numpy as np
 import pytest
 
-import infer.__main__
-import infer.engine.following
-from custom_calls import NativeError
-from infer.engine.backend import Request
-from infer.engine.constraint import Elsewhere, as_flags
-from infer.engine.engine import Engine
-from infer.engine.following import Leader, follow
-from infer.sampling import Sampling
-from infer.text.grammar import Grammar
+import laneformer.infer.__main__
+import laneformer.infer.engine.following
+from laneformer.custom_calls import NativeError
 from laneformer.errors import InputError
+from laneformer.infer.engine.backend import Request
+from laneformer.infer.engine.constraint import Elsewhere, as_flags
+from laneformer.infer.engine.engine import Engine
+from laneformer.infer.engine.following import Leader, follow
+from laneformer.infer.sampling import Sampling
+from laneformer.infer.text.grammar import Grammar
 from laneformer.processes import GroupError
 from tests.support import several
 from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
@@ -98,7 +98,7 @@ def test_only_the_first_process_computes_masks(pair):
 
 
 def test_lost_follower_is_an_error(monkeypatch):
-    monkeypatch.setattr(infer.engine.following, "SECONDS", 0.05)
+    monkeypatch.setattr(laneformer.infer.engine.following, "SECONDS", 0.05)
     leader, _ = several.in_each(monkeypatch, lambda: Leader(Recorder()))
     with pytest.raises(GroupError, match=r"process 1 did not follow the first one within 0\.05 s"):
         leader.announce(request())
@@ -116,7 +116,9 @@ def test_leading_alone_has_no_effect(tmp_path):
 
 
 def test_distributed_humaneval_needs_a_checkpoint(tmp_path, capsys):
-    assert infer.__main__.main(["humaneval", "--data", "x.jsonl", "--samples", "y.jsonl", "--distributed"]) == 2
+    assert (
+        laneformer.infer.__main__.main(["humaneval", "--data", "x.jsonl", "--samples", "y.jsonl", "--distributed"]) == 2
+    )
     assert "--distributed needs --checkpoint" in capsys.readouterr().err
 
 

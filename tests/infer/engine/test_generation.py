@@ -9,12 +9,12 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from infer.engine.backend import Chunk, Request
-from infer.engine.generation import Generation, Token
-from infer.sampling import Sampling
-from infer.text.channels import Channels, Harmony, Part
-from infer.text.tokenizer import Tokenizer
 from laneformer.errors import CheckpointError
+from laneformer.infer.engine.backend import Chunk, Request
+from laneformer.infer.engine.generation import Generation, Token
+from laneformer.infer.sampling import Sampling
+from laneformer.infer.text.channels import Channels, Harmony, Part
+from laneformer.infer.text.tokenizer import Tokenizer
 from tests.support.checkpoints import HARMONY
 
 END = 256
@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory):
 
 
 def _bytes_in_order():
-    from infer.text.tokenizer import BYTE_LEVEL
+    from laneformer.infer.text.tokenizer import BYTE_LEVEL
 
     return [character for character, _ in sorted(BYTE_LEVEL.items(), key=lambda item: item[1])]
 

@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-import infer
 import laneformer
-from custom_calls import NativeError
-from custom_calls.gpu.session import machine_of
-from custom_calls.trace import spans_needed, write_perfetto
-from infer import Sampling
-from infer.bench.latency import weight_bytes
-from infer.engine.backend import ModelSource
-from infer.engine.gpu import CudaBackend, CudaGraphBackend, GpuBackend, HipBackend
-from infer.engine.native import plan_of
-from laneformer import ConfigError, Laneformer
+from laneformer import ConfigError, Laneformer, infer
+from laneformer.custom_calls import NativeError
+from laneformer.custom_calls.gpu.session import machine_of
+from laneformer.custom_calls.trace import spans_needed, write_perfetto
 from laneformer.errors import InputError
+from laneformer.infer import Sampling
+from laneformer.infer.bench.latency import weight_bytes
+from laneformer.infer.engine.backend import ModelSource
+from laneformer.infer.engine.gpu import CudaBackend, CudaGraphBackend, GpuBackend, HipBackend
+from laneformer.infer.engine.native import plan_of
 from laneformer.mesh import make_mesh, put_weight
 from laneformer.quantized.rounding import round_to
 from tests.support import emulated, small
@@ -158,7 +157,7 @@ def test_weights_in_12_bits_give_the_same_answer(tmp_path, caplog):
     laneformer.save_hf(Laneformer(config, weights), tmp_path, weights="bf12")
     engines = [make_engine(Laneformer(config, weights)), make_engine(Laneformer(config, weights), weights="bf12")]
     options = DEVICES if emulated.REAL else DEVICES | {"driver": emulated.driver()}
-    with caplog.at_level("INFO", "infer"):
+    with caplog.at_level("INFO", "laneformer"):
         engines.append(infer.Engine.load(tmp_path, "cuda", weights="bf12", absorb=False, **options))
     assert "matrices stay bfloat16: over 0.001 of their weights are exceptions" in caplog.text
     prompt = small.prompt_of(config, 7)
@@ -317,8 +316,10 @@ def test_conditions_and_trace_are_reported(engine, tmp_path, model):
 def test_engine_works_after_a_device_error(engine, monkeypatch):
     before = list(engine.generate([1], max_new_tokens=5))
     with monkeypatch.context() as patch:
-        patch.setattr("infer.engine.native.power_of_two", lambda n: 1)  # makes a cache that is too small for the call
-        patch.setattr("infer.engine.native.SMALLEST_CACHE", 1)
+        patch.setattr(
+            "laneformer.infer.engine.native.power_of_two", lambda n: 1
+        )  # makes a cache that is too small for the call
+        patch.setattr("laneformer.infer.engine.native.SMALLEST_CACHE", 1)
         with pytest.raises(NativeError, match="do not fit the cache"):
             list(engine.generate([1], max_new_tokens=5))
     assert list(engine.generate([1], max_new_tokens=5)) == before

@@ -5,11 +5,11 @@ import threading
 import numpy as np
 import pytest
 
-import custom_calls
 import laneformer
-from infer import Engine, Grammar, Sampling
-from infer.engine.xla import XlaBackend
+from laneformer import custom_calls
 from laneformer.errors import InputError
+from laneformer.infer import Engine, Grammar, Sampling
+from laneformer.infer.engine.xla import XlaBackend
 from tests.support.checkpoints import save_checkpoint
 
 pytestmark = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))

@@ -5,8 +5,8 @@ import types
 import jax
 import pytest
 
-from custom_calls import NativeError
-from infer.engine.native import failures_of
+from laneformer.custom_calls import NativeError
+from laneformer.infer.engine.native import failures_of
 
 
 @pytest.mark.parametrize("raised", [None, jax.errors.JaxRuntimeError("INTERNAL: unspecified launch failure")])

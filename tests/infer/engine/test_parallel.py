@@ -5,12 +5,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import custom_calls
 import laneformer
-from infer import Engine, Sampling
-from infer.engine import cpu
+from laneformer import custom_calls
 from laneformer.config import CompressedAttention, DeltaNetSizes, ResidualStreams
 from laneformer.errors import ConfigError, InputError
+from laneformer.infer import Engine, Sampling
+from laneformer.infer.engine import cpu
 from tests.support.engine_cases import ADJUSTED, CONFIG, RANDOM, large_arrays, model, run_clients
 
 pytestmark = pytest.mark.skipif(custom_calls.unavailable() is not None, reason=str(custom_calls.unavailable()))

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import custom_calls
 import laneformer
-from infer import Engine, Sampling
-from infer.engine.backend import Request
-from infer.engine.prefix import LEAST, Caches, CallId, PrefixCache, Source
+from laneformer import custom_calls
 from laneformer.errors import ConfigError
+from laneformer.infer import Engine, Sampling
+from laneformer.infer.engine.backend import Request
+from laneformer.infer.engine.prefix import LEAST, Caches, CallId, PrefixCache, Source
 from laneformer.precision import Precision
 from tests.support.engine_cases import CONFIG, RANDOM, large_arrays, model
 

@@ -7,13 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-import infer
 import laneformer
-from custom_calls import NativeError
-from infer import Sampling
-from infer.engine.gpu import rows_for
-from laneformer import ConfigError, Laneformer
+from laneformer import ConfigError, Laneformer, infer
+from laneformer.custom_calls import NativeError
 from laneformer.errors import InputError
+from laneformer.infer import Sampling
+from laneformer.infer.engine.gpu import rows_for
 from tests.support import emulated, small
 from tests.support.decode_cases import DELTA_NET
 from tests.support.engine_cases import run_clients
@@ -154,7 +153,7 @@ def test_concurrent_generations_have_drafts(engines):
 def test_long_prompt_is_read_between_calls(engines, monkeypatch):
     """XLA reads one block at a time, and the other generation runs some passes between two blocks."""
     ours, alone = engines
-    monkeypatch.setattr("infer.engine.gpu.BLOCK", 64)
+    monkeypatch.setattr("laneformer.infer.engine.gpu.BLOCK", 64)
     ask = {"prompt": small.prompt_of(ours.config, 330), "max_new_tokens": 5, "stop_tokens": ()}
     with ours.generate([3], max_new_tokens=150, stop_tokens=()) as first:
         next(first)
@@ -197,8 +196,10 @@ def test_device_error_ends_the_running_generations(engines, monkeypatch):
     ours, alone = engines
     before = alone.generate([1], max_new_tokens=5).result.tokens
     with monkeypatch.context() as patch:
-        patch.setattr("infer.engine.native.power_of_two", lambda n: 1)  # makes caches that are too small for the call
-        patch.setattr("infer.engine.native.SMALLEST_CACHE", 1)
+        patch.setattr(
+            "laneformer.infer.engine.native.power_of_two", lambda n: 1
+        )  # makes caches that are too small for the call
+        patch.setattr("laneformer.infer.engine.native.SMALLEST_CACHE", 1)
         ours._backend._scheduler._layers = None
         with pytest.raises(NativeError, match="do not fit the cache"):
             list(ours.generate([1], max_new_tokens=5))

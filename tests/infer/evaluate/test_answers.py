@@ -7,9 +7,9 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import example, given
 
-from infer.evaluate.answers import from_chat, from_completion, stop_strings
-from infer.evaluate.problems import load_problems
-from infer.evaluate.spans import whole_statements
+from laneformer.infer.evaluate.answers import from_chat, from_completion, stop_strings
+from laneformer.infer.evaluate.problems import load_problems
+from laneformer.infer.evaluate.spans import whole_statements
 from tests.support.evaluation_cases import ADD, LEAST, write_jsonl
 
 

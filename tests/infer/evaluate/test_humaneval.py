@@ -7,14 +7,14 @@ import types
 import pytest
 
 import laneformer
-from infer import Engine, Sampling
-from infer.evaluate.answers import PREFILL
-from infer.evaluate.humaneval import Report, evaluate, generate, score
-from infer.evaluate.problems import load_problems
-from infer.evaluate.sample_files import Sample, SampleFile, VerdictFile, read_samples
-from infer.evaluate.scoring import Judge
-from infer.sandbox.sandbox import HarnessError, Outcome
 from laneformer.errors import ConfigError, InputError
+from laneformer.infer import Engine, Sampling
+from laneformer.infer.evaluate.answers import PREFILL
+from laneformer.infer.evaluate.humaneval import Report, evaluate, generate, score
+from laneformer.infer.evaluate.problems import load_problems
+from laneformer.infer.evaluate.sample_files import Sample, SampleFile, VerdictFile, read_samples
+from laneformer.infer.evaluate.scoring import Judge
+from laneformer.infer.sandbox.sandbox import HarnessError, Outcome
 from tests.support.evaluation_cases import ADD, TWICE, write_jsonl
 
 RIGHT, WRONG = (

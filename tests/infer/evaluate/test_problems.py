@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-from infer.evaluate.problems import HUB, REPAIRS, load_problems
 from laneformer.errors import ConfigError, InputError
+from laneformer.infer.evaluate.problems import HUB, REPAIRS, load_problems
 from tests.support.evaluation_cases import ADD, FIRST_MBPP, LEAST, TWICE, write_jsonl
 
 

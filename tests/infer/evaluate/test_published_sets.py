@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from infer.evaluate.humaneval import score
-from infer.evaluate.problems import load_problems
-from infer.evaluate.sample_files import Sample
-from infer.evaluate.scoring import Judge
+from laneformer.infer.evaluate.humaneval import score
+from laneformer.infer.evaluate.problems import load_problems
+from laneformer.infer.evaluate.sample_files import Sample
+from laneformer.infer.evaluate.scoring import Judge
 
 FILES = {
     "HumanEval.jsonl.gz": ("HumanEval", 164),

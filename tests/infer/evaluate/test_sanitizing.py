@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from infer.evaluate.answers import from_chat, from_completion, sanitized
-from infer.evaluate.needed import LONGEST, needed
-from infer.evaluate.problems import load_problems
+from laneformer.infer.evaluate.answers import from_chat, from_completion, sanitized
+from laneformer.infer.evaluate.needed import LONGEST, needed
+from laneformer.infer.evaluate.problems import load_problems
 from tests.support.evaluation_cases import write_jsonl
 
 ANSWERS = [json.loads(line) for line in Path(__file__).with_name("answers.jsonl").read_text("utf-8").splitlines()]

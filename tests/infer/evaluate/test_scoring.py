@@ -8,10 +8,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from infer.evaluate.problems import load_problems
-from infer.evaluate.scoring import LOOP_SECONDS, Judge, pass_at_k, wilson
-from infer.sandbox.sandbox import HarnessError, Outcome
 from laneformer.errors import ConfigError
+from laneformer.infer.evaluate.problems import load_problems
+from laneformer.infer.evaluate.scoring import LOOP_SECONDS, Judge, pass_at_k, wilson
+from laneformer.infer.sandbox.sandbox import HarnessError, Outcome
 from tests.support.evaluation_cases import ADD, TWICE, write_jsonl
 
 
@@ -123,7 +123,7 @@ def test_limits_follow_the_machine_and_the_reference(judge, problems):
 
 
 def test_slow_core_raises_limits(monkeypatch):
-    monkeypatch.setattr("infer.evaluate.scoring.LOOP_SECONDS", LOOP_SECONDS / 50)
+    monkeypatch.setattr("laneformer.infer.evaluate.scoring.LOOP_SECONDS", LOOP_SECONDS / 50)
     with Judge("rlimits") as judge:
         assert judge.slowness > 10 and judge.report["slowness"] == judge.slowness
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from infer.roofline.hf_config import read_config_file
-from infer.roofline.published import MOE
 from laneformer.errors import ConfigError, InputError
+from laneformer.infer.roofline.hf_config import read_config_file
+from laneformer.infer.roofline.published import MOE
 from tests.support import tiny
 from tests.support.hf.configs import GPT, KIMI, MIXTRAL, QWEN, V4
 

@@ -4,9 +4,12 @@ import math
 
 import pytest
 
-from infer.roofline.agent import AgentTask, agent_table
-from infer.roofline.devices import DEVICES, Node, make_node
-from infer.roofline.model import (
+from laneformer.config import ModelConfig
+from laneformer.errors import ConfigError
+from laneformer.formats import FORMATS
+from laneformer.infer.roofline.agent import AgentTask, agent_table
+from laneformer.infer.roofline.devices import DEVICES, Node, make_node
+from laneformer.infer.roofline.model import (
     Work,
     bytes_by_part,
     hidden_up_to,
@@ -17,11 +20,8 @@ from infer.roofline.model import (
     waits,
     weights_in_memory,
 )
-from infer.roofline.references import references, share, share_of_spec
-from infer.roofline.sweeps import by_context, by_delay, by_lanes, by_layout, by_precision, layouts_of
-from laneformer.config import ModelConfig
-from laneformer.errors import ConfigError
-from laneformer.formats import FORMATS
+from laneformer.infer.roofline.references import references, share, share_of_spec
+from laneformer.infer.roofline.sweeps import by_context, by_delay, by_lanes, by_layout, by_precision, layouts_of
 from laneformer.layout import LAYOUTS, _schedule, make_schedule
 from laneformer.weights import kv_bytes_per_token, parameter_table, weight_bytes_per_token
 

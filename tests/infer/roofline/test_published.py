@@ -2,13 +2,13 @@
 
 import pytest
 
-from configs.models import DEEPSEEK_V4_FLASH, QWEN3_NEXT_80B
-from infer.engine.sources import packed_bytes
-from infer.roofline.devices import make_node
-from infer.roofline.model import Work, bytes_by_part
-from infer.roofline.published import MOE, find_moe
-from infer.roofline.report import nominal_table
 from laneformer.errors import ConfigError
+from laneformer.infer.engine.sources import packed_bytes
+from laneformer.infer.roofline.devices import make_node
+from laneformer.infer.roofline.model import Work, bytes_by_part
+from laneformer.infer.roofline.published import MOE, find_moe
+from laneformer.infer.roofline.report import nominal_table
+from laneformer.recipes.models import DEEPSEEK_V4_FLASH, QWEN3_NEXT_80B
 
 # Billions of weights that one token reads, rounded by hand from the published dimensions, and bytes per weight.
 HAND = {

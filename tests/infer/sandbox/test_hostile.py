@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from infer.sandbox.sandbox import Limits
-from infer.sandbox.seccomp import MACHINES, REFUSED, SPECIAL
+from laneformer.infer.sandbox.sandbox import Limits
+from laneformer.infer.sandbox.seccomp import MACHINES, REFUSED, SPECIAL
 from tests.support.hostile_programs import CHECK, FORGERIES, NAMES, REACHES, RIGHT
 from tests.support.paths import ROOT
 from tests.support.sandboxes import ISOLATING, LIMITS, open_sandbox

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from infer.sandbox.sandbox import Limits, Sandbox
+from laneformer.infer.sandbox.sandbox import Limits, Sandbox
 from tests.support.sandboxes import LIMITS, verdict
 
 

@@ -13,9 +13,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from infer.sandbox import levels, sandbox
-from infer.sandbox.sandbox import HarnessError, Limits, Sandbox
 from laneformer.errors import ConfigError
+from laneformer.infer.sandbox import levels, sandbox
+from laneformer.infer.sandbox.sandbox import HarnessError, Limits, Sandbox
 from tests.support.sandboxes import LIMITS, attack, open_sandbox, usual_level, verdict
 
 SHORT = Limits(cpu_seconds=1, wall_seconds=1)

@@ -6,8 +6,8 @@ import struct
 
 import pytest
 
-from infer.sandbox.seccomp import MACHINES, NAMESPACES, REFUSED, SPECIAL, filter_program
 from laneformer.errors import ConfigError
+from laneformer.infer.sandbox.seccomp import MACHINES, NAMESPACES, REFUSED, SPECIAL, filter_program
 
 ALLOWED, KILLED = "allowed", "killed"
 OTHERS = {"x86_64": (0, 1, 2, 3, 9, 57, 59, 302), "aarch64": (56, 57, 63, 64, 222, 221, 261)}  # read, write, exec, ...

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from infer.sandbox import wire
-from infer.sandbox.wire import HEAD, MOST_DEPTH, Reader, WireError, contents, dump, receive, restore, send
+from laneformer.infer.sandbox import wire
+from laneformer.infer.sandbox.wire import HEAD, MOST_DEPTH, Reader, WireError, contents, dump, receive, restore, send
 
 
 def unusual(writer, value, depth):

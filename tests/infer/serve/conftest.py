@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import tokenizers
 
-import infer
+from laneformer import infer
 from tests.support.checkpoints import CHATML, HARMONY, HARMONY_TEMPLATE, follow, save_checkpoint
 from tests.support.serve_cases import BACKEND, Server
 from tests.support.serving.tool_model import tool_model

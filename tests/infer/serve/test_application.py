@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-import infer
-from infer.text.chat_template import ChatTemplate
+from laneformer import infer
+from laneformer.infer.text.chat_template import ChatTemplate
 from tests.support.checkpoints import CONTEXT
 from tests.support.serve_cases import BACKEND, JSON
 

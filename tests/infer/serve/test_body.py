@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 
-from infer.serve.body import MOST_DIGITS, MOST_PARTS, ApiError, json_bytes, read_json
+from laneformer.infer.serve.body import MOST_DIGITS, MOST_PARTS, ApiError, json_bytes, read_json
 
 LONG = "9" * (MOST_DIGITS + 1)
 

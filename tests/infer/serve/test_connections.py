@@ -12,8 +12,8 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from infer.serve import connections
-from infer.serve.connections import Connections, Limits
+from laneformer.infer.serve import connections
+from laneformer.infer.serve.connections import Connections, Limits
 
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-import infer
+from laneformer import infer
 from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
 from tests.support.serve_cases import BACKEND, Server, all_together
 

@@ -7,13 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from infer.serve import engine as engine_module
-from infer.serve import worker
-from infer.serve.body import ApiError
-from infer.serve.engine import EngineProcess, Limits
-from infer.serve.metrics import Metrics
-from infer.serve.processes.scarcity import is_scarcity
-from infer.serve.protocol import read_call
+from laneformer.infer.serve import engine as engine_module
+from laneformer.infer.serve import worker
+from laneformer.infer.serve.body import ApiError
+from laneformer.infer.serve.engine import EngineProcess, Limits
+from laneformer.infer.serve.metrics import Metrics
+from laneformer.infer.serve.processes.scarcity import is_scarcity
+from laneformer.infer.serve.protocol import read_call
 from tests.support.serving import bad_engines
 
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-import infer
-from infer import Grammar
-from infer.serve.body import ApiError
-from infer.serve.grammars import read_grammar
-from infer.serve.item_requests import read_items
-from infer.serve.protocol import read_call
+from laneformer import infer
+from laneformer.infer import Grammar
+from laneformer.infer.serve.body import ApiError
+from laneformer.infer.serve.grammars import read_grammar
+from laneformer.infer.serve.item_requests import read_items
+from laneformer.infer.serve.protocol import read_call
 
 SCHEMA = {
     "type": "object",

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from infer.serve.body import ApiError
-from infer.serve.item_requests import read_items
-from infer.serve.protocol import read_call
+from laneformer.infer.serve.body import ApiError
+from laneformer.infer.serve.item_requests import read_items
+from laneformer.infer.serve.protocol import read_call
 from tests.support.serve_cases import JSON
 from tests.support.serving.tool_model import ADD, ANSWER, QUESTION
 

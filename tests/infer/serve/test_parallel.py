@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-import infer
+from laneformer import infer
 from tests.support import emulated
 from tests.support.checkpoints import CHATML, CONTEXT, save_checkpoint
 from tests.support.serve_cases import BACKEND, JSON, Server, all_together

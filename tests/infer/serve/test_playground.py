@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from infer.bench import schema
+from laneformer.infer.bench import schema
 from tests.support.serving.browser import browser, chromium, expect, open_page, server, strict  # noqa: F401
 from tests.support.serving.playground import CODE, FIELDS, HTML, answers, ask, complete, record_of, shown
 from tests.support.serving.playground_engine import answer

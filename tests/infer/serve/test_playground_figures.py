@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 
-from infer.bench import schema
+from laneformer.infer.bench import schema
 from tests.support.serving.browser import browser, chromium, expect, open_page, server  # noqa: F401
 from tests.support.serving.playground import CODE, FIELDS, complete, number, record_of, seconds_busy, shown
 from tests.support.serving.playground_engine import RATE, answer

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from infer.__main__ import main
+from laneformer.infer.__main__ import main
 from tests.support.checkpoints import CONTEXT
 from tests.support.serve_cases import BACKEND, JSON, PYTHON, ROOT, Server
 

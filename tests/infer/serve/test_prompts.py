@@ -2,12 +2,12 @@
 
 import pytest
 
-from infer.serve.prompts import prompt_of
-from infer.text.chat_template import ChatTemplate
-from infer.text.conversation import encode
-from infer.text.grammar import Grammar
-from infer.text.tool_calls import ToolRequest
 from laneformer.errors import ConfigError, InputError
+from laneformer.infer.serve.prompts import prompt_of
+from laneformer.infer.text.chat_template import ChatTemplate
+from laneformer.infer.text.conversation import encode
+from laneformer.infer.text.grammar import Grammar
+from laneformer.infer.text.tool_calls import ToolRequest
 from tests.support.checkpoints import byte_tokenizer
 from tests.support.serving.tool_templates import TEMPLATES, WEATHER
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from infer.serve.body import ApiError
-from infer.serve.grammars import FIELDS
-from infer.serve.guard import host_name
-from infer.serve.protocol import (
+from laneformer.infer.serve.body import ApiError
+from laneformer.infer.serve.grammars import FIELDS
+from laneformer.infer.serve.guard import host_name
+from laneformer.infer.serve.protocol import (
     ABSENT,
     LABELS,
     LIMITS,
@@ -22,7 +22,7 @@ from infer.serve.protocol import (
     Call,
     read_call,
 )
-from infer.serve.tools import CALL_LABELS, TOOL_LABELS
+from laneformer.infer.serve.tools import CALL_LABELS, TOOL_LABELS
 from tests.support.paths import ROOT
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
@@ -368,9 +368,10 @@ def test_host_names_are_read(header, name):
 def test_web_process_does_not_import_jax():
     """Imports everything that `python -m infer serve` imports when it starts and runs."""
     code = (
-        "import sys, infer.__main__, infer.commands.serve, uvicorn, infer.serve.application,"
-        " infer.serve.engine, infer.serve.guard, infer.serve.metrics\n"
-        "assert 'infer.serve.worker' in sys.modules and not {'jax', 'numpy'} & set(sys.modules)\n"
+        "import sys, uvicorn\n"
+        "import laneformer.infer.__main__, laneformer.infer.commands.serve\n"
+        "from laneformer.infer.serve import application, engine, guard, metrics\n"
+        "assert 'laneformer.infer.serve.worker' in sys.modules and not {'jax', 'numpy'} & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=60)
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from infer.serve.body import ApiError
-from infer.serve.protocol import read_call
-from infer.text.chat_template import ChatTemplate
+from laneformer.infer.serve.body import ApiError
+from laneformer.infer.serve.protocol import read_call
+from laneformer.infer.text.chat_template import ChatTemplate
 from tests.support.paths import ROOT
 from tests.support.serve_cases import BACKEND, JSON, Server
 from tests.support.serving.tool_model import ADD, ANSWER, CALLS, QUESTION, tool_model

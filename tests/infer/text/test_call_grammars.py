@@ -7,18 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.text.call_grammars import call_grammar
-from infer.text.channels import Channels, Harmony, Part
-from infer.text.grammar import Grammar
-from infer.text.tokenizer import Detokenizer, Tokenizer
-from infer.text.tool_calls import FORMATS, HARMONY, HarmonyReader, TextReader, ToolRequest
 from laneformer.errors import InputError
+from laneformer.infer.text.call_grammars import call_grammar
+from laneformer.infer.text.channels import Channels, Harmony, Part
+from laneformer.infer.text.grammar import Grammar
+from laneformer.infer.text.tokenizer import Detokenizer, Tokenizer
+from laneformer.infer.text.tool_calls import FORMATS, HARMONY, HarmonyReader, TextReader, ToolRequest
 from tests.support.checkpoints import byte_tokenizer
 from tests.support.serving.schemas import schemas
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
-from infer.engine.constraint import Grammars, as_flags  # noqa: E402
+from laneformer.infer.engine.constraint import Grammars, as_flags  # noqa: E402
 
 BY_NAME = {each.name: each for each in FORMATS}
 STOP = "<|stop|>"

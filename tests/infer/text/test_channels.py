@@ -2,7 +2,7 @@
 
 import pytest
 
-from infer.text.channels import Channels, Harmony, Part
+from laneformer.infer.text.channels import Channels, Harmony, Part
 from tests.support.checkpoints import CHATML, HARMONY, byte_tokenizer
 
 TOKENIZER = byte_tokenizer(*HARMONY)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from infer.text.channels import Part
-from infer.text.chat_template import CHATML, ChatTemplate
 from laneformer.errors import CheckpointError, InputError
+from laneformer.infer.text.channels import Part
+from laneformer.infer.text.chat_template import CHATML, ChatTemplate
 from tests.support.checkpoints import HARMONY, HARMONY_TEMPLATE, byte_tokenizer
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]

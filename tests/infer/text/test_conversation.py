@@ -4,10 +4,10 @@ import json
 
 import pytest
 
-from infer.text.chat_template import ChatTemplate
-from infer.text.conversation import encode, in_words
-from infer.text.tool_calls import HERMES, TextReader, ToolRequest
 from laneformer.errors import InputError
+from laneformer.infer.text.chat_template import ChatTemplate
+from laneformer.infer.text.conversation import encode, in_words
+from laneformer.infer.text.tool_calls import HERMES, TextReader, ToolRequest
 from tests.support import checkpoints
 from tests.support.serving.tool_templates import TEMPLATES, WEATHER, calls_of
 

@@ -8,8 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from infer.text.healing import Spelling
-from infer.text.tokenizer import Tokenizer
+from laneformer.infer.text.healing import Spelling
+from laneformer.infer.text.tokenizer import Tokenizer
 
 CODE = 'def f(x):\n    """Text."""\n    return x + 1\n\n\nclass A:\n        y = 20\n'
 WORDS = st.text(st.sampled_from("ab \n(\"'):\té1"), max_size=12)

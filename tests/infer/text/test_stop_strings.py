@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from infer.text.stop_strings import StopStrings
+from laneformer.infer.text.stop_strings import StopStrings
 
 SMALL = st.text("ab", max_size=12)
 

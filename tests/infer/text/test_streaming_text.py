@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 
-from infer.text.tokenizer import BYTE_LEVEL, Detokenizer, Tokenizer
 from laneformer.errors import CheckpointError, InputError
+from laneformer.infer.text.tokenizer import BYTE_LEVEL, Detokenizer, Tokenizer
 
 SAMPLE = [
     "def add(a, b):\n    return a + b\n",

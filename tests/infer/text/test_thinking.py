@@ -2,8 +2,8 @@
 
 import pytest
 
-from infer.text.channels import Part
-from infer.text.thinking import Thinking, ThinkMarks
+from laneformer.infer.text.channels import Part
+from laneformer.infer.text.thinking import Thinking, ThinkMarks
 from tests.support.checkpoints import byte_tokenizer
 
 WORDS = ("<think>", "</think>", "\n\n")

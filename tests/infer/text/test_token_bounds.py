@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import models, normalizers, pre_tokenizers
 
-from infer.text.token_bounds import most_bytes
+from laneformer.infer.text.token_bounds import most_bytes
 from tests.support.checkpoints import byte_tokenizer
 
 

@@ -7,10 +7,10 @@ import pytest
 from tokenizers import Tokenizer as Library
 from tokenizers import models, processors
 
-from infer.text.chat_template import ChatTemplate
-from infer.text.tokenizer import Tokenizer
-from infer.text.tokenizer_files import read_settings, special_names
 from laneformer.errors import CheckpointError
+from laneformer.infer.text.chat_template import ChatTemplate
+from laneformer.infer.text.tokenizer import Tokenizer
+from laneformer.infer.text.tokenizer_files import read_settings, special_names
 from tests.support.paths import ROOT
 
 FOLDERS = ROOT / "tests" / "tokenizers"

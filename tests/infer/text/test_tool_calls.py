@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from infer.text.channels import Channels, Harmony, Part
-from infer.text.tool_calls import FORMATS, HARMONY, HarmonyReader, TextReader, ToolRequest, find_format
-from infer.text.values import json_text, read_object, typed
+from laneformer.infer.text.channels import Channels, Harmony, Part
+from laneformer.infer.text.tool_calls import FORMATS, HARMONY, HarmonyReader, TextReader, ToolRequest, find_format
+from laneformer.infer.text.values import json_text, read_object, typed
 from tests.support import checkpoints
 from tests.support.serving.tool_templates import TEMPLATES, WEATHER, calls_of, function, written
 

@@ -101,8 +101,8 @@ import jax
 from laneformer import make_mesh
 from laneformer.mesh import DATA, LANE
 from tests.support.attention_reference import on_lanes
-from train.planning.cluster import find_device
-from train.planning.compile_only import OPTIONS, compile_only_devices
+from laneformer.train.planning.cluster import find_device
+from laneformer.train.planning.compile_only import OPTIONS, compile_only_devices
 
 data, lane = map(int, sys.argv[1:])
 mesh = make_mesh(8, data=data, lane=lane, devices=compile_only_devices("h200", find_device("h200", 8), 1, "cuda")[0])

@@ -10,13 +10,13 @@ import pytest
 from safetensors.numpy import save_file
 
 import laneformer
-from configs.models import DEEPSEEK_V3, KIMI_K2, MOONLIGHT_16B
-from infer import Engine, Sampling
 from laneformer import CheckpointError, ConfigError
 from laneformer.checkpoint import packed_bytes
 from laneformer.hf import config_from_hf, dimensions_from_hf, read_values
 from laneformer.hf.safetensors import find_tensors
+from laneformer.infer import Engine, Sampling
 from laneformer.quantized import Quantized
+from laneformer.recipes.models import DEEPSEEK_V3, KIMI_K2, MOONLIGHT_16B
 from laneformer.weights import kv_bytes_per_token, matmul_parameters, parameter_count
 from tests.support import tiny
 from tests.support.hf.configs import MIXTURES

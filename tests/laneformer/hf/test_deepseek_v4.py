@@ -11,12 +11,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 import laneformer
-from infer import Engine, Sampling
 from laneformer import CheckpointError, ConfigError
 from laneformer.decoder import decoder_ops
 from laneformer.hf import config_from_hf, dimensions_from_hf
 from laneformer.hf.deepseek_v4 import sources
 from laneformer.hf.safetensors import find_tensors
+from laneformer.infer import Engine, Sampling
 from laneformer.ops import GpuOp, without_kernel
 from laneformer.quantized import Quantized, e8m0_values
 from laneformer.weights import attention_flops_per_token, kv_bytes_per_token, matmul_parameters, parameter_table

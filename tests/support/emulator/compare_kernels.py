@@ -14,9 +14,9 @@ import os
 
 import numpy as np
 
-from custom_calls.gpu.codes import CodesChoice
-from custom_calls.gpu.formats import Bf12Choice, product_weights
 from laneformer import ModelConfig
+from laneformer.custom_calls.gpu.codes import CodesChoice
+from laneformer.custom_calls.gpu.formats import Bf12Choice, product_weights
 from tests.support import decode_cases, emulated, small
 from tests.support.gpu_cases import WAYS, jitted, of_config, rounded, state_of
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
-from custom_calls.gpu.compile import KERNEL, PERSISTENT, SOURCES, kernel_sources
-from custom_calls.gpu.layout import SLOT_LINES
+from laneformer.custom_calls.gpu.compile import KERNEL, PERSISTENT, SOURCES, kernel_sources
+from laneformer.custom_calls.gpu.layout import SLOT_LINES
 from tests.support import emulated
 
 THREADS, INPUTS, OUTPUTS, PASS_LINES, READ_LINES = 64, 16, 28, 24, 90

@@ -2,10 +2,10 @@
 
 from hypothesis import strategies as st
 
-from infer.roofline.published import DEEPSEEK_V4_FLASH as V4
-from infer.roofline.published import GPT_OSS_120B as GPT
-from infer.roofline.published import KIMI_K2_6 as KIMI
-from infer.roofline.published import QWEN3_CODER_NEXT as QWEN
+from laneformer.infer.roofline.published import DEEPSEEK_V4_FLASH as V4
+from laneformer.infer.roofline.published import GPT_OSS_120B as GPT
+from laneformer.infer.roofline.published import KIMI_K2_6 as KIMI
+from laneformer.infer.roofline.published import QWEN3_CODER_NEXT as QWEN
 
 K2 = KIMI["text_config"]
 INT4 = K2["quantization_config"]

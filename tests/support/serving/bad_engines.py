@@ -3,8 +3,8 @@
 import os
 import time
 
-from infer.serve import worker
-from infer.serve.processes import log
+from laneformer.infer.serve import worker
+from laneformer.infer.serve.processes import log
 
 FACTS = {"name": "bad", "parallel": 1, "conditions": {"context": 100, "prefix_cache": 0}, "seconds": 0.0}
 

@@ -4,9 +4,9 @@ checks every draft and admits every request, even on a busy machine.
 
 import sys
 
-import custom_calls
-from infer.__main__ import main
-from infer.serve import worker as serve_worker
+from laneformer import custom_calls
+from laneformer.infer.__main__ import main
+from laneformer.infer.serve import worker as serve_worker
 
 serve = serve_worker.main
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from infer.__main__ import main
-from infer.serve import worker as serve_worker
+from laneformer.infer.__main__ import main
+from laneformer.infer.serve import worker as serve_worker
 
 serve = serve_worker.main
 

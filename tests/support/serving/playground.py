@@ -3,7 +3,7 @@
 import json
 import re
 
-from infer.bench import schema
+from laneformer.infer.bench import schema
 from tests.support.serving.browser import expect
 
 CODE = 'def add(a, b):\n    """Sum of é and 😀."""\n    return a + b  # 12\n\n\n'

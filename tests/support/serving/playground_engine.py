@@ -18,8 +18,8 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from infer.__main__ import main
-from infer.serve import worker as serve_worker
+from laneformer.infer.__main__ import main
+from laneformer.infer.serve import worker as serve_worker
 
 RATE = 3000.0
 PREFILL = 0.005  # seconds
@@ -55,7 +55,7 @@ class Echo(Iterator):
         self.cancelled = True
 
     def __next__(self):
-        from infer.engine.generation import Token  # imports JAX, which the web process does not need
+        from laneformer.infer.engine.generation import Token  # imports JAX, which the web process does not need
 
         given = len(self.times)
         if self.cancelled or given == self.tokens:

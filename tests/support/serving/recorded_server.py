@@ -7,7 +7,7 @@ import sys
 from multiprocessing import resource_tracker
 from pathlib import Path
 
-from infer.__main__ import main
+from laneformer.infer.__main__ import main
 
 
 def record(line: str) -> None:

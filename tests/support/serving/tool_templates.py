@@ -2,7 +2,7 @@
 
 import json
 
-from infer.text.channels import Part
+from laneformer.infer.text.channels import Part
 
 HEAD = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
 TAIL = """{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""

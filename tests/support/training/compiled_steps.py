@@ -9,9 +9,9 @@ import subprocess
 import sys
 from typing import NamedTuple
 
+from laneformer.train.config import TrainConfig
+from laneformer.train.recipes import find_recipe
 from tests.support.paths import ROOT
-from train.config import TrainConfig
-from train.recipes import find_recipe
 
 FILE = ROOT / "tests" / "train" / "planning" / "compiled_steps.json"
 
@@ -68,7 +68,7 @@ def recipe_of(case: Case) -> TrainConfig:
 
 def record(case: Case) -> dict:
     """Figures of one device. Each case needs its own process, because a process cannot change JAX's devices."""
-    from train.planning.plan import ClusterConfig, plan
+    from laneformer.train.planning.plan import ClusterConfig, plan
 
     phase = plan(recipe_of(case), ClusterConfig(device="h200", compiler="cuda")).phases[0]
     sent = {axis: phase.program.sent(axis) for axis in ("lane", "data")}

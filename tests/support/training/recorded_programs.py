@@ -12,13 +12,13 @@ import sys
 from pathlib import Path
 
 import laneformer as lf
-from configs.laneformer_2b import laneformer_2b
-from configs.models import LANEFORMER_2B
 from laneformer.config import ModelConfig
+from laneformer.recipes.laneformer_2b import laneformer_2b
+from laneformer.recipes.models import LANEFORMER_2B
+from laneformer.train.planning.cluster import find_device
+from laneformer.train.planning.compile_only import OPTIONS, compile_only_devices
+from laneformer.train.step import Trainer
 from tests.support.paths import ROOT
-from train.planning.cluster import find_device
-from train.planning.compile_only import OPTIONS, compile_only_devices
-from train.step import Trainer
 
 FOLDER = ROOT / "tests/train/program/recorded"
 LAYERS, ROWS = 4, 8

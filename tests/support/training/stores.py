@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from train.data.store import StoreWriter
+from laneformer.train.data.store import StoreWriter
 
 
 def document(number):

@@ -4,11 +4,11 @@ import dataclasses
 import json
 
 from laneformer.layout import LAYOUTS, Landing, Own, Payload, Schedule
+from laneformer.train.ablate.grid import Cell, Grid, variant
+from laneformer.train.ablate.probe import PROBE
+from laneformer.train.config import MeshConfig
+from laneformer.train.metrics.records import read_lines
 from tests.support.tiny_recipe import changed, tiny
-from train.ablate.grid import Cell, Grid, variant
-from train.ablate.probe import PROBE
-from train.config import MeshConfig
-from train.metrics.records import read_lines
 
 
 def twice(n: int, lanes: int) -> Schedule:

@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from scripts import tokenize as command
-from train.data.store import TokenStore
-from train.tokenizing.encoder import load_tokenizer
+from laneformer.commands import tokenize as command
+from laneformer.train.data.store import TokenStore
+from laneformer.train.tokenizing.encoder import load_tokenizer
 
 
 def run(capsys, *args):

@@ -16,22 +16,22 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from configs.ablations import RECIPES
 from laneformer import LAYOUTS, ConfigError
 from laneformer.errors import InputError
 from laneformer.layout import make_schedule
+from laneformer.recipes.ablations import RECIPES
+from laneformer.train.ablate import plots as ablate_plots
+from laneformer.train.ablate.__main__ import main, read
+from laneformer.train.ablate.grid import Grid, cross, every_layout, variant
+from laneformer.train.ablate.listing import listing
+from laneformer.train.ablate.probe import exchanged_late
+from laneformer.train.ablate.report import write_report
+from laneformer.train.ablate.results import collect, delay_of, summarize
+from laneformer.train.ablate.run import Runner, duration, finished, progress
+from laneformer.train.recipes import find_recipe
 from tests.support.paths import ROOT, TESTS
 from tests.support.tiny_recipe import changed, environment, finish, wait_until
 from tests.support.training.tiny_grid import at, final_loss, grid, pretend, twice
-from train.ablate import plots as ablate_plots
-from train.ablate.__main__ import main, read
-from train.ablate.grid import Grid, cross, every_layout, variant
-from train.ablate.listing import listing
-from train.ablate.probe import exchanged_late
-from train.ablate.report import write_report
-from train.ablate.results import collect, delay_of, summarize
-from train.ablate.run import Runner, duration, finished, progress
-from train.recipes import find_recipe
 
 GRID = f"{TESTS / 'support/training/tiny_grid.py'}:grid"
 
@@ -115,7 +115,7 @@ def test_cell_folder_depends_only_on_settings(tmp_path):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_our_grids_are_complete_and_documented(name):
-    made = find_recipe(name, "configs.ablations", Grid)
+    made = find_recipe(name, "laneformer.recipes.ablations", Grid)
     assert made.name == name
     assert {v.name for v in made.variants} >= {"tp", "dtp(2)", "none"}
     for v in made.variants:
@@ -205,7 +205,7 @@ def test_report_has_known_numbers(tmp_path):
 
 
 def test_hybrid_grid_has_every_share_with_every_layout():
-    made = find_recipe("hybrid", "configs.ablations", Grid)
+    made = find_recipe("hybrid", "laneformer.recipes.ablations", Grid)
     shares = {v.name: made.model(v).delta_layers for v in made.variants}
     assert {len(layers) for layers in shares.values()} == {0, 4, 6} and len(shares) == 12
     assert shares["dtp(4), 6 of 8 DeltaNet"] == (0, 1, 2, 4, 5, 6), "attention is in the last layer of every four"
@@ -218,7 +218,7 @@ def test_hybrid_grid_has_every_share_with_every_layout():
 def test_report_compares_layouts_within_models(tmp_path, monkeypatch):
     monkeypatch.setattr(ablate_plots, "draw", lambda *_: {})
     names = ("tp", "dtp(2)", "tp, 4 of 8 DeltaNet", "dtp(2), 4 of 8 DeltaNet")
-    recipe = find_recipe("hybrid", "configs.ablations", Grid)
+    recipe = find_recipe("hybrid", "laneformer.recipes.ablations", Grid)
     made = dataclasses.replace(
         recipe,
         base=dataclasses.replace(recipe.base, run=tmp_path),
@@ -345,7 +345,7 @@ def test_report_without_finished_cells_raises(tmp_path, capsys):
     ],
 )
 def test_delay_of_each_layout_is_known(layout, delay):
-    model = find_recipe("tiny", "configs.ablations", Grid).base.model
+    model = find_recipe("tiny", "laneformer.recipes.ablations", Grid).base.model
     assert delay_of(make_schedule(model.replace(layout=layout))) == delay
 
 
@@ -493,7 +493,7 @@ def test_table_fits_the_terminal(tmp_path):
 
 @pytest.mark.slow
 def test_cell_is_an_ordinary_run_and_is_probed(tmp_path, store, monkeypatch, capsys):
-    monkeypatch.setattr("train.ablate.__main__._die_with_parent", lambda: None)
+    monkeypatch.setattr("laneformer.train.ablate.__main__._die_with_parent", lambda: None)
     options = [
         GRID,
         "--run",
@@ -523,7 +523,7 @@ def start(run: Path, store: Path, *options: str) -> subprocess.Popen:
     command = [
         sys.executable,
         "-m",
-        "train.ablate",
+        "laneformer.train.ablate",
         recipe,
         "--run",
         str(run),

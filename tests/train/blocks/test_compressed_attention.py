@@ -14,12 +14,12 @@ from laneformer import ConfigError, Laneformer, load, make_mesh
 from laneformer.config import CompressedAttention, ResidualStreams
 from laneformer.hf import config_from_hf
 from laneformer.hf.deepseek_v4 import sources
+from laneformer.train.config import TrainConfig
+from laneformer.train.step import Trainer
 from laneformer.weights import parameter_table
 from tests.support.hf import deepseek_v4
 from tests.support.paths import MOE
 from tests.support.tiny_recipe import changed, losses, tiny
-from train.config import TrainConfig
-from train.step import Trainer
 
 MODEL = {
     "num_key_value_heads": 1,

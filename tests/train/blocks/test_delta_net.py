@@ -9,10 +9,10 @@ import pytest
 
 from laneformer import make_mesh
 from laneformer.config import DeltaNetSizes
+from laneformer.train.flops import train_flops_per_token
+from laneformer.train.step import Trainer
 from laneformer.weights import matmul_parameters
 from tests.support.tiny_recipe import changed, losses, tiny
-from train.flops import train_flops_per_token
-from train.step import Trainer
 
 SIZES = DeltaNetSizes(key_heads=8, value_heads=16, key_dim=4, value_dim=6)
 FLAGS = ["--model.delta-net", "key_heads=8,value_heads=16,key_dim=4,value_dim=6", "--model.delta-layers", "0"]

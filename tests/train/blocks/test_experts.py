@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from laneformer import ConfigError, Laneformer, make_mesh, parameter_count
+from laneformer.train.config import LaterPhase, OptimizerConfig
+from laneformer.train.flops import train_flops_per_token
+from laneformer.train.optimizer import make_optimizer
+from laneformer.train.step import Trainer
 from laneformer.weights import initial_weights, matmul_parameters, parameter_table, parameters_per_token
 from tests.support.tiny_recipe import changed, losses, records, tiny
-from train.config import LaterPhase, OptimizerConfig
-from train.flops import train_flops_per_token
-from train.optimizer import make_optimizer
-from train.step import Trainer
 
 MODEL = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FLAGS = [word for name, value in MODEL.items() for word in (f"--model.{name.replace('_', '-')}", str(value))]

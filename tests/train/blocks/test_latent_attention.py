@@ -8,9 +8,9 @@ import pytest
 
 from laneformer import load, make_mesh
 from laneformer.config import LatentAttention
+from laneformer.train.config import TrainConfig
+from laneformer.train.step import Trainer
 from tests.support.tiny_recipe import changed, losses, tiny
-from train.config import TrainConfig
-from train.step import Trainer
 
 MODEL = {
     "latent_attention": LatentAttention(

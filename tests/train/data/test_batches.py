@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laneformer.errors import ConfigError, InputError
-from train.config import DataConfig
-from train.data.batches import Batches, Prefetch, tagged, validation_sets
-from train.data.mixture import BLOCK
-from train.data.permutation import permute
-from train.data.store import StoreWriter, TokenStore
+from laneformer.train.config import DataConfig
+from laneformer.train.data.batches import Batches, Prefetch, tagged, validation_sets
+from laneformer.train.data.mixture import BLOCK
+from laneformer.train.data.permutation import permute
+from laneformer.train.data.store import StoreWriter, TokenStore
 
 EOS = 1999
 PACKINGS = st.tuples(st.sampled_from(["concat", "best_fit"]), st.booleans())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.data.mixture import BLOCK, Mixture, apportion
+from laneformer.train.data.mixture import BLOCK, Mixture, apportion
 
 WEIGHTS = st.lists(st.one_of(st.integers(1, 10**13), st.floats(1e-3, 1e3)), min_size=1, max_size=6)
 

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import train.data.packing
+import laneformer.train.data.packing
 from laneformer.errors import InputError
-from train.config import DataConfig
-from train.data.packing import BestFit, Concat, best_fit_decreasing, row_keys
-from train.data.store import StoreWriter, TokenStore
+from laneformer.train.config import DataConfig
+from laneformer.train.data.packing import BestFit, Concat, best_fit_decreasing, row_keys
+from laneformer.train.data.store import StoreWriter, TokenStore
 
 EOS = 60000
 DOCUMENTS = st.lists(st.integers(0, 40), min_size=1, max_size=30)
@@ -110,7 +110,7 @@ def test_best_fit_counts_every_token_but_the_first_of_a_document_once(
     masks = [data.draw(st.lists(st.booleans(), min_size=n, max_size=n)) for n in lengths] if masked else None
     store = write(tmp_path_factory.mktemp("store"), lengths, masks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.data.packing, "BLOCK_DOCUMENTS", block)
+        patch.setattr(laneformer.train.data.packing, "BLOCK_DOCUMENTS", block)
         if not any(lengths):
             with pytest.raises(InputError, match=r"'train' of .*two tokens"):
                 packed(BestFit, store, length)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.data.permutation import mix, permute
+from laneformer.train.data.permutation import mix, permute
 
 
 @settings(deadline=None)

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from laneformer.errors import ConfigError, InputError
+from laneformer.train.data.store import BLOCK_BYTES, Manifest, StoreWriter, TokenStore
 from tests.support.paths import ROOT
 from tests.support.training.stores import TOKENIZER, content, take
-from train.data.store import BLOCK_BYTES, Manifest, StoreWriter, TokenStore
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -394,7 +394,7 @@ KILLED = """
 import os, shutil, signal, sys
 from pathlib import Path
 from tests.support.training.stores import content, take
-from train.data.store import StoreWriter
+from laneformer.train.data.store import StoreWriter
 
 def in_child(work):
     child = os.fork()

@@ -15,9 +15,9 @@ import pytest
 from safetensors.numpy import save_file
 
 import laneformer
+from laneformer.train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
+from laneformer.train.step import State, Trainer
 from tests.support.training.convergence import BATCH, CONFIG, LENGTH, STEPS, Recipe, batch, initial_weights
-from train.config import DataConfig, MeshConfig, OptimizerConfig, TrainConfig
-from train.step import State, Trainer
 
 FILE = Path(__file__).with_name("convergence.json")
 TOLERANCE = 2.5e-6

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from laneformer import make_mesh
+from laneformer.train.step import Trainer
 from tests.support.reference.layouts import CASES as LAYOUT_CASES
 from tests.support.tiny_recipe import changed, tiny
-from train.step import Trainer
 
 FILE = Path(__file__).with_name("golden_losses.json")
 TOLERANCE = 1e-4  # float32 rounding differs between processors

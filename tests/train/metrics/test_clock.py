@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.metrics.clock import BUCKETS, Clock
+from laneformer.train.metrics.clock import BUCKETS, Clock
 
 # Events of a run: nanoseconds pass (an integer), a bucket is entered (its name), the innermost bucket is left (None),
 # or an interval ends ("interval").

@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from laneformer.errors import LaneformerError
-from train.metrics.divergence import DivergedError, Divergence
-from train.metrics.records import MetricsLog, read_lines
+from laneformer.train.metrics.divergence import DivergedError, Divergence
+from laneformer.train.metrics.records import MetricsLog, read_lines
 
 MAX_SKIPPED, MAX_RISE = 3, 2.0
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from laneformer.formats import bf12_exceptions
+from laneformer.train.metrics.held import Bf12Statistic
 from tests.support import small
-from train.metrics.held import Bf12Statistic
 
 
 @pytest.mark.parametrize("changes", [{"tie_word_embeddings": True}, {"lm_head_type": "lane"}], ids=str)

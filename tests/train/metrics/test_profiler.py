@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import laneformer
-from train.metrics.profiler import Profile
+from laneformer.train.metrics.profiler import Profile
 
 CONFIG = laneformer.ModelConfig(
     vocab_size=16,

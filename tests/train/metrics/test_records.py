@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laneformer.errors import InputError, LaneformerError
-from train.metrics.records import MetricsLog, last_step, read_lines, scalars
+from laneformer.train.metrics.records import MetricsLog, last_step, read_lines, scalars
 
 
 def write(path, steps, resumed_at=0):

@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from laneformer.errors import InputError
-from train.metrics.records import MetricsLog, last_step
-from train.metrics.sinks import TensorBoard, WeightsAndBiases
+from laneformer.train.metrics.records import MetricsLog, last_step
+from laneformer.train.metrics.sinks import TensorBoard, WeightsAndBiases
 
 
 def hide(monkeypatch, package):

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 
 import laneformer as lf
-from train.config import DataConfig, MeshConfig, TrainConfig
-from train.planning.plan import ClusterConfig, plan
-from train.step import Trainer
+from laneformer.train.config import DataConfig, MeshConfig, TrainConfig
+from laneformer.train.planning.plan import ClusterConfig, plan
+from laneformer.train.step import Trainer
 
 
 def recipe(data: int, lane: int, layers: int, remat: str) -> TrainConfig:

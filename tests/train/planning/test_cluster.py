@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from laneformer.errors import ConfigError
-from train.planning.cluster import DEVICES, find_device, find_kind, peak_flops, speeds_of
+from laneformer.train.planning.cluster import DEVICES, find_device, find_kind, peak_flops, speeds_of
 
 
 def test_peak_is_found_by_device_kind():

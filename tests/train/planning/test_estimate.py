@@ -9,11 +9,11 @@ import pytest
 
 import laneformer as lf
 from laneformer.errors import ConfigError
+from laneformer.train.planning.cluster import find_device, speeds_of
+from laneformer.train.planning.estimate import estimate
+from laneformer.train.step import Trainer
 from tests.support.tiny_recipe import changed, tiny
 from tests.support.training.compiled_steps import CASES, FILE, Case, recipe_of
-from train.planning.cluster import find_device, speeds_of
-from train.planning.estimate import estimate
-from train.step import Trainer
 
 COMPILED = json.loads(FILE.read_text())
 

@@ -12,14 +12,14 @@ from types import SimpleNamespace
 import pytest
 
 from laneformer.errors import ConfigError, LaneformerError
+from laneformer.train.config import LaterPhase
+from laneformer.train.flops import train_flops_per_token
+from laneformer.train.planning import plan as planning
+from laneformer.train.planning.plan import ClusterConfig, describe, dry_run, plan, speeds
+from laneformer.train.program.overlap import FORWARD, HEAD, Overlap
+from laneformer.train.program.program import UNSCHEDULED
 from tests.support.paths import ROOT
 from tests.support.tiny_recipe import RECIPE, changed, tiny
-from train.config import LaterPhase
-from train.flops import train_flops_per_token
-from train.planning import plan as planning
-from train.planning.plan import ClusterConfig, describe, dry_run, plan, speeds
-from train.program.overlap import FORWARD, HEAD, Overlap
-from train.program.program import UNSCHEDULED
 
 ONE_NODE = ClusterConfig(device="h200", nodes=1, compiler="cpu")
 
@@ -193,7 +193,7 @@ def test_bad_clusters_raise(cluster, message):
 def test_cuda_compiler_needs_no_gpu():
     """A separate process plans 32 devices: 4 nodes, each with the 8 lanes of the recipe."""
     code = (
-        f"from train.planning.plan import dry_run; print(dry_run([{RECIPE!r}, '--cluster.nodes', '4',"
+        f"from laneformer.train.planning.plan import dry_run; print(dry_run([{RECIPE!r}, '--cluster.nodes', '4',"
         " '--cluster.compiler', 'cuda']))"
     )
     text = subprocess.run(

@@ -5,12 +5,12 @@ import json
 
 import pytest
 
+from laneformer.train.__main__ import main
+from laneformer.train.flops import train_flops_per_token
+from laneformer.train.planning.cluster import find_device
+from laneformer.train.planning.plan import USABLE
+from laneformer.train.planning.sweep import SweepConfig, fastest, mesh_sweep, meshes, points, sweep
 from tests.support.tiny_recipe import RECIPE, changed, tiny
-from train.__main__ import main
-from train.flops import train_flops_per_token
-from train.planning.cluster import find_device
-from train.planning.plan import USABLE
-from train.planning.sweep import SweepConfig, fastest, mesh_sweep, meshes, points, sweep
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import laneformer as lf
-from train.program.hlo import Collective, Module, _groups
+from laneformer.train.program.hlo import Collective, Module, _groups
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,22 @@ import numpy as np
 import pytest
 
 import laneformer as lf
+from laneformer.train.planning.cluster import Speeds, find_device, speeds_of
+from laneformer.train.program.hlo import Module
+from laneformer.train.program.overlap import (
+    BACKWARD,
+    FORWARD,
+    GRADIENTS,
+    HEAD,
+    MERGED,
+    OTHER,
+    WEIGHTS,
+    Overlap,
+    overlaps,
+)
+from laneformer.train.step import PARALLEL, START_EARLY, compiler_options
 from laneformer.weights import attention_flops_per_token, matmul_parameters
 from tests.support.training.recorded_programs import CASES, model_of, read
-from train.planning.cluster import Speeds, find_device, speeds_of
-from train.program.hlo import Module
-from train.program.overlap import BACKWARD, FORWARD, GRADIENTS, HEAD, MERGED, OTHER, WEIGHTS, Overlap, overlaps
-from train.step import PARALLEL, START_EARLY, compiler_options
 
 # Kernels take 1 s per MB. An all-reduce of 4 MB along 2 lanes sends 4 MB and takes 8 s.
 SPEEDS = Speeds(products=1e30, memory=1e6, link=0.5e6, network=1e6, inside=frozenset({"lane"}), members={})

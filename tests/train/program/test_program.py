@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import laneformer as lf
+from laneformer.train.planning.cluster import find_kind, speeds_of
+from laneformer.train.program.hlo import Module
+from laneformer.train.program.program import UNSCHEDULED, describe, gigabytes, read_program, save_program
+from laneformer.train.step import Trainer
 from laneformer.weights import matmul_parameters
 from tests.support.tiny_recipe import changed, tiny
 from tests.support.training.recorded_programs import read
-from train.planning.cluster import find_kind, speeds_of
-from train.program.hlo import Module
-from train.program.program import UNSCHEDULED, describe, gigabytes, read_program, save_program
-from train.step import Trainer
 
 
 @cache

@@ -3,7 +3,7 @@
 import pytest
 
 from laneformer.errors import InputError
-from train.tokenizing.conversations import Conversation, Shape
+from laneformer.train.tokenizing.conversations import Conversation, Shape
 
 CALL = {"id": "1", "type": "function", "function": {"name": "vin", "arguments": '{"n": 1}'}}
 

@@ -5,10 +5,10 @@ import os
 import pytest
 
 from laneformer.errors import InputError
+from laneformer.train.tokenizing.conversations import Conversation
+from laneformer.train.tokenizing.documents import Dataset, Document, Files, Survey, digest, place
+from laneformer.train.tokenizing.rows import BadRows
 from tests.support.training.tokenizing import cache, jsonl, parquet  # noqa: F401
-from train.tokenizing.conversations import Conversation
-from train.tokenizing.documents import Dataset, Document, Files, Survey, digest, place
-from train.tokenizing.rows import BadRows
 
 pa = pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.usefixtures("cache")

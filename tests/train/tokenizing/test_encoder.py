@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
-from train.tokenizing import encoder, fim
-from train.tokenizing.documents import Document
+from laneformer.train.tokenizing import encoder, fim
+from laneformer.train.tokenizing.documents import Document
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from train.tokenizing.documents import digest
-from train.tokenizing.fim import FillInTheMiddle
+from laneformer.train.tokenizing.documents import digest
+from laneformer.train.tokenizing.fim import FillInTheMiddle
 
 PREFIX, MIDDLE, SUFFIX = 1, 2, 3
 

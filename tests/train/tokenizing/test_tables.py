@@ -9,10 +9,10 @@ import os
 import pytest
 
 from laneformer.errors import InputError
+from laneformer.train.tokenizing.conversations import Conversation
+from laneformer.train.tokenizing.rows import BadRows
+from laneformer.train.tokenizing.tables import Tables
 from tests.support.training.tokenizing import parquet
-from train.tokenizing.conversations import Conversation
-from train.tokenizing.rows import BadRows
-from train.tokenizing.tables import Tables
 
 pa = pytest.importorskip("pyarrow")
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from train.tokenizing.documents import Files, Survey, place
-from train.tokenizing.writer import sample
+from laneformer.train.tokenizing.documents import Files, Survey, place
+from laneformer.train.tokenizing.writer import sample
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["size known", "size unknown"])

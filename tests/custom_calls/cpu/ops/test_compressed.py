@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-import custom_calls
-from custom_calls import NativeError, build
-from custom_calls.plan import make_plan
+from laneformer import custom_calls
 from laneformer.config import CompressedAttention
+from laneformer.custom_calls import NativeError, build
+from laneformer.custom_calls.plan import make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Value, Weight
 from tests.support import small

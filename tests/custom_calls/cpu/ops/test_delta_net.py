@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from custom_calls import NativeError
+from laneformer.custom_calls import NativeError
 from tests.support import small
 from tests.support.decode_cases import DELTA_NET
 

@@ -5,7 +5,7 @@ Any number of threads gives the same bits.
 import numpy as np
 import pytest
 
-from custom_calls import NativeError, Session
+from laneformer.custom_calls import NativeError, Session
 from laneformer.ops import Chosen, Matrix, Weight
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import USUAL, round_to

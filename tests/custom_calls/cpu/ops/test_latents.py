@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-import custom_calls
-from custom_calls import NativeError, Session, build
+from laneformer import custom_calls
 from laneformer.config import LatentAttention
+from laneformer.custom_calls import NativeError, Session, build
 from laneformer.ops import LatentKeep
 from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import USUAL, round_to

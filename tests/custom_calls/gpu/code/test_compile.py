@@ -12,19 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from configs.models import LANEFORMER_2B, MODELS, PACKED, QWEN3_NEXT_20B
-from custom_calls.gpu import codes
-from custom_calls.gpu import compile as gpu_build
-from custom_calls.gpu.codes import Codes
-from custom_calls.gpu.formats import product_weights
-from custom_calls.gpu.header import model_header
-from custom_calls.gpu.layout import Layout
-from custom_calls.gpu.tiling import H200, MI300X
-from infer.engine.native import plan_of
 from laneformer import ModelConfig, Precision
 from laneformer.config import CompressedAttention, ResidualStreams
+from laneformer.custom_calls.gpu import codes
+from laneformer.custom_calls.gpu import compile as gpu_build
+from laneformer.custom_calls.gpu.codes import Codes
+from laneformer.custom_calls.gpu.formats import product_weights
+from laneformer.custom_calls.gpu.header import model_header
+from laneformer.custom_calls.gpu.layout import Layout
+from laneformer.custom_calls.gpu.tiling import H200, MI300X
 from laneformer.decoder import decoder_ops
+from laneformer.infer.engine.native import plan_of
 from laneformer.ops import without_kernel
+from laneformer.recipes.models import LANEFORMER_2B, MODELS, PACKED, QWEN3_NEXT_20B
 from tests.support.gpu_cases import mixed_plan
 
 

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from configs.models import LANEFORMER_2B, MODELS
-from custom_calls.gpu import compile as gpu_build
-from custom_calls.gpu.codes import Codes
-from custom_calls.gpu.formats import product_weights
-from custom_calls.gpu.header import model_header
-from custom_calls.gpu.layout import Layout
-from custom_calls.gpu.tiling import H200, MI300X
-from infer.engine.native import plan_of
 from laneformer import Precision
+from laneformer.custom_calls.gpu import compile as gpu_build
+from laneformer.custom_calls.gpu.codes import Codes
+from laneformer.custom_calls.gpu.formats import product_weights
+from laneformer.custom_calls.gpu.header import model_header
+from laneformer.custom_calls.gpu.layout import Layout
+from laneformer.custom_calls.gpu.tiling import H200, MI300X
+from laneformer.infer.engine.native import plan_of
+from laneformer.recipes.models import LANEFORMER_2B, MODELS
 
 pytestmark = pytest.mark.slow
 needs_nvcc = pytest.mark.skipif(gpu_build.nvcc() is None, reason="nvcc is not installed")

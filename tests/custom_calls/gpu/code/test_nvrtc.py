@@ -6,15 +6,15 @@ import sys
 
 import pytest
 
-from custom_calls import build
-from custom_calls.build import BuildError
-from custom_calls.gpu import compile as gpu_build
+from laneformer.custom_calls import build
+from laneformer.custom_calls.build import BuildError
+from laneformer.custom_calls.gpu import compile as gpu_build
 
 KERNEL = 'extern "C" __global__ void kernel(float* x) { x[0] = expf(x[0]) / x[1]; }'
 COMPILE = """
 import sys
 from pathlib import Path
-from custom_calls.gpu import compile
+from laneformer.custom_calls.gpu import compile
 
 compile.nvcc = lambda: None
 folder = Path(sys.argv[1])

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from infer.serve.processes.channel import MOST_AT_ONCE, Channel
+from laneformer.infer.serve.processes.channel import MOST_AT_ONCE, Channel
 
 
 async def opened():

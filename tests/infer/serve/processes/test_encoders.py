@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from infer.serve.processes import encoders as module
-from infer.serve.processes.encoders import Encoder, EncoderError, Encoders, Folder, TooLong
-from infer.text.chat_template import ChatTemplate
-from infer.text.conversation import encode
-from infer.text.tokenizer import Tokenizer
 from laneformer.errors import CheckpointError, InputError
+from laneformer.infer.serve.processes import encoders as module
+from laneformer.infer.serve.processes.encoders import Encoder, EncoderError, Encoders, Folder, TooLong
+from laneformer.infer.text.chat_template import ChatTemplate
+from laneformer.infer.text.conversation import encode
+from laneformer.infer.text.tokenizer import Tokenizer
 from tests.support.checkpoints import byte_tokenizer
 from tests.support.paths import PYTHON, ROOT
 
@@ -163,6 +163,10 @@ def test_tokenizer_that_panics_is_refused_in_one_line(tmp_path):
 
 def test_encoders_import_no_jax():
     """It would cost 150 MB and make a fork ten times as slow."""
-    modules = "infer.serve.processes.encoders, infer.text.chat_template, infer.text.conversation, infer.text.tokenizer"
-    program = f"import sys, {modules}; assert 'jax' not in sys.modules"
+    lines = (
+        "import sys",
+        "from laneformer.infer.serve.processes import encoders",
+        "from laneformer.infer.text import chat_template, conversation, tokenizer",
+    )
+    program = "\n".join((*lines, "assert 'jax' not in sys.modules"))
     subprocess.run([*PYTHON, "-c", program], cwd=ROOT, check=True)

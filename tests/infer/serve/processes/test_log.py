@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from infer.serve.processes import log
+from laneformer.infer.serve.processes import log
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

@@ -2,8 +2,8 @@
 
 import threading
 
-from infer.serve.processes.questions import SHORT, Questions
-from infer.serve.worker import Question
+from laneformer.infer.serve.processes.questions import SHORT, Questions
+from laneformer.infer.serve.worker import Question
 
 
 def question(size, client="a"):

@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-import custom_calls
-import infer
-from laneformer import CheckpointError, ConfigError, Laneformer, load, make_mesh, save_hf
+from laneformer import CheckpointError, ConfigError, Laneformer, custom_calls, infer, load, make_mesh, save_hf
 from laneformer.checkpoint import open_checkpoint, packed_bytes
 from laneformer.hf import read_hf_config
 from laneformer.hf.llama import LLAMA
