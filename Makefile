@@ -36,6 +36,7 @@ test: setup
 lint: setup
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m mypy
 	git ls-files '*.cc' '*.h' '*.cu' | xargs $(VENV)/bin/clang-format --dry-run --Werror
 
 format: setup
@@ -55,6 +56,6 @@ $(VENV)/.installed-$(EXTRAS): pyproject.toml setup.py
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DATA) $(RUN) *.egg-info build custom_calls/lib .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DATA) $(RUN) *.egg-info build custom_calls/lib .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 	@rmdir $(dir $(DATA)) $(dir $(RUN)) 2>/dev/null || true  # fails if they contain something else
