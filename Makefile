@@ -26,7 +26,7 @@ EXCLUDE = $(addprefix --exclude ,site-packages test tests idlelib lib2to3 turtle
 
 run: setup
 	$(PY) -m scripts.tokenize --out $(DATA) $(STDLIB) --glob '*.py' $(EXCLUDE)
-	$(PY) -m train stdlib --data.path $(DATA) --run $(RUN) $(TRAIN)
+	$(PY) -m train stdlib --data.path $(DATA) --run $(RUN) --watch.samples-every 100 --watch.prompts '$(PROMPT)' $(TRAIN)
 	$(PY) -m scripts.plot $(RUN)
 	$(PY) -m infer generate --checkpoint $(RUN) --prompt '$(PROMPT)' --max-new-tokens 200 --temperature 0.6 --top-p 0.95
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 from tqdm import tqdm
 
-from laneformer.errors import LaneformerError
+from laneformer.errors import LaneformerError, printable
 from laneformer.interrupts import StopSignals
 from laneformer.train.config import Phase, TrainConfig, recorded
 from laneformer.train.flops import model_flops_utilization
@@ -127,9 +128,12 @@ class RunLog:
             self.metrics.sync()
 
     def sample(self, step: int, records: list[dict]) -> None:
-        """Writes the text samples drawn after a step."""
+        """Writes the text samples drawn after a step to the file, and to the terminal."""
         for record in records if self.writes else ():
             self.samples.write(step, **record)
+        for name, text in texts(records).items() if self.writes else ():
+            with self._output():
+                self.bar.write(f"step {step}: {name}\n{textwrap.indent(printable(text), '  | ')}")
         for sink in self.metrics.sinks if self.writes else ():
             sink.text(step, texts(records))
 
