@@ -16,8 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from laneformer.custom_calls.gpu.formats import Bf12, joined
-from laneformer.custom_calls.gpu.stages import in_one_format
+from laneformer.custom_calls.gpu.formats import Bf12, in_one_format, joined
 from laneformer.custom_calls.library import NativeError
 from laneformer.custom_calls.plan import Plan
 from laneformer.ops import HeadKind, Product, Value

@@ -3,10 +3,7 @@
 from collections.abc import Iterator
 
 from laneformer.custom_calls.gpu.layout import Layout
-from laneformer.custom_calls.gpu.stages import Stage
-from laneformer.custom_calls.gpu.supported import Router
 from laneformer.custom_calls.library import ring_slots
-from laneformer.ops import CompressedAttend, CompressedKeep, GatherStreams
 
 
 def mail_slots(layout: Layout) -> int:
@@ -24,30 +21,18 @@ def boards(layout: Layout) -> Iterator[tuple[str, int]]:
     for name in ("StreamBoard", "OtherStreamBoard"):
         yield name, _in_threes(layout.triples[name], layout.hidden) if name in layout.triples else layout.hidden
     yield from _between_ops(layout).items()
-    nets = [op.value_heads * (op.value_dim + op.head_tiles) for op in layout.nets]
-    indexed = [op.ratio for op in layout.attends if isinstance(op, CompressedAttend) and op.index]
-    yield "ScoresBoard", max((-(-layout.plan.ops.context // ratio) for ratio in indexed), default=0)
-    yield "PartsBoard", max([layout.sizes(op).part_words for op in layout.attends] + nets)
+    yield "ScoresBoard", _of_ops(layout, "ScoresBoard")
+    yield "PartsBoard", _of_ops(layout, "PartsBoard")
     yield "HeadBoard", layout.head.columns
     # Each CTA's sum over its rows, for ops and for each event of the schedule.
     yield "RowSumsBoard", layout.ctas * (1 + sum(map(len, layout.table.events)))
-    yield (
-        "RoutesBoard",
-        max(
-            (
-                tiling.all_rows
-                for kind in layout.kinds
-                for op, tiling in zip(kind.ops, kind.tilings, strict=True)
-                if isinstance(op, Router)
-            ),
-            default=0,
-        ),
-    )
-    # Each CTA's parts of a mixture of streams, and the sum of squares of its channels.
-    of_streams = [
-        stage.op.mix.rows + 1 for kind in layout.kinds for stage in kind.stages if isinstance(stage.op, GatherStreams)
-    ]
-    yield "MixtureBoard", layout.ctas * max((rows + rows % 2 for rows in of_streams), default=0)
+    yield "RoutesBoard", _of_ops(layout, "RoutesBoard")
+    yield "MixtureBoard", _of_ops(layout, "MixtureBoard")
+
+
+def _of_ops(layout: Layout, name: str) -> int:
+    """Words of a board that ops share."""
+    return max(each.boards(layout.lane, tiling).get(name, 0) for each, tiling in layout.kernels)
 
 
 def shared(layout: Layout) -> Iterator[tuple[str, int]]:
@@ -91,7 +76,7 @@ def _between_ops(layout: Layout) -> dict[str, int]:
     for kind in layout.kinds:
         for stage in kind.stages:
             if stage.writes:
-                own = stage.first + _words(stage)
+                own = stage.first + stage.kernel.words(stage)
                 if stage.writes in layout.triples:
                     own = _in_threes(layout.triples[stage.writes], stage.op.channels)
                 words[stage.writes] = max(words.get(stage.writes, 0), own)
@@ -101,16 +86,3 @@ def _between_ops(layout: Layout) -> dict[str, int]:
 def _in_threes(rows: int, channels: int) -> int:
     """Words of a board on which each CTA publishes `rows` channels, three in 16 bytes."""
     return -(-channels // rows) * -(-rows // 3) * 2
-
-
-def _words(stage: Stage) -> int:
-    """Words of a stage's result. The channels of each expert or head begin at an even word."""
-    op = stage.op
-    if isinstance(op, CompressedKeep):
-        return sum(own.channels + own.channels % 2 for own in (op.entries, op.index_keys) if own)
-    if isinstance(op, CompressedAttend):
-        return op.heads * op.head_dim
-    if stage.of_head:
-        return op.channels // stage.of_head * (stage.of_head + stage.of_head % 2)
-    each = op.rows // 2 if op.gated else op.rows
-    return (each + each % 2) * op.chosen.used if op.chosen else op.channels

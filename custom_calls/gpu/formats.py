@@ -3,8 +3,9 @@ bytes of weights of each thread in the plan's dtype; a line is 16 bytes of each 
 custom_calls/gpu/kernel/formats.h has a struct for each format, which reads the lines.
 """
 
+import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 
 from laneformer.custom_calls.plan import Dtype, Plan
 from laneformer.formats import BF12_END, BF12_MOST_EXCEPTIONS, BF12_TABLE, FORMATS, bf12_table
+from laneformer.ops import Product
 
 UNIT_SHIFT, THREAD_SHIFT, SLOT_SHIFT = 19, 13, 8
 """First bits of the fields in an exception's word, as in gpu/kernel/formats.h: unit, thread, slot; below, high byte."""
@@ -212,3 +214,11 @@ def _counts(weight: np.ndarray | jax.Array) -> np.ndarray:
 def _counted(weight: jax.Array) -> jax.Array:
     high = jax.lax.bitcast_convert_type(weight, jnp.uint16) >> 8 & 0x7F
     return jnp.bincount(high.reshape(-1), length=128)
+
+
+def in_one_format(op: Product, formats: Mapping[str, object]) -> list[Product]:
+    """Splits a product into products of one format each, which write one after the other. formats: formats of some
+    matrices, by path; all other matrices have the same format.
+    """
+    runs = itertools.groupby(op.matrices, lambda matrix: formats.get(matrix.weight.path))
+    return [replace(op, matrices=tuple(matrices)) for _, matrices in runs]

@@ -8,33 +8,20 @@ always agree.
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from laneformer.custom_calls.gpu.attention import AttentionSizes, rotated
 from laneformer.custom_calls.gpu.codes import Codes
 from laneformer.custom_calls.gpu.kinds import Kind, Tiler, signature
-from laneformer.custom_calls.gpu.stages import Stage, stages
-from laneformer.custom_calls.gpu.supported import unknown
+from laneformer.custom_calls.gpu.ops import kernel, problems
+from laneformer.custom_calls.gpu.ops.kernel import Lane, OpKernel, Stage
+from laneformer.custom_calls.gpu.ops.streams import GatherStreamsKernel
+from laneformer.custom_calls.gpu.stages import stages
 from laneformer.custom_calls.gpu.tiling import Machine, Tiling
 from laneformer.custom_calls.gpu.variants import check
 from laneformer.custom_calls.plan import Dtype, Plan
-from laneformer.ops import (
-    ENTRIES,
-    Attend,
-    CompressedAttend,
-    CompressedKeep,
-    Compressor,
-    DeltaNet,
-    HeadKind,
-    LatentAttend,
-    Module,
-    Op,
-    Product,
-    Rotary,
-    Value,
-)
+from laneformer.ops import HeadKind, Module, Product, Rotary, Value
 
 # Lines in a slot of the stream's ring, 4 KiB. Each warp issues its own copies; a single thread would need larger ones.
 SLOT_LINES = 8
@@ -44,7 +31,6 @@ ORDER_BYTES = 104  # bytes for the orders of a warp, without its pieces
 TURNS = (1, 2, 4, 8, 16)
 MOST_ROWS = 8  # rows of a pass; kMaxRows of gpu/kernel/params.h
 STEPS = ("begin", "embed", "final", "head", "op")  # as in gpu/kernel/params.h; "op" is the first op of a layer
-ATTENDS = Attend | LatentAttend | CompressedAttend
 WIDTH = {Dtype.float32: 4, Dtype.bfloat16: 2, Dtype.float16: 2}
 
 
@@ -86,9 +72,9 @@ class Layout:
         if not 1 <= self.requests <= self.rows:
             raise ValueError(f"the number of slots must be 1 to {self.rows}, the rows of a pass, got {self.requests}")
         for number, layer in enumerate(self.plan.ops.layers):
-            for problem in unknown(layer, self.plan.ops.hidden_size):
+            for problem in problems(layer, self.plan.ops.hidden_size):
                 raise ValueError(f"the GPU kernel cannot run layer {number}: {problem}; use backend xla")
-        if not any(isinstance(op, ATTENDS) for op in self._ops):
+        if not any(kernel(op).attends for layer in self.plan.ops.layers for op in layer.ops):
             raise ValueError("the GPU kernel needs attention in at least one layer; use backend xla")
         if len({signature(dataclasses.replace(module, ops=())) for module in self.modules}) > 1:
             raise ValueError("the GPU kernel needs a norm of the sum in all modules or in none; use backend xla")
@@ -97,10 +83,6 @@ class Layout:
     @property
     def table(self):
         return self.plan.schedule
-
-    @property
-    def _ops(self) -> Iterator[Op]:
-        return (op for layer in self.plan.ops.layers for op in layer.ops)
 
     @property
     def modules(self) -> list[Module]:
@@ -225,7 +207,7 @@ class Layout:
         lines.
         """
         gather = self.plan.ops.head.gather
-        return self.tiler.mixture(gather) if gather else None
+        return GatherStreamsKernel(gather).tiling(None, self.tiler) if gather else None
 
     @property
     def gather_lines(self) -> int:
@@ -285,23 +267,19 @@ class Layout:
         return [*self._of_layers, *([self.head_mixture] if self.head_mixture else [])]
 
     @cached_property
-    def attends(self) -> list[ATTENDS]:
-        """The attention op of each kind that has one."""
-        return [op for kind in self.kinds for op in kind.ops if isinstance(op, ATTENDS)]
-
-    def sizes(self, op: ATTENDS) -> AttentionSizes:
-        return AttentionSizes.of(op, self.ctas, WIDTH[self.plan.cache_dtype])
+    def lane(self) -> Lane:
+        """What the sizes of ops depend on."""
+        width = WIDTH[self.plan.cache_dtype]
+        return Lane(self.machine, self.ctas, self.stream_rows, width, self.plan.ops.context)
 
     @cached_property
-    def nets(self) -> list[DeltaNet]:
-        """The DeltaNet op of each kind that has one."""
-        return [op for kind in self.kinds for op in kind.ops if isinstance(op, DeltaNet)]
-
-    @cached_property
-    def compressors(self) -> list[CompressedKeep | Compressor]:
-        """The ops of each kind that make vectors of compressed attention: CompressedKeep, and its compressors."""
-        keeps = [op for kind in self.kinds for op in kind.ops if isinstance(op, CompressedKeep)]
-        return [own for keep in keeps for own in (keep, keep.entries, keep.index_keys) if own]
+    def kernels(self) -> list[tuple[OpKernel, Tiling | None]]:
+        """The ops of all kinds of modules, and their tilings."""
+        return [
+            (stage.kernel, tiling)
+            for kind in self.kinds
+            for stage, tiling in zip(kind.stages, kind.tilings, strict=True)
+        ]
 
     @cached_property
     def first_kept(self) -> tuple[int, ...]:
@@ -311,7 +289,8 @@ class Layout:
     @cached_property
     def rotations(self) -> dict[tuple[Rotary, int], int]:
         """The tables of rotations, one for each rotary embedding and head size: index of the first float of each."""
-        wanted = dict.fromkeys((op.rotary, rotated(op)) for op in (*self.attends, *self.compressors) if op.rotary)
+        kernels = sorted((each for each, _ in self.kernels), key=lambda each: not each.attends)
+        wanted = dict.fromkeys(table for each in kernels for table in each.rotations())
         places, end = {}, 0
         for rotary, head_dim in wanted:
             places[rotary, head_dim] = end
@@ -436,11 +415,6 @@ class Layout:
         """Share of `stream_bytes` that is experts. Each row of a pass reads its own experts."""
         return self._expert_lines * self.line_words * 4 * self.packed_shape[0] / self.stream_bytes
 
-    def _delta_floats(self, op: DeltaNet) -> int:
-        """Floats of a DeltaNet op in shared memory."""
-        task = ENTRIES * (ENTRIES + 1) + 2 * op.key_dim + 2 * ENTRIES + 2 + self.machine.warps * (4 * ENTRIES + 3)
-        return max(task, op.value_heads * op.head_tiles)
-
     @cached_property
     def shared_floats(self) -> int:
         """Floats of a CTA's arrays in shared memory, beside the ring."""
@@ -449,7 +423,7 @@ class Layout:
     @property
     def _merged(self) -> int:
         """Floats of merged attention in shared memory for one row of a pass."""
-        return max([self.sizes(op).merged_floats for op in self.attends] + [op.value_heads for op in self.nets])
+        return max(each.merged_floats(self.lane) for each, _ in self.kernels)
 
     def _z_in_merged(self, head: Tiling) -> bool:
         """Whether the sampler's second copy of the logits uses the memory in which layers merge attention."""
@@ -461,7 +435,6 @@ class Layout:
 
     def _floats_with(self, head: Tiling, rows: int) -> int:
         warps, tilings = self.machine.warps, [*self._before_head, head]
-        width = WIDTH[self.plan.cache_dtype]
 
         def even(n):
             return n + n % 2
@@ -475,14 +448,7 @@ class Layout:
         return (
             2 * even(partial)
             + 2 * even(rows * warps)
-            + even(
-                max(
-                    sampler,
-                    *(self.sizes(op).floats(rows, self.machine, width) for op in self.attends),
-                    *map(self._delta_floats, self.nets),
-                    3 * self.threads * bool(self.compressors),
-                )
-            )
+            + even(max(sampler, *(each.task_floats(self.lane, rows) for each, _ in self.kernels)))
             + even(rows * self._merged)
             + even(max(tiling.brought_floats for tiling in tilings))
             + even(warps * self._staged_with(head))

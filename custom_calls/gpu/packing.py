@@ -98,17 +98,6 @@ def chunks(matrices: list, tiling: Tiling) -> Iterator[tuple[int, list]]:
         )
 
 
-def by_ctas(mix: np.ndarray, streams: int, ctas: int, rows: int) -> np.ndarray:
-    """Rearranges a mixture's matrix [..., n, streams * hidden] into parts of the CTAs, one after the other:
-    [..., ctas * n, streams * rows]. A CTA's part has all n rows, and the columns of its `rows` channels of each stream.
-    """
-    *lead, count, columns = mix.shape
-    parts = mix.reshape(*lead, count, streams, columns // streams)
-    parts = np.pad(parts, [*[(0, 0)] * (len(lead) + 2), (0, ctas * rows - parts.shape[-1])])
-    parts = np.moveaxis(parts.reshape(*lead, count, streams, ctas, rows), -2, -4)
-    return parts.reshape(*lead, ctas * count, streams * rows)
-
-
 def _arranged(parts: list[jax.Array], lanes: int, arrangement: str) -> jax.Array:
     if arrangement == "as it is":
         return parts[0]

@@ -1,6 +1,7 @@
 """The weights of a GPU session: packs them into the stream that each warp reads, and into the arrays beside it."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -15,9 +16,10 @@ from jax.sharding import PartitionSpec as P
 from laneformer.custom_calls.gpu.codes import CodesChoice, Header
 from laneformer.custom_calls.gpu.formats import Bf12Choice
 from laneformer.custom_calls.gpu.layout import Layout
+from laneformer.custom_calls.gpu.ops.kernel import OpKernel
+from laneformer.custom_calls.gpu.ops.streams import GatherStreamsKernel
 from laneformer.custom_calls.gpu.packing import (
     Placement,
-    by_ctas,
     chunks,
     filled,
     filled_codes,
@@ -26,11 +28,10 @@ from laneformer.custom_calls.gpu.packing import (
     placed,
     placed_codes,
 )
-from laneformer.custom_calls.gpu.supported import Router
 from laneformer.custom_calls.gpu.tiling import Tiling
 from laneformer.custom_calls.session import Bf12Weights
 from laneformer.formats import BF12_TABLE
-from laneformer.ops import GatherStreams, HeadKind, Rotary
+from laneformer.ops import HeadKind, Rotary, Weight
 from laneformer.quantized import Quantized
 
 
@@ -77,7 +78,8 @@ class GpuWeights:
             self._embedding = self._put(_kept(weight).astype(plan.weight_dtype.name), False)
         gather = plan.ops.head.gather
         if gather and path == gather.mix.weight.path:
-            self._place_mixture(_whole(weight), gather, self.layout.head_mixture, self.layout.layer_lines)
+            tiling, line = self.layout.head_mixture, self.layout.layer_lines
+            self._place_float32(GatherStreamsKernel(gather), [gather.mix.weight], {path: weight}, tiling, line)
         if path == plan.ops.head.weight.path:
             self._pack_head(_kept(weight))
 
@@ -91,27 +93,22 @@ class GpuWeights:
             return
         del self._waiting[layer, number]
         weights = [matrix.weight for matrix in stage.matrices]
-        if isinstance(stage.op, Router):
-            rows = [self._put(parts[weight.path].astype(jnp.float32), weight.lane_sharded) for weight in weights]
-            return self._place_router(rows, layer, number)
-        if isinstance(stage.op, GatherStreams):
-            return self._place_mixture(_whole(weight), stage.op, *self._tiled(layer, number))
+        if stage.kernel.in_float32:
+            return self._place_float32(stage.kernel, weights, parts, *self._tiled(layer, number))
         matrices = [self._put_matrix(parts[weight.path], weight.lane_sharded) for weight in weights]
         self._place(matrices, self.layout.numbers[layer, number])
-
-    def _place_router(self, matrices: list[jax.Array], layer: int, number: int) -> None:
-        self._place_float32(matrices, *self._tiled(layer, number))
-
-    def _place_mixture(self, mix: np.ndarray, op: GatherStreams, tiling: Tiling, line: int) -> None:
-        parts = by_ctas(mix, op.count, self.layout.ctas, self.layout.stream_rows)
-        self._place_float32([self._put(parts, op.mix.weight.lane_sharded)], tiling, line)
 
     def _tiled(self, layer: int, number: int) -> tuple[Tiling, int]:
         """The tiling of a stage, and its first line in the memory of each warp."""
         layout = self.layout
         return layout.tiling(layer, number), layout.line(layer, number)
 
-    def _place_float32(self, matrices: list[jax.Array], tiling: Tiling, line: int) -> None:
+    def _place_float32(
+        self, kernel: OpKernel, weights: list[Weight], arrays: Mapping[str, Any], tiling: Tiling, line: int
+    ) -> None:
+        """Packs the matrices of an op in float32. arrays: of `weights`, by path."""
+        arranged = [kernel.arranged(_gathered(arrays[weight.path]), self.layout.lane) for weight in weights]
+        matrices = [self._put(own, weight.lane_sharded) for own, weight in zip(arranged, weights, strict=True)]
         offset, table = np.int32(line * self.layout.line_words), np.zeros(BF12_TABLE, np.uint8)
         self._packed, *_ = placed(self._packed, matrices, offset, table, tiling, "rows", self._sharding(True))
 
@@ -193,19 +190,19 @@ class GpuWeights:
             self._keep(product, filled(self._packed, block, np.int32(place.offset), self._table(product), *kept))
         for layer, stages in enumerate(layout.stages):
             for number, stage in enumerate(stages):
-                if isinstance(stage.op, Router):
-                    shapes = (matrix.weight.shape for matrix in stage.matrices)
-                    self._place_router([normal(keys[1], jnp.zeros(shape)) for shape in shapes], layer, number)
-                elif isinstance(stage.op, GatherStreams):
-                    self._fill_mixture(keys[1], stage.op, *self._tiled(layer, number))
+                if stage.kernel.in_float32:
+                    weights = [matrix.weight for matrix in stage.matrices]
+                    self._fill_float32(keys[1], stage.kernel, weights, *self._tiled(layer, number))
         if gather := self.plan.ops.head.gather:
-            self._fill_mixture(keys[1], gather, layout.head_mixture, layout.layer_lines)
+            tiling, line = layout.head_mixture, layout.layer_lines
+            self._fill_float32(keys[1], GatherStreamsKernel(gather), [gather.mix.weight], tiling, line)
         embedding = jnp.zeros(self.plan.ops.embedding.shape, self.plan.weight_dtype.name, device=self._sharding(False))
         self._embedding = normal(keys[1], embedding)
         self._ready = None
 
-    def _fill_mixture(self, key: jax.Array, op: GatherStreams, tiling: Tiling, line: int) -> None:
-        self._place_mixture(np.asarray(normal(key, jnp.zeros(op.mix.weight.shape))), op, tiling, line)
+    def _fill_float32(self, key: jax.Array, kernel: OpKernel, weights: list[Weight], tiling: Tiling, line: int) -> None:
+        arrays = {weight.path: np.asarray(normal(key, jnp.zeros(weight.shape))) for weight in weights}
+        self._place_float32(kernel, weights, arrays, tiling, line)
 
     @property
     def operands(self) -> tuple:
@@ -290,9 +287,14 @@ class GpuWeights:
 
 def _whole(weight) -> np.ndarray:
     """A weight on the host in float32, gathered if its lanes belong to several processes."""
+    return np.asarray(_gathered(weight), np.float32)
+
+
+def _gathered(weight):
+    """A weight, gathered on the host if its lanes belong to several processes."""
     if isinstance(weight, jax.Array) and not (weight.is_fully_addressable or weight.is_fully_replicated):
         weight = multihost_utils.process_allgather(weight, tiled=True)
-    return np.asarray(weight, np.float32)
+    return weight
 
 
 def _kept(weight):
