@@ -3,6 +3,7 @@
 # make test     set up and run the tests
 # make lint     check the style
 # make format   apply the style
+# make docs     make a website of docs/ in build/docs; a broken link or a warning fails
 # make clean    remove everything that these commands created
 # For the pinned versions of constraints.txt add PIP='-c constraints.txt'.
 # On a machine with GPUs add EXTRAS=test,cuda13 (or cuda12, rocm) to any command: it installs JAX with GPU support.
@@ -22,7 +23,7 @@ PROMPT ?= def read_lines(path, encoding="utf-8"):
 STDLIB  = $(shell $(PY) -c "import sysconfig; print(sysconfig.get_path('stdlib'))")
 EXCLUDE = $(addprefix --exclude ,site-packages test tests idlelib lib2to3 turtledemo ensurepip encodings pydoc_data)
 
-.PHONY: run test lint format setup clean
+.PHONY: run test lint format docs setup clean
 
 run: setup
 	$(PY) -m scripts.tokenize --out $(DATA) $(STDLIB) --glob '*.py' $(EXCLUDE)
@@ -43,6 +44,11 @@ format: setup
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 	git ls-files '*.cc' '*.h' '*.cu' | xargs $(VENV)/bin/clang-format -i
+
+docs:
+	@$(MAKE) --no-print-directory setup EXTRAS=$(EXTRAS),docs
+	$(PY) -m sphinx -q --fail-on-warning --keep-going docs build/docs
+	@echo build/docs/index.html
 
 setup: $(VENV)/.installed-$(EXTRAS)
 
