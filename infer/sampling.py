@@ -86,7 +86,7 @@ class Sampling:
     min_p: float = 0.0
     """Draw among tokens whose probability is at least this share of the largest probability; 0 for all."""
     repetition_penalty: float = 1.0
-    """Above 1, make tokens of the prompt and of the answer so far less likely; 1 for no change."""
+    """Above 1, make tokens less likely that the prompt or the answer already contains; 1 for no change."""
     seed: int = 0
     """Seed of the noise, 0 to 2^64 - 1; the same seed gives the same tokens."""
     presence_penalty: float = 0.0

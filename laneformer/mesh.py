@@ -94,7 +94,7 @@ def make_mesh(num_lanes: int, *, data: int = 1, lane: int | None = None, devices
 def check_mesh(num_lanes: int, mesh: Mesh | None, stream: str = "float32") -> None:
     """Raises ConfigError unless `mesh` is a (data, lane) mesh that fits the lanes and the dtype `stream`.
 
-    None stands for one device and always fits. A bfloat16 stream does not fit several CPU devices: XLA:CPU (jaxlib 0.10
+    None means one device and always fits. A bfloat16 stream does not fit several CPU devices: XLA:CPU (jaxlib 0.10
     and 0.11) aborts the process when it compiles a bfloat16 all-reduce.
     """
     if mesh is None:

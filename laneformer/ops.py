@@ -171,7 +171,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Chosen:
-    """Marks a product whose matrices and biases each expert has its own of; only the experts in ROUTES compute."""
+    """Marks a mixture-of-experts product: each expert has its own matrices and biases; only those in ROUTES compute."""
 
     used: int
     """Number of experts in ROUTES."""
@@ -299,13 +299,13 @@ class ModuleVariant:
     norm_before: bool = dataclasses.field(default=True, metadata=LATER)
     """RMSNorm of the stream before each module."""
     norm_after: Literal["lane", "sum"] | None = dataclasses.field(default=None, metadata=LATER)
-    """RMSNorm of each module's output: of each lane's own, before it is added or sent (lane), or of the sum over all
-    lanes (sum). The latter keeps the results of a published model that is cut into lanes (OLMo-2, arXiv 2501.00656).
+    """RMSNorm of each module's output: of each lane's output before it is added or sent (lane), or of the sum over
+    all lanes (sum). A sum keeps the results of a published model that is cut into lanes (OLMo-2, arXiv 2501.00656).
     """
 
     @property
     def module_variant(self) -> dict[str, Any]:
-        """These fields by name."""
+        """Values of the fields of ModuleVariant, by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(ModuleVariant)}
 
     def unfit(self, layout: str, adds_whole_sums: bool) -> str | None:
@@ -334,7 +334,7 @@ class AttentionVariant:
 
     @property
     def attention_variant(self) -> dict[str, Any]:
-        """These fields by name."""
+        """Values of the fields of AttentionVariant, by name."""
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(AttentionVariant)}
 
 
@@ -351,7 +351,7 @@ class Attend(AttentionVariant):
     scale: float
     """Factor on the scores q . k."""
     window: int | None
-    """Number of newest keys that a query sees, its own position included. None: all."""
+    """Number of newest keys that a query attends to, its own position included. None: all."""
     rotary: Rotary | None
     """Rotation of q and k, after their norms."""
     q_norm: Norm | None = None
@@ -660,7 +660,7 @@ class CompressedAttend:
     head_dim: int
     """Channels of a head."""
     window: int
-    """Number of newest positions that a query sees, its own included."""
+    """Number of newest positions that a query attends to, its own included."""
     ratio: int | None
     """Positions in an entry's window; None: the layer has no entries."""
     norm_eps: float
@@ -672,7 +672,7 @@ class CompressedAttend:
     sinks: Weight = dataclasses.field(metadata=vector("heads"))
     """Logits [heads] that join each head's scaled scores, as in Attend."""
     index: Index | None
-    """What chooses the entries that a query sees; None: it sees all complete ones."""
+    """The choice of the entries that a query attends to; None: all complete ones."""
 
     reads: ClassVar = Value.QUERIES
     writes: ClassVar = Value.ATTENDED

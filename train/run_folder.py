@@ -124,8 +124,8 @@ def record_run(config: TrainConfig, stores: Stores) -> None:
         done = max([1, *saved_steps(run)])
         changed = check_same_run(before["config"], config, run, done)
         for phase in config.phases:
-            begun = phase.first_step < done
-            if begun and before["train_tokens_sha256"].get(phase.name) != digests[phase.name]:
+            started = phase.first_step < done
+            if started and before["train_tokens_sha256"].get(phase.name) != digests[phase.name]:
                 raise InputError(
                     f"{', '.join(map(str, phase.data.path))} does not hold the tokens that {run} started with; restore"
                     " them, or choose another folder with --run"

@@ -53,7 +53,7 @@ def check_same_run(
         listed = ", ".join(f"{name} (was {changed[name][0]!r}, now {changed[name][1]!r})" for name in refused[:6])
         more = ""
         if any(name.split(".")[-1] == "steps" for name in refused):
-            more = "; after the learning rate has begun to fall, add a phase to go on"
+            more = "; once the learning rate falls, add a phase to train longer"
         if "skip_steps" in refused:
             more = f"; to skip steps that are done, move the checkpoints after them out of {run / 'checkpoints'}"
         raise ConfigError(
@@ -66,27 +66,28 @@ def _change_done_steps(
     changed: Collection[str], before: dict[str, object], config: TrainConfig, done: int | None
 ) -> list[str]:
     """The names in `changed` that would change a step that is done: see `check_same_run`."""
-    own = {"steps", "accumulate", "weights", "group"}
+    phase_options = {"steps", "accumulate", "weights", "group"}
 
     def phase_of(name: str) -> str | None:
         """The phase that an option belongs to, None for the whole run."""
         parts = name.split(".")
-        return parts[1] if parts[0] == "then" else FIRST if parts[0] in ("data", "optimizer") or name in own else None
+        in_first = parts[0] in ("data", "optimizer") or name in phase_options
+        return parts[1] if parts[0] == "then" else FIRST if in_first else None
 
     allowed, first = set(), 0
     names = list(dict.fromkeys([FIRST, *(name.split(".")[1] for name in before if name.startswith("then."))]))
     steps = [before["steps" if name == FIRST else f"then.{name}.steps"] for name in names]
     done = sum(steps) if done is None else done
-    begun = [name for n, name in enumerate(names) if sum(steps[:n]) < done]
-    if [phase.name for phase in config.phases][: len(begun)] == begun:
-        allowed |= {name for name in changed if phase_of(name) not in (None, *begun)}
-        last = config.phases[len(begun) - 1]
+    started = [name for n, name in enumerate(names) if sum(steps[:n]) < done]
+    if [phase.name for phase in config.phases][: len(started)] == started:
+        allowed |= {name for name in changed if phase_of(name) not in (None, *started)}
+        last = config.phases[len(started) - 1]
         prefix = "" if last.name == FIRST else f"then.{last.name}."
         fields = {field.name for field in dataclasses.fields(OptimizerConfig)}
         old = OptimizerConfig(
             **{name: before[key] for name in fields if (key := f"{prefix}optimizer.{name}") in before}
         )
-        first, length = sum(steps[: len(begun) - 1]), steps[len(begun) - 1]
+        first, length = sum(steps[: len(started) - 1]), steps[len(started) - 1]
         if done - first <= min(old.steady_steps(length), last.optimizer.steady_steps(last.steps)):
             allowed |= {prefix + name for name in _OF_THE_FALL}
     if "skip_steps" in changed:

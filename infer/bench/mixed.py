@@ -167,13 +167,13 @@ def _mixed(engine: Engine, load: Load) -> list[Row]:
         began = time.perf_counter()
         for client in running:
             client.wait(len(client.times) + SETTLED)
-        came = time.perf_counter()
+        arrived = time.perf_counter()
         newcomer = _start(engine, load, run, prompt, 2)
         newcomer.wait(1)
         answered = newcomer.times[0]
         company.append(answered - newcomer.began)
-        before.append(min(client.rate(began, came) for client in running))
-        meanwhile.append(min(client.rate(came, answered) for client in running))
+        before.append(min(client.rate(began, arrived) for client in running))
+        meanwhile.append(min(client.rate(arrived, answered) for client in running))
         for client in (*running, newcomer):
             client.generation.cancel()
             client.end()

@@ -57,7 +57,7 @@ WITHOUT = {
 class Engine:
     """Generates text with a model. Up to `parallel` generations run at a time, started from any threads.
 
-    engine = infer.Engine.load("checkpoints/mine")
+    engine = laneformer.Engine.load("checkpoints/mine")
     for token in engine.generate("def fibonacci(n):", max_new_tokens=100):
         print(token.text, end="", flush=True)
     """
@@ -255,7 +255,7 @@ class Engine:
 
     def _grammars_for(self, constraint: Grammar) -> Grammars:
         if not isinstance(constraint, Grammar):
-            raise InputError(f"constraint = {constraint!r}: give infer.Grammar.json_schema(...), ...")
+            raise InputError(f"constraint = {constraint!r}: give laneformer.Grammar.json_schema(...), ...")
         if not self._backend.adjusts:
             raise InputError(f"{constraint.name} cannot be used on backend {self.backend}: use backend cpu or xla")
         if self.tokenizer is None:
@@ -331,7 +331,7 @@ class Engine:
             tokens_per_dispatch = _whole("tokens_per_dispatch", tokens_per_dispatch)
         top_logprobs = min(self.config.vocab_size, _whole("top_logprobs", top_logprobs, 0, MOST_TOP_LOGPROBS))
         if not isinstance(sampling, Sampling):
-            raise InputError(f"sampling = {sampling!r}: give infer.Sampling(temperature=..., ...)")
+            raise InputError(f"sampling = {sampling!r}: give laneformer.Sampling(temperature=..., ...)")
         self.check_sampling(sampling)
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings)
         if not all(isinstance(string, str) and string for string in strings):

@@ -35,7 +35,7 @@ class Judge:
         cores = len(os.sched_getaffinity(0))
         if workers is not None and not 1 <= workers <= cores:
             raise ConfigError(
-                f"workers = {workers}: give 1 to {cores}, the number of cores; more programs would slow each other down"
+                f"workers must be 1 to {cores}, the number of cores, got {workers}; more would slow each other down"
             )
         self.workers = workers or cores
         self.sandbox = Sandbox(sandbox)

@@ -13,7 +13,7 @@ GIB = 2**30
 
 _SYNC_H100 = "0.65 us: a flag from one SM to another, measured by others on an H100"
 _SYNC_MI300X = "0.87 us: waiting for a data flag took 0.80 to 0.93 us, measured by Kog on an MI300X"
-_PUSH = "2.0 us: a store from inside a kernel until the other device sees it, 1.5 to 2.5 us estimated"
+_PUSH = "2.0 us: a store from inside a kernel until the other device can read it, 1.5 to 2.5 us estimated"
 _KCCL = "3.0 us: Kog says below 3 us for its own exchange on MI300X"
 
 

@@ -185,7 +185,7 @@ MOE: dict[str, MoeModel] = {
             dimensions=dimensions_from_hf(QWEN3_CODER_NEXT),
             source="config.json copies on huggingface.co, as amd/Qwen3-Coder-Next-MXFP4",
             precision_source=(
-                "FP8 matrices, BF16 router and head: an assumption, the types of each tensor were not seen"
+                "FP8 matrices, BF16 router and head: an assumption, the types of the tensors were not checked"
             ),
             nominal={"h200": 3650, "mi300x": 4000},
             nominal_rule="3.0 B weights at 1 byte = 3.00 GB",
@@ -207,7 +207,7 @@ MOE: dict[str, MoeModel] = {
             source=(
                 "docs.nvidia.com automodel page; config copy"
                 " inference-optimization/DeepSeek-V4-Flash-bf16-dequantized-5layers; the primary model card was not"
-                " seen"
+                " read"
             ),
             precision_source=(
                 "experts FP4, the rest FP8, some BF16 (anemll FP4-FP8 package page); which are BF16 is an assumption"
@@ -222,7 +222,7 @@ MOE: dict[str, MoeModel] = {
         MoeModel(
             name="kimi-k2.6",
             dimensions=dimensions_from_hf(KIMI_K2_6),
-            source="docs.nvidia.com kimi_provider, dimensions of K2; the primary model card was not seen",
+            source="docs.nvidia.com kimi_provider, dimensions of K2; the primary model card was not read",
             precision_source=(
                 "INT4 in groups of 32 in the routed experts, the rest BF16 (eatang/Kimi-K2.5-2layer, unsloth.ai)"
             ),

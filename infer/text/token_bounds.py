@@ -12,7 +12,7 @@ SHRINKS = {"NFC": 4, "NFD": 4, "NFKC": 4, "NFKD": 4, "Prepend": 1}
 
 
 def most_bytes(tokenizer: tokenizers.Tokenizer) -> int | None:
-    """The most bytes of a text that one token stands for; None if there is no limit, for example because the tokenizer
+    """The most bytes of a text that one token represents; None if there is no limit, for example because the tokenizer
     drops spaces or has one token for any unknown word.
     """
     parts = json.loads(tokenizer.to_str())

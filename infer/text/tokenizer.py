@@ -54,7 +54,7 @@ class Tokenizer:
 
     @property
     def library(self) -> tokenizers.Tokenizer:
-        """The library's object."""
+        """The tokenizer as the library `tokenizers` has it."""
         return self._tokenizer
 
     @classmethod

@@ -169,7 +169,7 @@ def _rotated(fields: Fields, head_dim: int) -> int:
 def _attention(fields: Fields, theta: float, scaling: RopeScaling | None) -> CompressedAttention:
     ratios = _ratios(fields)
     if len(ratios) < fields.layers:
-        raise ConfigError(f"compress_ratios = {ratios!r}: write a number for each of the {fields.layers} layers")
+        raise ConfigError(f"compress_ratios = {ratios!r} must have a number for each of the {fields.layers} layers")
     for n, ratio in enumerate(ratios[: fields.layers]):
         if ratio not in RATIOS:
             raise ConfigError(f"compress_ratios[{n}] = {ratio!r} is not supported; supported are 0, 4, 128")
@@ -256,7 +256,7 @@ def _compressors(fields: Fields) -> int:
     """
     d, dim, layers, ratios = fields.hidden, fields.size("head_dim"), fields.layers, fields.sequence("compress_ratios")
     if ratios is None or len(ratios) < layers:
-        raise ConfigError(f"compress_ratios = {ratios!r}: write a number for each of the {layers} layers")
+        raise ConfigError(f"compress_ratios = {ratios!r} must have a number for each of the {layers} layers")
     rank, heads, size = fields.size("q_lora_rank"), fields.size("index_n_heads"), fields.size("index_head_dim")
     indexer = rank * heads * size + d * heads + 4 * d * size
     overlapping, plain = ratios[:layers].count(4), sum(ratio not in (0, 4) for ratio in ratios[:layers])

@@ -115,9 +115,9 @@ class Fields:
         if value is None:
             raise ConfigError(f"{name} is missing")
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name} = {value!r}: write a whole number of at least {least}")
+            raise ConfigError(f"{name} = {value!r} must be a whole number of at least {least}")
         if value > (most := most or LARGEST.get(name, LARGEST_OTHER)):
-            raise ConfigError(f"{name} = {value:,}: write a whole number of at most {most:,}")
+            raise ConfigError(f"{name} = {value:,} must be at most {most:,}")
         return value
 
     def optional_size(self, name: str, default: int | None = None) -> int | None:
@@ -127,7 +127,7 @@ class Fields:
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.get(name, default)
         if not isinstance(value, bool):
-            raise ConfigError(f"{name} = {value!r}: write true or false")
+            raise ConfigError(f"{name} = {value!r} must be true or false")
         return value
 
     def word(self, name: str, default: str) -> str:
@@ -136,13 +136,13 @@ class Fields:
     def sequence(self, name: str) -> list | None:
         value = self.get(name)
         if value is not None and not isinstance(value, list):
-            raise ConfigError(f"{name} = {value!r}: write a list")
+            raise ConfigError(f"{name} = {value!r} must be a list")
         return value
 
     def mapping(self, name: str) -> Mapping[str, Any] | None:
         value = self.get(name)
         if value is not None and not isinstance(value, Mapping):
-            raise ConfigError(f"{name} = {value!r}: write an object with named values")
+            raise ConfigError(f"{name} = {value!r} must be an object with named values")
         return value
 
     def require(self, *names: str) -> None:
@@ -229,5 +229,5 @@ def end_tokens(values: Any) -> tuple[int, ...]:
     """
     tokens = values if isinstance(values, list) else [] if values is None else [values]
     if not all(isinstance(token, int) and not isinstance(token, bool) for token in tokens):
-        raise ConfigError(f"eos_token_id = {values!r}: write a token id or a list of token ids")
+        raise ConfigError(f"eos_token_id = {values!r} must be a token id or a list of token ids")
     return tuple(token for token in tokens if token >= 0)

@@ -222,8 +222,8 @@ def save_hf(
     The weights keep their dtype and can be loaded again bit for bit. A file is replaced only once its successor is
     complete.
 
-    spelling: the model_type in config.json: laneformer_tp or laneformer, or llama for what is one (layout tp or one
-        lane, without options that a Llama does not have, and without quantized weights).
+    spelling: the model_type in config.json: laneformer_tp or laneformer, or llama if the model is a Llama (layout tp
+        or one lane, without options that a Llama does not have, and without quantized weights).
     weights: bf12 writes bfloat16 matrices in 12 bits per weight (docs/bf12.md). Both values require bfloat16 weights.
     round_exceptions: with bf12, round up to 1e-3 of a matrix's weights to the nearest value that its table can
     represent. This changes values.

@@ -153,7 +153,7 @@ def _delta_source(config: ModelConfig, module: str, name: str, shape: tuple[int,
         case "convolution":
             rows, kernel = lanes * shape[1], shape[2]
             taken = _channels_by_lane(config.delta_net, lanes)
-            return Source(f"{module}.conv1d.weight", (rows, kernel), taken=taken, lies=(rows, 1, kernel), **own)
+            return Source(f"{module}.conv1d.weight", (rows, kernel), taken=taken, stored_shape=(rows, 1, kernel), **own)
         case "decay" | "step":
             file_name = {"decay": "A_log", "step": "dt_bias"}[name]
             return Source(f"{module}.{file_name}", (lanes * shape[1],), vector=True, **own)

@@ -72,7 +72,7 @@ def rotated_channels(fields: Fields, head_dim: int, usual: float) -> int | None:
     share = _parameters(fields).get("partial_rotary_factor")
     share = fields.get("partial_rotary_factor", usual) if share is None else share
     if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
-        raise ConfigError(f"partial_rotary_factor = {share!r}: write a number above 0 and at most 1")
+        raise ConfigError(f"partial_rotary_factor = {share!r} must be a number above 0 and at most 1")
     found = int(head_dim * share)
     return None if found == head_dim else found
 

@@ -73,7 +73,7 @@ class Source:
     """Whether the last axis is that of the rows."""
     taken: tuple[int, ...] | None = None
     """Rows of the tensor that the weight contains, in the weight's order, before the cut; None: all rows, in order."""
-    lies: tuple[int, ...] | None = None
+    stored_shape: tuple[int, ...] | None = None
     """Shape of the tensor in its file, if `shape` omits axes of size 1."""
     every: tuple[int, int] | None = None
     """First row that the weight contains, and the step to the next row; None: all rows."""
@@ -91,14 +91,14 @@ class Source:
 
     def shape_as(self, dtype: str) -> tuple[int, ...]:
         """The expected shape of the tensor in its file. dtype: a key of DTYPES, or QUANTIZED."""
-        if self.lies:
-            return self.lies
+        if self.stored_shape:
+            return self.stored_shape
         transposed = self.transposed and dtype != QUANTIZED
         return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if transposed else self.shape
 
     def convert(self, w: np.ndarray) -> np.ndarray:
         """The weight from its tensor: lane-first, with the channels of rotary pairs next to each other."""
-        w = w.reshape(self.shape) if self.lies else w
+        w = w.reshape(self.shape) if self.stored_shape else w
         w = w.swapaxes(-1, -2) if self.transposed else w
         w = np.take(w, self.taken, -1 if self.vector else -2) if self.taken else w
         w = interleave(w, self.head_dim) if self.head_dim else w

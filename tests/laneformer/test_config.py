@@ -42,7 +42,7 @@ def test_impossible_sizes_are_refused_before_tables_are_made(name):
         with pytest.raises(ConfigError, match=f"^{name} = "):
             Fields({name: value}).size(name)
     for value in (LARGEST_OTHER + 1, 10**400):
-        with pytest.raises(ConfigError, match=r"^other = [0-9,]+: write a whole number of at most"):
+        with pytest.raises(ConfigError, match=r"^other = [0-9,]+ must be at most"):
             Fields({"other": value}).size("other")
 
 

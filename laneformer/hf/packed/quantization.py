@@ -179,7 +179,7 @@ def read_schemes(
         else:
             return None
     if not isinstance(given, Mapping):
-        raise ConfigError(f"{file}: quantization_config = {given!r}: write an object with named values")
+        raise ConfigError(f"{file}: quantization_config = {given!r} must be an object with named values")
     fields = Fields(given)
     method = fields.word("quant_method", "compressed-tensors" if "config_groups" in given else "")
     try:
@@ -336,7 +336,7 @@ def _group(fields: Fields, default: int | None = None) -> int | None:
 def _block(fields: Fields, name: str) -> tuple[int, int] | None:
     block = fields.sequence(name)
     if block is not None and (len(block) != 2 or not all(type(size) is int and size > 0 for size in block)):
-        raise ConfigError(f"quantization_config.{name} = {block}: write two whole numbers")
+        raise ConfigError(f"quantization_config.{name} = {block} must be two whole numbers")
     return None if block is None else tuple(block)
 
 

@@ -132,5 +132,5 @@ def test_workers_are_limited_to_cores(judge):
     cores = len(os.sched_getaffinity(0))
     assert judge.workers == cores
     for workers in (0, cores + 1):
-        with pytest.raises(ConfigError, match=f"give 1 to {cores}"):
+        with pytest.raises(ConfigError, match=f"workers must be 1 to {cores}, .* got {workers};"):
             Judge("rlimits", workers)

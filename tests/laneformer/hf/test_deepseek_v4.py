@@ -204,9 +204,9 @@ def test_flops_of_attention_equal_those_by_hand():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"compress_ratios": [0, 4, 128]}, "compress_ratios = [0, 4, 128]: write a number for each of the 4 layers"),
+        ({"compress_ratios": [0, 4, 128]}, "compress_ratios = [0, 4, 128] must have a number for each of the 4 layers"),
         ({"compress_ratios": [0, 4, 64, 4]}, "compress_ratios[2] = 64"),
-        ({"compress_ratios": 4}, "compress_ratios = 4: write a list"),
+        ({"compress_ratios": 4}, "compress_ratios = 4 must be a list"),
         ({"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid'"),
         ({"topk_method": "greedy"}, "topk_method = 'greedy'"),
         ({"num_key_value_heads": 2}, "num_key_value_heads = 2"),

@@ -388,9 +388,9 @@ REFUSED = {  # quantization_config for GPTQ's tensors, expected in the error
     "bits": (GPTQ | {"bits": 3}, r"gptq of 3 bits, which cannot be read"),
     "gemv": ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, r"awq's version gemv"),
     "2:4": (COMPRESSED("marlin-24", **INT4), r"weight is in marlin-24"),
-    "group_size": (GPTQ | {"group_size": 0}, r"config.json: group_size = 0: write"),
-    "no object": ([], r"config.json: quantization_config = \[\]: write an object"),
-    "block": (BLOCKS | {"weight_block_size": [128]}, r"weight_block_size = \[128\]: write two"),
+    "group_size": (GPTQ | {"group_size": 0}, r"config.json: group_size = 0 must be a whole number"),
+    "no object": ([], r"config.json: quantization_config = \[\] must be an object"),
+    "block": (BLOCKS | {"weight_block_size": [128]}, r"weight_block_size = \[128\] must be two whole numbers"),
 }
 
 
