@@ -238,7 +238,7 @@ def test_only_content_follows_the_grammar(tmp_path):
 
 
 def test_unusable_constraints_name_the_reason(engine, reference, monkeypatch):
-    with pytest.raises(InputError, match=r"constraint = 'json': give infer\.Grammar"):
+    with pytest.raises(InputError, match=r"constraint = 'json': give laneformer\.Grammar"):
         engine.generate(PROMPT, constraint="json")
     with monkeypatch.context() as patch:
         patch.setattr(XlaBackend, "adjusts", False)

@@ -274,7 +274,7 @@ def test_nan_weights_are_an_error(engine, monkeypatch):
         ([1], {"stop_tokens": [96]}, "stop token 96: .* 0 to 95"),
         ([1], {"stop_strings": ["x"]}, "stop strings need a tokenizer"),
         ([1], {"stop_strings": [""]}, "at least one character"),
-        ([1], {"sampling": 0.5}, r"give infer.Sampling\("),
+        ([1], {"sampling": 0.5}, r"give laneformer.Sampling\("),
     ],
 )
 def test_bad_requests_are_refused(engine, prompt, settings, message):
