@@ -10,7 +10,8 @@ from typing import get_args
 
 from laneformer.custom_calls.gpu import edges
 from laneformer.custom_calls.gpu.kinds import Kind
-from laneformer.custom_calls.gpu.layout import SLOT_LINES, SPLIT_KEYS, Layout
+from laneformer.custom_calls.gpu.layout import SPLIT_KEYS, Layout
+from laneformer.custom_calls.gpu.memory import SLOT_LINES
 from laneformer.custom_calls.gpu.ops.struct import (
     Facts,
     Names,
@@ -41,9 +42,9 @@ def model_header(layout: Layout) -> str:
         "KeptFloats": layout.kept_floats,
         "Vocab": ops.vocab_size,
         "SlotLines": SLOT_LINES,
-        "Slots": layout.slots,
-        "AheadSlots": layout.ahead_slots,
-        "BarrierBytes": layout.barrier_bytes,
+        "Slots": layout.memory.slots,
+        "AheadSlots": layout.memory.ahead_slots,
+        "BarrierBytes": layout.memory.barrier_bytes,
         "LayerLines": layout.layer_lines,
         "HeadLines": layout.head_lines,
         "LayerPadding": layout.layer_lines - layout.layer_starts[-1],
@@ -55,7 +56,7 @@ def model_header(layout: Layout) -> str:
         "PassRows": layout.rows,
         "Requests": layout.requests,
         "DraftInts": layout.draft_ints,
-        "SharedFloats": layout.shared_floats,
+        "SharedFloats": layout.memory.shared_floats,
         "SplitKeys": SPLIT_KEYS,
         "Entries": ENTRIES,
         "MailSlots": edges.mail_slots(layout),
@@ -74,7 +75,7 @@ def model_header(layout: Layout) -> str:
         "Listed": any(tiling.units for tiling in layout.tilings),
         "AnyExperts": layout.any_experts,
         "ByToken": bool(layout.plan.tables),
-        "ZInMerged": layout.z_in_merged,
+        "ZInMerged": layout.memory.z_in_merged,
         "Drafting": layout.drafting,
     }
     dtypes = {
@@ -86,7 +87,7 @@ def model_header(layout: Layout) -> str:
     if layout.any_experts:
         numbers |= {
             "RowLines": layout.row_lines,
-            "MostPieces": layout.most_pieces,
+            "MostPieces": layout.memory.most_pieces,
             "CourseParts": len(layout.courses) - 1,
         }
         functions += _courses(layout)

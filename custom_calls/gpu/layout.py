@@ -14,6 +14,7 @@ from functools import cached_property
 
 from laneformer.custom_calls.gpu.codes import Codes
 from laneformer.custom_calls.gpu.kinds import Kind, Tiler, signature
+from laneformer.custom_calls.gpu.memory import SLOT_LINES, Memory, parts_of
 from laneformer.custom_calls.gpu.ops import kernel, problems
 from laneformer.custom_calls.gpu.ops.kernel import Lane, OpKernel, Stage
 from laneformer.custom_calls.gpu.ops.streams import GatherStreamsKernel
@@ -23,11 +24,8 @@ from laneformer.custom_calls.gpu.variants import check
 from laneformer.custom_calls.plan import Dtype, Plan
 from laneformer.ops import HeadKind, Module, Product, Rotary, Value
 
-# Lines in a slot of the stream's ring, 4 KiB. Each warp issues its own copies; a single thread would need larger ones.
-SLOT_LINES = 8
 SPLIT_KEYS = 64  # keys from which attention uses another CTA
 FEW_SLOTS = 5  # slots of the ring for which a head of many rows leaves room by computing its rows in turns
-ORDER_BYTES = 104  # bytes for the orders of a warp, without its pieces
 TURNS = (1, 2, 4, 8, 16)
 MOST_ROWS = 8  # rows of a pass; kMaxRows of gpu/kernel/params.h
 STEPS = ("begin", "embed", "final", "head", "op")  # as in gpu/kernel/params.h; "op" is the first op of a layer
@@ -67,7 +65,7 @@ class Layout:
         if self.rows > 1 and self.peer_ctas:
             raise ValueError(
                 "passes of several rows need devices for all lanes, but some lanes are emulated: omit"
-                f" {self._rows_option}"
+                f" {self.rows_option}"
             )
         if not 1 <= self.requests <= self.rows:
             raise ValueError(f"the number of slots must be 1 to {self.rows}, the rows of a pass, got {self.requests}")
@@ -102,7 +100,7 @@ class Layout:
         return len(self.plan.ops.layers)
 
     @property
-    def _rows_option(self) -> str:
+    def rows_option(self) -> str:
         """The command-line option that sets several rows."""
         return "--parallel" if self.requests > 1 else "--draft-max"
 
@@ -179,6 +177,10 @@ class Layout:
         return self.kinds_of[layer][module].tilings[own]
 
     @cached_property
+    def memory(self) -> Memory:
+        return Memory(self)
+
+    @cached_property
     def head(self) -> Tiling:
         """The tiling of the head. Its rows are computed in turns if their sums would take the ring's memory."""
         head = self.plan.ops.head
@@ -194,7 +196,7 @@ class Layout:
         enough = FEW_SLOTS if self.machine.bulk_copies else 1
 
         def room(tiling: Tiling) -> int:
-            return min(self._slots_with(tiling, 1), enough)
+            return min(self.memory.slots_with(tiling, 1), enough)
 
         one = in_turns(1)
         if one.units or (isinstance(one.format, Codes) and one.format.factors) or room(one) == enough:
@@ -235,7 +237,7 @@ class Layout:
         """Number of parts of the head's steps in a pass of several rows. The sums of one part are read before the next
         part is computed: with as many parts as rows, they take the memory of one row.
         """
-        return _parts(self.head, self.rows)
+        return parts_of(self.head, self.rows)
 
     @property
     def drafting(self) -> bool:
@@ -256,15 +258,15 @@ class Layout:
     @cached_property
     def tilings(self) -> list[Tiling]:
         """The tilings of all kinds, of the head's mixture and of the head."""
-        return [*self._before_head, self.head]
+        return [*self.tilings_before_head, self.head]
 
     @property
-    def _of_layers(self) -> list[Tiling]:
+    def layer_tilings(self) -> list[Tiling]:
         return [tiling for kind in self.kinds for tiling in kind.tilings if tiling]
 
     @property
-    def _before_head(self) -> list[Tiling]:
-        return [*self._of_layers, *([self.head_mixture] if self.head_mixture else [])]
+    def tilings_before_head(self) -> list[Tiling]:
+        return [*self.layer_tilings, *([self.head_mixture] if self.head_mixture else [])]
 
     @cached_property
     def lane(self) -> Lane:
@@ -415,124 +417,10 @@ class Layout:
         """Share of `stream_bytes` that is experts. Each row of a pass reads its own experts."""
         return self._expert_lines * self.line_words * 4 * self.packed_shape[0] / self.stream_bytes
 
-    @cached_property
-    def shared_floats(self) -> int:
-        """Floats of a CTA's arrays in shared memory, beside the ring."""
-        return self._floats_with(self.head, self.rows)
-
-    @property
-    def _merged(self) -> int:
-        """Floats of merged attention in shared memory for one row of a pass."""
-        return max(each.merged_floats(self.lane) for each, _ in self.kernels)
-
-    def _z_in_merged(self, head: Tiling) -> bool:
-        """Whether the sampler's second copy of the logits uses the memory in which layers merge attention."""
-        return head.turns > 1 and head.rows * head.turns <= self._merged
-
-    @property
-    def z_in_merged(self) -> bool:
-        return self._z_in_merged(self.head)
-
-    def _floats_with(self, head: Tiling, rows: int) -> int:
-        warps, tilings = self.machine.warps, [*self._before_head, head]
-
-        def even(n):
-            return n + n % 2
-
-        partial = max(
-            *(tiling.partial_floats(1 if tiling.pieces else rows) for tiling in self._before_head),
-            head.partial_floats(),
-            head.partial_floats(rows, _parts(head, rows)),
-        )
-        sampler = 2 * 2048 + 2 * 64 + 4 * warps + 16
-        return (
-            2 * even(partial)
-            + 2 * even(rows * warps)
-            + even(max(sampler, *(each.task_floats(self.lane, rows) for each, _ in self.kernels)))
-            + even(rows * self._merged)
-            + even(max(tiling.brought_floats for tiling in tilings))
-            + even(warps * self._staged_with(head))
-            + even(rows * self.streams * self.stream_rows)
-            + even(rows * self.join_floats)
-            + even(rows * self.stream_rows)
-            + even(rows * self.table.history * self.stream_rows)
-            + (1 if self._z_in_merged(head) else 2) * even(rows * head.rows * head.turns)
-            + 2
-            + even(self.draft_ints if rows > 1 else 0)
-            + (even(rows) if self.plan.tables else 0)
-        )
-
-    @cached_property
-    def slots(self) -> int:
-        """Slots of each warp's ring: as many as fit in shared memory, at most 16 (64 KiB). Raises ValueError if too few
-        fit.
-        """
-        slots = self._slots_with(self.head, self.rows)
-        if slots < (max(4, self._slots_taken(self.tilings)) if self.machine.bulk_copies else 1):
-            raise ValueError(
-                f"the kernel needs {4 * self.shared_floats} bytes of shared memory, which leaves too little for the"
-                f" weights' ring: use more devices{f' or a lower {self._rows_option}' if self.rows > 1 else ''}"
-            )
-        return slots
-
-    def _slots_with(self, head: Tiling, rows: int) -> int:
-        if not self.machine.bulk_copies:  # weights take no shared memory
-            return int(4 * self._floats_with(head, rows) <= self.machine.shared_bytes)
-        each = self.machine.warps * (SLOT_LINES * self.machine.warp_size * 16 + 8)
-        beside = 128 + self.machine.warps * self._order_bytes + 4 * self._floats_with(head, rows)
-        return min(16, (self.machine.shared_bytes - beside) // each)
-
-    @staticmethod
-    def _slots_taken(tilings: list[Tiling]) -> int:
-        """Most slots over which the lines that a product takes at once are spread."""
-        return -(-(max((tiling.taken for tiling in tilings), default=0) + SLOT_LINES - 1) // SLOT_LINES)
-
-    @property
-    def ahead_slots(self) -> int:
-        """Slots of each warp's ring that may contain weights ordered ahead of a router's experts, while these are
-        unknown or being read. docs/gpu.md lists the waits that this covers.
-        """
-        of_experts = [tiling for tiling in self._of_layers if tiling.pieces]
-        return max(0, min(self.slots * 3 // 5, self.slots - self._slots_taken(of_experts)))
-
     @property
     def any_experts(self) -> bool:
         """Whether the model has experts."""
         return any(kind.of_experts for kind in self.kinds)
-
-    @property
-    def barrier_bytes(self) -> int:
-        """Bytes in shared memory for the barriers of the rings and the orders of the warps."""
-        each = 8 * self.slots + self._order_bytes
-        return -(-self.machine.warps * each // 128) * 128 if self.machine.bulk_copies else 0
-
-    @property
-    def most_pieces(self) -> int:
-        """Most pieces of chosen experts that a warp reads in a layer. Each is ordered by its own thread. Raises
-        ValueError if there are more than threads.
-        """
-        pieces = self.rows * max(sum(tiling.pieces.each for _, tiling in kind.of_experts) for kind in self.kinds)
-        if pieces > self.machine.warp_size:
-            raise ValueError(
-                f"passes of {self.rows} rows would read {pieces} parts of experts in a warp of"
-                f" {self.machine.warp_size} threads: lower {self._rows_option}"
-            )
-        return pieces
-
-    @property
-    def _order_bytes(self) -> int:
-        """Bytes of a warp's orders in a model with experts, otherwise 0; see custom_calls/gpu/kernel/routed.h."""
-        return ORDER_BYTES + 8 * self.most_pieces if self.any_experts else 0
-
-    @property
-    def shared_bytes(self) -> int:
-        """Bytes of shared memory of a CTA."""
-        ring = (
-            self.machine.warps * self.slots * SLOT_LINES * self.machine.warp_size * 16
-            if self.machine.bulk_copies
-            else 0
-        )
-        return ring + self.barrier_bytes + 4 * self.shared_floats
 
     @property
     def spares(self) -> int:
@@ -561,7 +449,7 @@ class Layout:
                 others |= {stage.queries, stage.latents, stage.index, *(() if product else (stage.reads,))}
         return {name: rows for name, rows in found.items() if name not in others}
 
-    def _staged_with(self, head: Tiling) -> int:
+    def staged_with(self, head: Tiling) -> int:
         """Floats of shared memory into which a warp brings its part of a vector from a board of threes."""
         if not self.triples:
             return 0
@@ -575,7 +463,7 @@ class Layout:
 
     @property
     def staged_floats(self) -> int:
-        return self._staged_with(self.head)
+        return self.staged_with(self.head)
 
     @property
     def threads(self) -> int:
@@ -586,14 +474,3 @@ class Layout:
     def grid(self) -> int:
         """CTAs of a device: those of its lanes, the spare one that writes to the host, those that emulate lanes."""
         return self.lanes_here * self.ctas + (self.spares > 0) + self.peer_ctas
-
-
-def _parts(head: Tiling, wanted: int) -> int:
-    """Number of parts of a head's steps: the smallest divisor of the steps that is at least `wanted`, otherwise the
-    largest divisor.
-    """
-    if head.segments > 1:
-        return 1
-    takes = head.steps // head.together
-    divisors = [n for n in range(1, min(takes, 4 * wanted) + 1) if takes % n == 0]
-    return next((n for n in divisors if n >= wanted), divisors[-1])

@@ -208,7 +208,7 @@ class GpuSession(SlotStream, DecodeSession):
             "ctas": layout.ctas,
             "grid": layout.grid,
             "threads": layout.threads,
-            "shared_bytes": layout.shared_bytes,
+            "shared_bytes": layout.memory.shared_bytes,
             "lane_words": layout.rows * edges.lane_words(layout),
             "rows": layout.rows,
             "requests": layout.requests,
@@ -357,7 +357,7 @@ class GpuSession(SlotStream, DecodeSession):
         text = ctypes.create_string_buffer(1000)
         if not self._lib.laneformer_gpu_failure(self.id, text, len(text)):
             return None
-        where = watchdog.describe(self.stuck(), self.ops, self.layout.slots)
+        where = watchdog.describe(self.stuck(), self.ops, self.layout.memory.slots)
         return text.value.decode() + (f" ({where})" if where else "")
 
     def stuck(self) -> np.ndarray:

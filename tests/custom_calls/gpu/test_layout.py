@@ -71,7 +71,7 @@ def test_rows_of_a_pass_change_no_packing(vocab):
     plan = plan_of(vocab_size=vocab, head_dim=16, heads=32)
     one, four = (Layout(plan, H200, 2, rows=rows) for rows in (1, 4))
     assert (one.kinds, one.head) == (four.kinds, four.head) and one.packed_shape == four.packed_shape
-    assert four.shared_floats > one.shared_floats and one.draft_ints == 0 and one.head_parts == 1
+    assert four.memory.shared_floats > one.memory.shared_floats and one.draft_ints == 0 and one.head_parts == 1
     assert four.head.steps // four.head.together % four.head_parts == 0
 
 

@@ -197,7 +197,7 @@ def test_head_in_turns_matches_the_interpreter():
     )
     start = small.make_inputs(ids, 4, seed=values.key, temperature=values.temperature, top_p=values.top_p)
     session = emulated.make_session(config, weights, machine=machine)
-    assert session.layout.head.turns > 1 and session.layout.z_in_merged
+    assert session.layout.head.turns > 1 and session.layout.memory.z_in_merged
     outputs, _ = run(config, weights, ids, 4, machine=machine, start=start)
     expected = small.interpreted_logits(config, weights, [*ids, *outputs.tokens[:3].tolist()])[len(ids) - 1 :]
     assert np.abs(expected - outputs.logits).max() < 1e-4 * np.abs(expected).max()

@@ -70,7 +70,7 @@ def test_lost_word_is_named_by_every_cta_that_waits(session, lose):
 def test_lost_copy_of_weights_is_named_and_ends_the_launch(session, lose, capfd):
     """The driver reports an error, and the records outlast the launch."""
     with pytest.raises(jax.errors.JaxRuntimeError):
-        jax.block_until_ready(lose(2, session.layout.slots + 3, "copy"))
+        jax.block_until_ready(lose(2, session.layout.memory.slots + 3, "copy"))
     assert "has trapped" in capfd.readouterr().err
     records = session.stuck()
     own = records[records["where"] == watchdog.WEIGHTS]

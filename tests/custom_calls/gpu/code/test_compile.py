@@ -408,7 +408,7 @@ def test_nvidia_loops_of_experts_are_short(name, rows, folder):
     computed one after the other by the loops of one row, with a few spilled registers.
     """
     layout, image = of_experts(name, rows=rows), folder / f"{name}-{rows}.cubin"
-    assert (layout.ahead_slots, layout.slots) == {1: (3, 5), 2: (2, 4)}[rows]
+    assert (layout.memory.ahead_slots, layout.memory.slots) == {1: (3, 5), 2: (2, 4)}[rows]
     decode = figures(model_header(layout), gpu_build.PERSISTENT, image)["laneformer_decode"]
     assert decode["registers"] <= 255 and decode["stack"] <= 256 * rows and decode["loads"] <= {1: 640, 2: 1600}[rows]
     code = Code(image)
