@@ -1,7 +1,7 @@
 """Native kernels behind XLA custom calls: a persistent decode kernel and the exchange between lanes."""
 
 from laneformer.custom_calls.cpu.session import Session, fastest_way
-from laneformer.custom_calls.decode import ENDS, YIELDED, Inputs, Outputs, State, decode, empty_layers
+from laneformer.custom_calls.decode import ENDS, YIELDED, Outputs, State, decode, empty_layers
 from laneformer.custom_calls.library import (
     NativeError,
     arithmetic_peak,
@@ -11,6 +11,7 @@ from laneformer.custom_calls.library import (
     unavailable,
 )
 from laneformer.custom_calls.plan import Plan, make_plan
+from laneformer.custom_calls.request import Request
 from laneformer.custom_calls.session import DecodeSession, Drafting, EmittedTokens
 
 __all__ = [
@@ -19,10 +20,10 @@ __all__ = [
     "DecodeSession",
     "Drafting",
     "EmittedTokens",
-    "Inputs",
     "NativeError",
     "Outputs",
     "Plan",
+    "Request",
     "Session",
     "State",
     "arithmetic_peak",

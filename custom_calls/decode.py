@@ -1,6 +1,7 @@
 """The JAX function of the decode kernel: one custom call runs a prompt and generates a whole answer."""
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -8,87 +9,56 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from laneformer.custom_calls.plan import Kept, Plan
+from laneformer.custom_calls.plan import Plan
 from laneformer.custom_calls.session import DecodeSession
+from laneformer.ops import Kept
 
 ENDS = ("length", "stop", "cancelled")
 YIELDED = len(ENDS) + 1  # in place of an index into ENDS: the request continues in another call
 
 
-class Inputs(NamedTuple):
-    """The request of a call. All fields may be traced; the sizes p and s are those of the arrays. If a call has several
-    slots (`DecodeSession.together`), each array has a leading slot axis.
-    """
-
-    prompt: jax.Array
-    """int32 [p]: token ids; only the first control[0] are used."""
-    control: jax.Array
-    """int32 [5]: number of prompt tokens, position of the first of them, most tokens to draw, top_k, and the number of
-    the session's slot that runs the call. If a call has several slots, the last value is instead the number of tokens
-    that the request drew in earlier calls, and a slot without a request has 0 prompt tokens.
-    """
-    settings: jax.Array
-    """float32 [4]: temperature, top_p, min_p, repetition penalty (defined in infer/sampling.py)."""
-    key: jax.Array
-    """uint32 [2]: low and high word of the seed."""
-    stops: jax.Array
-    """int32 [s]: stop tokens, after which nothing is drawn; -1 for an unused entry."""
-
-
 class State(NamedTuple):
-    """The arrays that a call updates in place: donate them. Except `seen`, each field lists the arrays of that name in
-    Plan.kept, one for each layer that has it, in order. If a call has several slots, they are the second axis of these
-    arrays (of size 1 below) and a leading axis of `seen`.
+    """The arrays that a call updates in place: donate them. If a call has several slots, they are a leading axis of
+    `seen` and the second axis of the other arrays.
     """
 
     seen: jax.Array
     """uint8 [vocab]: 1 for tokens of the text so far, including the prompt; the call adds the tokens that it draws."""
-    keys: list[jax.Array]
-    """[lanes, 1, positions, kv heads, head size]; `values` too."""
-    values: list[jax.Array]
-    latents: list[jax.Array] | tuple[()] = ()
-    """[lanes, 1, positions, channels]."""
-    base: list[jax.Array] | tuple[()] = ()
-    """int32 [lanes, 1, 1, key heads]. `base` to `state` belong to DeltaNet; `kept_of` in custom_calls/plan.py describes
-    them. Compressed attention also keeps a base, [lanes, 1, 1, 1].
-    """
-    entries: list[jax.Array] | tuple[()] = ()
-    """float32 [lanes, 1, 1, key heads, floats]."""
-    inputs: list[jax.Array] | tuple[()] = ()
-    """[lanes, 1, 1, key heads, positions, channels]."""
-    state: list[jax.Array] | tuple[()] = ()
-    """float32 [lanes, 1, 1, key heads, tiles, key_dim, 16]."""
-    positions: list[jax.Array] | tuple[()] = ()
-    """[lanes, 1, positions, head_dim]. This field and the following ones belong to compressed attention (`kept_of`)."""
-    compressed: list[jax.Array] | tuple[()] = ()
-    """[lanes, 1, entries, head_dim]."""
-    compressed_tail: list[jax.Array] | tuple[()] = ()
-    """float32 [lanes, 1, 1, newest positions, channels of vectors and gates]."""
-    index_keys: list[jax.Array] | tuple[()] = ()
-    """[lanes, 1, entries, channels]."""
-    index_keys_tail: list[jax.Array] | tuple[()] = ()
-    """float32 [lanes, 1, 1, newest positions, channels of vectors and gates]."""
+    layers: list[dict[str, jax.Array]]
+    """The arrays of `Plan.kept` of each layer, by name: [lanes, slots, entries, *shape of an entry]."""
+
+    def arrays(self, plan: Plan) -> list[jax.Array]:
+        """All arrays in the order of a call's operands. Raises ValueError if they are not those that the plan's layers
+        keep.
+        """
+        if len(self.layers) != len(plan.kept):
+            raise ValueError(f"the state must have the arrays of {len(plan.kept)} layers, got {len(self.layers)}")
+        for number, (layer, kept) in enumerate(zip(self.layers, plan.kept, strict=True)):
+            if layer.keys() != kept.keys():
+                raise ValueError(f"layer {number} must have the arrays {', '.join(kept)}, got {', '.join(layer)}")
+        return [self.seen, *(layer[name] for layer, kept in zip(self.layers, plan.kept, strict=True) for name in kept)]
 
     @classmethod
-    def of(cls, seen: jax.Array, layers: list[dict[str, jax.Array]]) -> "State":
-        """The state with these arrays of each layer, by name."""
-        return cls(seen, *([layer[name] for layer in layers if name in layer] for name in cls._fields[1:]))
-
-    def layers_like(self, layers: list[dict[str, jax.Array]]) -> list[dict[str, jax.Array]]:
-        """The inverse of `of`: this state's arrays by layer and name, for layers with the names in `layers`."""
-        arrays = {name: iter(getattr(self, name)) for name in self._fields[1:]}
-        return [{name: next(arrays[name]) for name in layer} for layer in layers]
+    def of_arrays(cls, plan: Plan, arrays: Sequence[jax.Array]) -> "State":
+        """The inverse of `arrays`."""
+        seen, *rest = arrays
+        rest = iter(rest)
+        return cls(seen, [{name: next(rest) for name in kept} for kept in plan.kept])
 
 
-def empty_layers(plan: Plan, capacity: int, mesh: Mesh | None = None, slots: int = 1) -> list[dict[str, jax.Array]]:
-    """The arrays of each layer, by name, before the first token, with room for `capacity` positions."""
+def empty_layers(
+    plan: Plan, capacity: int, mesh: Mesh | None = None, slots: int = 1, lanes: int | None = None
+) -> list[dict[str, jax.Array]]:
+    """The arrays of each layer, by name, before the first token, with room for `capacity` positions. lanes: lanes of
+    the call, by default all of the plan.
+    """
     device = None if mesh is None else NamedSharding(mesh, P("lane"))
 
     def make(kept: Kept) -> jax.Array:
-        shape = (plan.ops.lanes, slots, kept.entries(capacity), *kept.shape)
-        return jnp.zeros(shape, kept.dtype, device=device)
+        shape = (lanes or plan.ops.lanes, slots, kept.entries(capacity), *kept.shape)
+        return jnp.zeros(shape, plan.kept_dtype(kept), device=device)
 
-    return [{kept.name: make(kept) for kept in layer} for layer in plan.kept]
+    return [{name: make(kept) for name, kept in layer.items()} for layer in plan.kept]
 
 
 class Outputs(NamedTuple):
@@ -112,7 +82,7 @@ class Outputs(NamedTuple):
 
 def decode(
     session: DecodeSession,
-    inputs: Inputs,
+    inputs: Any,
     state: State,
     operands: tuple[jax.Array, ...] = (),
     *,
@@ -121,17 +91,18 @@ def decode(
     logits: bool = False,
     mesh: Mesh | None = None,
 ) -> tuple[Outputs, State]:
-    """Runs the prompt through the model and draws up to control[2] tokens, in one call. Returns the drawn tokens and
-    the updated state.
+    """Runs the prompt of a request through the model and draws up to `limit` tokens, in one call. Returns the drawn
+    tokens and the updated state.
 
-    operands: `session.operands`, passed as arguments of the jitted function, because a weight that the function closes
-    over would become a constant of the program. room: most tokens that fit in the result. mesh: axes (data, lane); the
-    caches are sharded over its lane axis.
+    inputs: the request as the arrays of `session.inputs`. operands: `session.operands`, passed as arguments of the
+    jitted function, because a weight that the function closes over would become a constant of the program. room: most
+    tokens that fit in the result. mesh: axes (data, lane); the caches are sharded over its lane axis.
 
     The caches are updated in place: call this under jax.jit with `state` donated. Otherwise XLA copies it in every
-    call. Raises ValueError outside of jax.jit. A call that fails raises jax.errors.JaxRuntimeError with the reason; it
-    also fails if a device is missing after the session's timeout. A failure that only a GPU can detect sets status[1]
-    to len(ENDS), and `session.failure` gives the reason.
+    call. Raises ValueError outside of jax.jit, or if the state has other arrays than the model's layers keep. A call
+    that fails raises jax.errors.JaxRuntimeError with the reason; it also fails if a device is missing after the
+    session's timeout. A failure that only a GPU can detect sets status[1] to len(ENDS), and `session.failure` gives the
+    reason.
 
     A call with several slots ends once one of its requests has ended; the others have YIELDED. Such a request continues
     in the next call, whose prompt is what its cache does not contain yet: the rest of its prompt, or its last drawn
@@ -156,24 +127,25 @@ def decode(
     if len(operands) != len(session.operands):
         raise ValueError(f"got {len(operands)} operands, expected {len(session.operands)}: pass session.operands")
 
-    def local(inputs: Inputs, operands: tuple, state: State) -> tuple[Outputs, State]:
-        changed = jax.tree.leaves(state)
+    def local(inputs: Any, operands: tuple, state: State) -> tuple[Outputs, State]:
+        changed = state.arrays(session.plan)
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in changed]
-        first = len(inputs) + len(operands)
+        asked = jax.tree.leaves(inputs)
+        first = len(asked) + len(operands)
         results = jax.ffi.ffi_call(
             session.target,
             [*outputs, *shapes],
             has_side_effect=True,
             input_output_aliases={first + i: len(outputs) + i for i in range(len(changed))},
         )(
-            *inputs,
+            *asked,
             *operands,
             *changed,
             session=np.int64(session.id),
             devices=np.int64(devices),
             position_of_device=places,
         )
-        return Outputs(*results[: len(outputs)]), jax.tree.unflatten(jax.tree.structure(state), results[len(outputs) :])
+        return Outputs(*results[: len(outputs)]), State.of_arrays(session.plan, results[len(outputs) :])
 
     if slots > 1:  # in the custom call, the arrays of all slots follow each other
         inputs = jax.tree.map(jnp.ravel, inputs)

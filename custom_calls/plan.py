@@ -21,19 +21,7 @@ import numpy as np
 from laneformer.custom_calls.words import Reader, Writer
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.formats import FORMATS, KERNEL_FORMATS
-from laneformer.ops import (
-    ENTRIES,
-    Attend,
-    CompressedKeep,
-    DecoderOps,
-    DeltaNet,
-    LatentKeep,
-    Op,
-    Product,
-    RootRoute,
-    Weight,
-    without_kernel,
-)
+from laneformer.ops import Attend, DecoderOps, Kept, KeptDtype, Product, RootRoute, Weight, kept_by, without_kernel
 from laneformer.quantized import Quantized
 
 ALIGNED = 16  # floats, 64 bytes: alignment of a small weight, and of the biases of a product
@@ -134,23 +122,6 @@ class Table:
 
 Dtype = IntEnum("Dtype", {name: FORMATS[name].id for name in KERNEL_FORMATS})
 """Number formats of packed weights and caches, with their numbers in the kernels."""
-
-
-class Kept(NamedTuple):
-    """An array that a layer keeps between tokens: [lanes, 1, t, *shape], where t is the number of entries."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Shape of one entry."""
-    dtype: str
-    fixed: bool = False
-    """Whether t is 1; otherwise t depends on the number of positions."""
-    every: int = 1
-    """Positions of one entry."""
-
-    def entries(self, positions: int) -> int:
-        """The number of entries t of an array with room for `positions` positions."""
-        return 1 if self.fixed else -(-positions // self.every)
 
 
 class Place(NamedTuple):
@@ -278,18 +249,25 @@ class Plan:
         return tuple(op for layer in self.ops.layers for op in layer.ops if isinstance(op, Attend))
 
     @cached_property
-    def kept(self) -> tuple[tuple[Kept, ...], ...]:
-        """The arrays that each layer keeps between tokens."""
+    def kept(self) -> tuple[dict[str, Kept], ...]:
+        """The arrays that each layer keeps between tokens, by name, in the order of the ops: that of a call's operands.
+        With s slots and t entries, an array is [lanes, s, t, *shape].
+        """
         return tuple(
-            tuple(kept for op in layer.ops for kept in kept_of(op, self.cache_dtype.name)) for layer in self.ops.layers
+            {name: kept for op in layer.ops for name, kept in kept_by(op).items()} for layer in self.ops.layers
         )
+
+    def kept_dtype(self, kept: Kept) -> str:
+        """The name of a kept array's dtype."""
+        return self.cache_dtype.name if kept.dtype is KeptDtype.CACHE else kept.dtype.name.lower()
 
     def kept_bytes(self, positions: int) -> int:
         """Bytes of all arrays that the layers keep, with room for `positions` positions."""
+        width = FORMATS[self.cache_dtype.name].bytes
         return self.ops.lanes * sum(
-            math.prod(kept.shape) * (2 if kept.dtype in ("bfloat16", "float16") else 4) * kept.entries(positions)
+            math.prod(kept.shape) * (width if kept.dtype is KeptDtype.CACHE else 4) * kept.entries(positions)
             for layer in self.kept
-            for kept in layer
+            for kept in layer.values()
         )
 
     @cached_property
@@ -320,43 +298,6 @@ def make_plan(
         raise ConfigError(f"no decode kernel runs this model ({reason})")
     table = Table.of(schedule, ops.hidden_size)
     return Plan(ops, table, Dtype[weight_dtype], Dtype[cache_dtype], rounded_activations)
-
-
-def kept_of(op: Op, cache_dtype: str) -> tuple[Kept, ...]:
-    """The arrays that an op keeps between tokens; `plan::kept_arrays` of custom_calls/common/plan.cc has the same.
-
-    DeltaNet keeps four arrays for each key head:
-
-    - base: the position up to which `state` contains all earlier positions, a multiple of ENTRIES
-    - state: the transposed matrices of its value heads, in tiles of 16 rows
-    - entries: keys, deltas and decays of 2 * ENTRIES positions from `base` on (custom_calls/cpu/ops/delta_net.cc)
-    - inputs: the newest inputs of the convolution, a ring with position p at p modulo its size
-
-    Compressed attention keeps the vector of every position (`positions`) and the entries. The arrays `_tail` are such
-    rings too, with the vectors and gates of the newest positions until their entries are complete. `base` is the first
-    position that may still be discarded.
-    """
-    if isinstance(op, Attend):
-        return tuple(Kept(name, (op.kv_heads, op.head_dim), cache_dtype) for name in ("keys", "values"))
-    if isinstance(op, LatentKeep):
-        return (Kept("latents", (op.rank + 2 * len(op.rotary.frequencies),), cache_dtype),)
-    if isinstance(op, CompressedKeep):
-        found = [Kept("base", (1,), "int32", True)] if op.entries else []
-        found.append(Kept("positions", (op.channels,), cache_dtype))
-        for name, own in (("compressed", op.entries), ("index_keys", op.index_keys)):
-            if own:
-                found.append(Kept(name, (own.channels,), cache_dtype, every=own.ratio))
-                found.append(Kept(f"{name}_tail", (own.tail, 2 * own.width), "float32", True))
-        return tuple(found)
-    if not isinstance(op, DeltaNet):
-        return ()
-    inputs = op.convolution.shape[1] - 1 + ENTRIES, op.head_channels
-    return (
-        Kept("base", (op.key_heads,), "int32", True),
-        Kept("entries", (op.key_heads, 2 * op.stretch_floats), "float32", True),
-        Kept("inputs", (op.key_heads, *inputs), cache_dtype, True),
-        Kept("state", (op.key_heads, op.delta_width // 16, op.key_dim, 16), "float32", True),
-    )
 
 
 def _places(ops: DecoderOps) -> Iterator[tuple[str, Place]]:

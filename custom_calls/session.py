@@ -8,6 +8,7 @@ import numpy as np
 
 from laneformer.custom_calls.library import NativeError, call, library
 from laneformer.custom_calls.plan import Plan
+from laneformer.custom_calls.request import Request
 
 
 class EmittedTokens(NamedTuple):
@@ -184,6 +185,13 @@ class DecodeSession(CallStream):
                 f"{len(self._missing)} weights have not been packed, among them {next(iter(self._missing))}: call"
                 " session.pack for each"
             )
+
+    @abstractmethod
+    def inputs(self, *requests: Request | None, most_tokens: int = 0, most_stops: int = 0) -> Any:
+        """The arrays in which a call gets its requests, one for each of its `together` slots; None for a slot without a
+        request. Calls with arrays of the same shapes share one program; most_tokens, most_stops: numbers of prompt and
+        stop tokens for which they have room at least. On GPUs this also sets the texts of the slots' next calls.
+        """
 
     @property
     def slots(self) -> tuple[CallStream, ...]:

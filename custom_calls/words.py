@@ -14,6 +14,10 @@ dataclasses (an op) starts with the number of the dataclass, counted from 0, and
 Strings are not encoded: a weight is identified by its number.
 
 offset and stride locate a vector in the array of small weights. A matrix, which the kernel packs, has offset -1.
+
+The words of a request (custom_calls/request.py; custom_calls/common/request.cc decodes them) are their number, then the
+fields of the request in the same form, with two differences: an integer has two words, the low one first, except in a
+list of integers, and a float is its bits.
 """
 
 import typing
@@ -22,8 +26,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from laneformer.custom_calls.ops_header import alternatives, fields
+from laneformer.custom_calls.request import Request, Source
 from laneformer.ops import Rotary, Weight
 
+LEAST_ROOM = 64  # words of a request's lists for which there is always room
+WITHOUT_LISTS = Request(prompt=(), limit=0, most_drafts=0, source=Source(0, 0, 0))
 FORMAT = 6  # raise it when the encoding changes; the ops themselves are part of the library's key
 
 
@@ -110,6 +117,54 @@ class Writer:
                     f"the model's plan contains {word}, which does not fit in 32 bits: make the model smaller"
                 )
         return np.array(words, np.int32)
+
+
+class RequestWriter(Writer):
+    """Collects the words of a request. Long lists of tokens are copied as arrays."""
+
+    def __init__(self):
+        super().__init__()
+        self._parts: list[np.ndarray] = []
+
+    def put(self, value, kind) -> None:
+        if kind is int:
+            value = min(int(value), 2**64 - 1)
+            self.words += [value & 0xFFFFFFFF, value >> 32 & 0xFFFFFFFF]
+        elif kind == tuple[int, ...]:
+            self.words.append(len(value))
+            self._parts += [self._so_far(), np.asarray(value, np.int32)]
+        else:
+            super().put(value, kind)
+
+    def all(self) -> np.ndarray:
+        """All words, int32 [n]."""
+        return np.concatenate([*self._parts, self._so_far()])
+
+    def _so_far(self) -> np.ndarray:
+        words, self.words = np.array(self.words, np.int64).astype(np.int32), []
+        return words
+
+    def _constant(self, value: float) -> int:
+        return int(np.float32(value).view(np.int32))
+
+
+def request_words(request: Request, room: int = 0) -> np.ndarray:
+    """The words of a request, int32 [n]. n is rounded up, so requests of many sizes have the same n.
+
+    room: number of words of lists for which there is room at least.
+    """
+    found, fields = _words_of(request), len(_words_of(WITHOUT_LISTS))
+    most = max(LEAST_ROOM, room, 1 + len(found) - fields)
+    words = np.zeros(1 + fields + (1 << (most - 1).bit_length()), np.int32)
+    words[0] = 1 + len(found)
+    words[1 : words[0]] = found
+    return words
+
+
+def _words_of(request: Request) -> np.ndarray:
+    writer = RequestWriter()
+    writer.put(request, Request)
+    return writer.all()
 
 
 class Reader:

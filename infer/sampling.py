@@ -34,6 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from laneformer.custom_calls.request import SamplingOptions
 from laneformer.errors import ConfigError
 from laneformer.infer.noise import gumbel
 
@@ -72,29 +73,8 @@ class Adjustments(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Sampling:
+class Sampling(SamplingOptions):
     """Settings for choosing the next token. Raises ConfigError for a value outside its range."""
-
-    temperature: float = 0.0
-    """0 always takes the most likely token; 1 draws from the model's distribution; values between are more
-    conservative.
-    """
-    top_k: int = 0
-    """Draw among this many of the most likely tokens; 0 for all."""
-    top_p: float = 1.0
-    """Draw among the most likely tokens, as few as have this total probability; 1 for all."""
-    min_p: float = 0.0
-    """Draw among tokens whose probability is at least this share of the largest probability; 0 for all."""
-    repetition_penalty: float = 1.0
-    """Above 1, make tokens less likely that the prompt or the answer already contains; 1 for no change."""
-    seed: int = 0
-    """Seed of the noise, 0 to 2^64 - 1; the same seed gives the same tokens."""
-    presence_penalty: float = 0.0
-    """Subtract this from the logit of each token that the answer already contains, -2 to 2."""
-    frequency_penalty: float = 0.0
-    """Subtract this from a token's logit for each occurrence in the answer so far, -2 to 2."""
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids with a number to add to their logits, -100 to 100; as pairs or as a mapping."""
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -10,12 +10,14 @@ laneformer/layout.py adds to the streams and exchanges between lanes.
 
 To add a field or a kind of op, write it here and compute it in the kernels: custom_calls/ops_header.py writes the C++
 structs of these classes and what decodes them, custom_calls/gpu/header.py the constants of a GPU kernel. Fields travel
-in the order in which they are written. A field of type int is a size and at least 1.
+in the order in which they are written. A field of type int is a size and at least 1. What an op keeps between tokens is
+a `kept` property of its class, from which the state of a call follows in Python and in C++.
 
 Nothing here imports JAX or another file of ours.
 """
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass
 from enum import IntEnum
@@ -32,7 +34,40 @@ ENTRIES = 16
 class size(property):
     """A property that is a whole number computed from fields. The C++ struct has it as a member function: its getter is
     one `return` of +, -, *, // and `a if flag else b`, which custom_calls/ops_header.py translates. Operands of // are
-    not negative.
+    not negative. custom_calls/common/plan.h has the sizes of Weight and Rotary.
+    """
+
+
+class KeptDtype(IntEnum):
+    """Dtype of a kept array."""
+
+    CACHE = 0
+    """The dtype of the cache, which each plan chooses."""
+    FLOAT32 = 1
+    INT32 = 2
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An array that a layer keeps between tokens, for each lane and slot: t entries of this shape."""
+
+    shape: tuple[int, ...]
+    """Shape of one entry in one lane."""
+    dtype: KeptDtype = KeptDtype.CACHE
+    fixed: bool = False
+    """Whether t is 1; otherwise t depends on the number of positions."""
+    every: int = 1
+    """Positions of one entry."""
+
+    def entries(self, positions: int) -> int:
+        """The number of entries t of an array with room for `positions` positions."""
+        return 1 if self.fixed else -(-positions // self.every)
+
+
+class kept(property):
+    """A property of an op: a `Kept` array, or None if the op has no such array. The array has the property's name in
+    each layer and in the C++ enumeration Kept; a layer has one array of a name. The getter is one `return` of
+    `Kept(...)` or `Kept(...) if self.field else None`, whose numbers are expressions as in a `size`.
     """
 
 
@@ -72,6 +107,11 @@ class Weight:
     @property
     def is_matrix(self) -> bool:
         return len(self.shape) > 1 and not self.small
+
+    @size
+    def elements(self) -> int:
+        """Values of one lane's share; with `experts`, of one expert's array in it."""
+        return math.prod(self.shape)
 
 
 class Value(IntEnum):
@@ -155,6 +195,11 @@ class Rotary:
 
     frequencies: tuple[float, ...]
     factor: float
+
+    @size
+    def channels(self) -> int:
+        """Channels that rotate."""
+        return 2 * len(self.frequencies)
 
 
 @dataclass(frozen=True)
@@ -379,6 +424,16 @@ class Attend(AttentionVariant):
         """Channels of PROJECTED."""
         return self.values_end + (self.width if self.attention_gate else 0)
 
+    @kept
+    def keys(self) -> Kept:
+        """The key of each position, after its norm and rotation."""
+        return Kept((self.kv_heads, self.head_dim))
+
+    @kept
+    def values(self) -> Kept:
+        """The value of each position."""
+        return Kept((self.kv_heads, self.head_dim))
+
 
 @dataclass(frozen=True)
 class LatentKeep:
@@ -392,6 +447,16 @@ class LatentKeep:
 
     reads: ClassVar = Value.PROJECTED
     writes: ClassVar = Value.PROJECTED
+
+    @size
+    def channels(self) -> int:
+        """Channels of a latent, and of PROJECTED."""
+        return self.rank + self.rotary.channels
+
+    @kept
+    def latents(self) -> Kept:
+        """The latent of each position."""
+        return Kept((self.channels,))
 
 
 @dataclass(frozen=True)
@@ -411,10 +476,10 @@ class LatentAttend:
     reads: ClassVar = Value.ABSORBED
     writes: ClassVar = Value.ATTENDED
 
-    @property
+    @size
     def rotating(self) -> int:
         """Channels of a head that rotate."""
-        return 2 * len(self.rotary.frequencies)
+        return self.rotary.channels
 
 
 @dataclass(frozen=True)
@@ -487,6 +552,11 @@ class DeltaNet:
         return self.key_heads * self.head_channels
 
     @size
+    def taps(self) -> int:
+        """Tokens that the convolution reads."""
+        return self.convolution.elements // self.channels
+
+    @size
     def head_rows(self) -> int:
         """Channels of PROJECTED that one key head has: q, k, v and z."""
         return self.head_channels + self.ratio * self.value_dim
@@ -515,6 +585,31 @@ class DeltaNet:
     def stretch_floats(self) -> int:
         """Floats of ENTRIES entries of a key head: keys, deltas and decays."""
         return ENTRIES * (self.key_dim + self.delta_width + self.ratio)
+
+    @size
+    def ring(self) -> int:
+        """Positions whose inputs of the convolution are kept."""
+        return self.taps - 1 + ENTRIES
+
+    @kept
+    def base(self) -> Kept:
+        """For each key head, the position up to which `state` contains all earlier positions, a multiple of ENTRIES."""
+        return Kept((self.key_heads,), KeptDtype.INT32, fixed=True)
+
+    @kept
+    def entries(self) -> Kept:
+        """Keys, deltas and decays of 2 * ENTRIES positions from `base` on (custom_calls/cpu/ops/delta_net.cc)."""
+        return Kept((self.key_heads, 2 * self.stretch_floats), KeptDtype.FLOAT32, fixed=True)
+
+    @kept
+    def inputs(self) -> Kept:
+        """The newest inputs of the convolution, a ring with position p at p modulo its size."""
+        return Kept((self.key_heads, self.ring, self.head_channels), fixed=True)
+
+    @kept
+    def state(self) -> Kept:
+        """The transposed matrices of each key head's value heads, in tiles of 16 rows."""
+        return Kept((self.key_heads, self.delta_width // 16, self.key_dim, 16), KeptDtype.FLOAT32, fixed=True)
 
 
 @dataclass(frozen=True)
@@ -625,11 +720,43 @@ class CompressedKeep:
     """Rotation of its last channels."""
     entries: Compressor | None
     """Entries that summarize windows of positions; None: the layer has none."""
-    index_keys: Compressor | None
+    keys: Compressor | None
     """Keys by which the index chooses entries, one for each entry; None: the layer has no index."""
 
     reads: ClassVar = Value.PROJECTED
     writes: ClassVar = Value.PROJECTED
+
+    @kept
+    def base(self) -> Kept | None:
+        """The first position whose vectors and gates may still be discarded."""
+        return Kept((1,), KeptDtype.INT32, fixed=True) if self.entries else None
+
+    @kept
+    def positions(self) -> Kept:
+        """The vector of each position."""
+        return Kept((self.channels,))
+
+    @kept
+    def compressed(self) -> Kept | None:
+        """The entries."""
+        return Kept((self.entries.channels,), every=self.entries.ratio) if self.entries else None
+
+    @kept
+    def compressed_tail(self) -> Kept | None:
+        """Vectors and gates of the newest positions until their entries are complete, a ring as in DeltaNet."""
+        return (
+            Kept((self.entries.tail, 2 * self.entries.width), KeptDtype.FLOAT32, fixed=True) if self.entries else None
+        )
+
+    @kept
+    def index_keys(self) -> Kept | None:
+        """The keys of the entries."""
+        return Kept((self.keys.channels,), every=self.keys.ratio) if self.keys else None
+
+    @kept
+    def index_keys_tail(self) -> Kept | None:
+        """Vectors and gates of the newest positions, for the keys."""
+        return Kept((self.keys.tail, 2 * self.keys.width), KeptDtype.FLOAT32, fixed=True) if self.keys else None
 
 
 @dataclass(frozen=True)
@@ -714,6 +841,13 @@ def without_kernel(ops: "DecoderOps", kinds: UnionType = Op) -> str | None:
             if isinstance(op, Attend) and op.rotary and op.rotary.factor != 1 and 0.0 in op.rotary.frequencies:
                 return f"it does not scale some channels of a head by {op.rotary.factor:g}: use backend xla"
     return None
+
+
+def kept_by(op: Op) -> dict[str, Kept]:
+    """The arrays that an op keeps between tokens, by name, in the order in which its class has them."""
+    members = (member for base in reversed(type(op).__mro__) for member in vars(base).items())
+    arrays = {name: getattr(op, name) for name, member in members if isinstance(member, kept)}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def products_of(op: Op) -> tuple[Product, ...]:

@@ -9,6 +9,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "request.h"
+
 namespace laneformer {
 
 constexpr int kMostRows = 16;  // most rows of a pass: the last token and its drafts
@@ -27,8 +29,6 @@ struct Speculation {
   std::vector<int32_t> forced;  // first tokens of the answer, which replace those drawn: for measurements
   std::vector<int32_t> given;   // draft of each token of the answer, -1 for none, at any price: for tests
 };
-
-constexpr int32_t kEndOfText = -1;
 
 // Prices of passes by their number of rows: times in units of a pass of one row. They start as a list, and the times of
 // passes correct them. This class reads no clock. It lives as long as a session.

@@ -13,7 +13,7 @@ namespace plan {
 
 inline xla::ffi::DataType type_of(const KeptArray& array, const Plan& plan) {
   namespace ffi = xla::ffi;
-  if (array.type != KeptType::cached) return array.type == KeptType::floats ? ffi::F32 : ffi::S32;
+  if (array.dtype != KeptDtype::cache) return array.dtype == KeptDtype::float32 ? ffi::F32 : ffi::S32;
   return plan.cache_dtype == 0 ? ffi::F32 : plan.cache_dtype == 1 ? ffi::BF16 : ffi::F16;
 }
 
@@ -25,6 +25,19 @@ inline bool fits(const KeptArray& array, xla::ffi::Span<const int64_t> shape, in
   return shape.size() == 3 + entry.size() && shape[0] == lanes && shape[1] == slots &&
          std::equal(entry.begin(), entry.end(), shape.begin() + 3) &&
          ((!array.fixed && positions < 0) || shape[2] == array.entries(positions));
+}
+
+// What an array must be, as text.
+inline std::string described(const KeptArray& array, const Plan& plan, int64_t lanes, int64_t slots,
+                             int64_t positions) {
+  const int dtype = array.dtype == KeptDtype::cache ? plan.cache_dtype : array.dtype == KeptDtype::float32 ? 0 : 3;
+  const bool known = array.fixed || positions >= 0;
+  std::string shape = std::to_string(lanes) + ", " + std::to_string(slots) + ", " +
+                      (known ? std::to_string(array.entries(positions)) : "entries");
+  for (const int64_t size : array.shape) shape += ", " + std::to_string(size);
+  constexpr const char* kNames[] = {"float32", "bfloat16", "float16", "int32"};
+  return std::string(kKeptNames[(int)array.kind]) + " of layer " + std::to_string(array.layer) + " must be " +
+         kNames[dtype] + " [" + shape + "] on each device";
 }
 
 // Calls take(number, address) for each of a device's arrays, which contain `lanes` lanes each. Sets `positions` to the
@@ -43,13 +56,7 @@ std::string take_kept(const std::vector<KeptArray>& kept, const Plan& plan, int6
     if (!given.has_value() || !changed.has_value()) return "cache " + std::to_string(i) + " cannot be read";
     const auto shape = given->dimensions();
     if (given->element_type() != type_of(array, plan) || !fits(array, shape, lanes, slots, positions))
-      return "cache " + std::to_string(i) + " does not fit the model: its shape must be [lanes, " +
-             std::to_string(slots) + ", " +
-             (array.fixed                                              ? "1, the entry of a recurrent layer"
-              : array.kind == Kept::latents                            ? "positions, channels of a latent"
-              : array.kind == Kept::keys || array.kind == Kept::values ? "positions, kv heads, head size"
-                                                                       : "positions or entries of several, channels") +
-             "] per device";
+      return "the decode call's " + described(array, plan, lanes, slots, positions);
     if (given->untyped_data() != (*changed)->untyped_data())
       return "the decode call's cache was not donated: it is updated in place (jax.jit(..., donate_argnums=...))";
     if (!array.fixed && array.every == 1) positions = shape[2];

@@ -120,7 +120,10 @@ class Reader {
   void read(const char* what, int64_t& value) { value = size(what); }
   void read(const char*, float& value) { value = number(); }
   void read(const char*, bool& value) { value = flag(); }
-  void read(const char* what, RotaryIndex& value) { value.index = index((int64_t)plan_.rotaries.size(), what); }
+  void read(const char* what, RotaryIndex& value) {
+    value.index = index((int64_t)plan_.rotaries.size(), what);
+    value.pairs = (int64_t)plan_.rotaries[value.index].frequencies.size();
+  }
 
   void read(const char* what, Array& value) {
     value.number = index((int64_t)plan_.weights.size(), what);
@@ -309,7 +312,7 @@ class Reader {
 
   // The rotated channels are the last ones of a head with this many.
   void check_rotary(const RotaryIndex& rotary, int64_t channels) {
-    require(rotating_channels(rotary, plan_) <= channels, "a rotation has more channels than a head");
+    require(rotary.channels() <= channels, "a rotation has more channels than a head");
   }
 
   void check_compressor(const std::optional<Compressor>& op, const char* what) {
@@ -326,8 +329,8 @@ class Reader {
     check_rotary(op.rotary, op.channels);
     require(op.channels <= channels_of(Value::projected), "a position has more channels than are projected");
     check_compressor(op.entries, "entries have another size than what is projected");
-    check_compressor(op.index_keys, "keys of an index have another size than what is projected");
-    require(!op.index_keys || (op.entries && op.entries->ratio == op.index_keys->ratio),
+    check_compressor(op.keys, "keys of an index have another size than what is projected");
+    require(!op.keys || (op.entries && op.entries->ratio == op.keys->ratio),
             "an index has keys for other entries than there are");
     require(!op.entries || op.entries->channels == op.channels, "entries have other channels than positions");
     keep_ = &op;
@@ -341,7 +344,7 @@ class Reader {
     require(channels_of(Value::queries) == op.width(), "compressed attention reads another number of queries");
     check_rotary(op.rotary, op.head_dim);
     if (op.index) {
-      require(keep_->index_keys && keep_->index_keys->channels == op.index->channels, "an index has no keys");
+      require(keep_->keys && keep_->keys->channels == op.index->channels, "an index has no keys");
       check_rotary(op.rotary, op.index->channels);
       require(op.index->heads <= kMostHeads &&
                   channels_of(Value::index) == (int64_t)op.index->heads * op.index->channels &&
@@ -355,8 +358,7 @@ class Reader {
   void check(Attend& op) {
     require(op.heads <= kMostHeads && op.kv_heads <= kMostHeads && op.head_dim <= kMostHeads, "too many heads");
     require(op.heads % op.kv_heads == 0, "heads are not a multiple of kv_heads");
-    require(!op.rotary || 2 * (int64_t)plan_.rotaries[op.rotary->index].frequencies.size() == op.head_dim,
-            "a rotation has other channels than a head");
+    require(!op.rotary || op.rotary->channels() == op.head_dim, "a rotation has other channels than a head");
     check_norm_of_heads(op.q_norm, op.heads, op.head_dim);
     check_norm_of_heads(op.k_norm, op.kv_heads, op.head_dim);
     require(channels_of(Value::projected) == op.projected(),
@@ -366,12 +368,11 @@ class Reader {
 
   void check(LatentKeep& op) {
     check_vector(op.norm.gain, op.rank, "a norm");
-    require(channels_of(Value::projected) == op.rank + rotating_channels(op.rotary, plan_),
-            "latents have another size than what is projected");
+    require(channels_of(Value::projected) == op.channels(), "latents have another size than what is projected");
   }
 
   void check(LatentAttend& op) {
-    const int64_t rotating = rotating_channels(op.rotary, plan_);
+    const int64_t rotating = op.rotating();
     require(op.heads <= kMostHeads && op.rank <= kMostHeads && op.still <= kMostHeads, "too many heads");
     require(channels_of(Value::projected) == op.rank + rotating &&
                 channels_of(Value::queries) == op.heads * (op.still + rotating) &&
@@ -503,38 +504,12 @@ class Reader {
 
 std::vector<KeptArray> kept_arrays(const Plan& plan) {
   std::vector<KeptArray> found;
-  const auto add = [&](int layer, Kept kind, std::vector<int64_t> shape) { found.push_back({layer, kind, shape}); };
-  const auto add_delta = [&](int layer, const DeltaNet& op) {
-    const int64_t heads = op.key_heads;
-    const auto fixed = [&](Kept kind, KeptType type, std::vector<int64_t> shape) {
-      found.push_back({layer, kind, shape, type, true});
+  for (int time = 0; time < plan.num_modules(); time++) {
+    const auto add = [&](Kept kind, std::vector<int64_t> shape, KeptDtype dtype, bool fixed, int64_t every) {
+      found.push_back({time / 2, kind, std::move(shape), dtype, fixed, every});
     };
-    fixed(Kept::base, KeptType::integers, {heads});
-    fixed(Kept::entries, KeptType::floats, {heads, 2 * op.stretch_floats()});
-    fixed(Kept::inputs, KeptType::cached, {heads, kept_inputs(op), op.head_channels()});
-    fixed(Kept::state, KeptType::floats, {heads, op.delta_width() / 16, op.key_dim, 16});
-  };
-  const auto add_compressor = [&](int layer, const std::optional<Compressor>& op, Kept kind, Kept of_tail) {
-    if (!op) return;
-    found.push_back({layer, kind, {op->channels}, KeptType::cached, false, op->ratio});
-    found.push_back({layer, of_tail, {op->tail(), 2 * op->width()}, KeptType::floats, true});
-  };
-  for (int layer = 0; layer < plan.num_layers(); layer++)
-    for (int m = 2 * layer; m < 2 * layer + 2; m++)
-      for (const Op& op : plan.module(m).ops) {
-        if (const auto* attend = std::get_if<Attend>(&op))
-          for (const Kept kind : {Kept::keys, Kept::values}) add(layer, kind, {attend->kv_heads, attend->head_dim});
-        if (const auto* keep = std::get_if<LatentKeep>(&op))
-          add(layer, Kept::latents, {keep->rank + rotating_channels(keep->rotary, plan)});
-        if (const auto* delta = std::get_if<DeltaNet>(&op)) add_delta(layer, *delta);
-        if (const auto* keep = std::get_if<CompressedKeep>(&op)) {
-          if (keep->entries) found.push_back({layer, Kept::base, {1}, KeptType::integers, true});
-          add(layer, Kept::positions, {keep->channels});
-          add_compressor(layer, keep->entries, Kept::compressed, Kept::compressed_tail);
-          add_compressor(layer, keep->index_keys, Kept::index_keys, Kept::index_keys_tail);
-        }
-      }
-  std::stable_sort(found.begin(), found.end(), [](const KeptArray& a, const KeptArray& b) { return a.kind < b.kind; });
+    for (const Op& op : plan.module(time).ops) std::visit([&](const auto& one) { one.visit_kept(add); }, op);
+  }
   return found;
 }
 

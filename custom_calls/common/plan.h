@@ -35,6 +35,8 @@ struct Array {
   int64_t size, columns;   // one expert's: elements and 0 of a vector, rows and columns of a matrix
   int64_t offset, stride;  // as in Weight
   int64_t experts;         // as in Weight
+
+  int64_t elements() const { return columns > 0 ? size * columns : size; }  // one expert's
 };
 
 struct Rotary {
@@ -43,7 +45,10 @@ struct Rotary {
 };
 
 struct RotaryIndex {
-  int index;  // into Plan::rotaries
+  int index;      // into Plan::rotaries
+  int64_t pairs;  // as many as it has frequencies
+
+  int64_t channels() const { return 2 * pairs; }  // those that rotate
 };
 
 #include "plan_ops.h"
@@ -62,10 +67,6 @@ inline int64_t written_experts(const Product& product) {
 }
 // Blocks of a block-diagonal product; 1 for any other.
 inline int blocks(const Product& product) { return product.blocks ? product.blocks->count : 1; }
-
-// DeltaNet: tokens that its convolution reads, and positions whose inputs of the convolution are kept.
-inline int64_t taps(const DeltaNet& op) { return op.convolution.size / op.channels(); }
-inline int64_t kept_inputs(const DeltaNet& op) { return taps(op) - 1 + kEntries; }
 
 struct Part {
   int module;
@@ -106,35 +107,14 @@ struct Plan : DecoderOps {
   }
 };
 
-// Channels that rotate.
-inline int64_t rotating_channels(const RotaryIndex& rotary, const Plan& plan) {
-  return 2 * (int64_t)plan.rotaries[rotary.index].frequencies.size();
-}
-
-// The kinds of arrays that layers keep between tokens.
-enum class Kept {
-  keys,
-  values,
-  latents,
-  base,
-  entries,
-  inputs,
-  state,
-  positions,
-  compressed,
-  compressed_tail,
-  index_keys,
-  index_keys_tail
-};
-constexpr int kKept = 12;
-enum class KeptType { cached, floats, integers };  // the dtype of the cache; float32; int32
+// An array that a layer keeps between tokens: a `kept` property of laneformer/ops.py, whose name is the kind.
 struct KeptArray {
   int layer;
   Kept kind;
   std::vector<int64_t> shape;  // of one entry in one lane
-  KeptType type = KeptType::cached;
-  bool fixed = false;  // one entry in all; otherwise one for each `every` positions
-  int64_t every = 1;
+  KeptDtype dtype;
+  bool fixed;  // one entry in all; otherwise one for each `every` positions
+  int64_t every;
 
   int64_t elements() const {
     int64_t count = 1;
@@ -143,9 +123,9 @@ struct KeptArray {
   }
   int64_t entries(int64_t positions) const { return fixed ? 1 : (positions + every - 1) / every; }
   // Bytes of one entry in one lane; width: bytes of a value of the cache.
-  int64_t bytes(int64_t width) const { return elements() * (type == KeptType::cached ? width : 4); }
+  int64_t bytes(int64_t width) const { return elements() * (dtype == KeptDtype::cache ? width : 4); }
 };
-// All kept arrays of a plan, in the order of a call's operands (custom_calls/decode.py): by kind, then by layer.
+// All kept arrays of a plan, in the order of a call's operands (custom_calls/decode.py): layer by layer, op by op.
 std::vector<KeptArray> kept_arrays(const Plan& plan);
 
 // Decodes a plan. Throws std::runtime_error if the words are damaged or do not fit together.

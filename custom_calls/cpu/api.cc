@@ -26,10 +26,8 @@ Sessions<Decoder> sessions;
 
 // The buffers that XLA passed for one device.
 struct Operands {
-  const int32_t *prompt, *control, *stops;  // control: prompt length, start, limit, top_k, slot
-  const float* settings;                    // temperature, top_p, min_p, repetition_penalty
-  const uint32_t* key;
-  int64_t num_stops, capacity, top;
+  Request request;
+  int64_t capacity, top;
   std::vector<char*> caches;  // in the order of plan::kept_arrays
   uint8_t* seen;
   int32_t *tokens, *top_tokens, *state;  // state: tokens drawn, number of the End, position of the next token
@@ -54,31 +52,24 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   const plan::Plan& model = decoder.plan();
   const Operands& first = devices[0];
   Call call;
-  call.prompt.assign(first.prompt, first.prompt + first.control[0]);
-  call.start = first.control[1];
-  call.limit = first.control[2];
-  call.sampling = {first.settings[0], first.settings[1], first.settings[2],
-                   first.settings[3], first.control[3],  {first.key[0], first.key[1]}};
-  call.stops.assign(first.stops, first.stops + first.num_stops);
+  static_cast<Request&>(call) = first.request;
   call.top = (int32_t)first.top;
   call.seen = first.seen;
   call.logits = first.logits;
-  const int32_t number = first.control[4];
-  call.speculation = decoder.schedule().take_speculation(number);
-  Adjustment adjustment = decoder.schedule().take_adjustment(number);
-  if (!adjustment.bias.empty()) call.adjustment = &adjustment;
-  call.masked = adjustment.masked;
-  if (call.masked) call.speculation.most = 0;  // a mask is for one row, so no drafts
   if (call.prompt.empty() || call.start < 0 || call.limit < 1 || call.limit > first.room ||
       call.start + (int64_t)call.prompt.size() + call.limit - 1 > first.capacity)
     return ffi::Error::InvalidArgument("a prompt of " + std::to_string(call.prompt.size()) + " tokens at position " +
                                        std::to_string(call.start) + " and " + std::to_string(call.limit) +
                                        " more do not fit a cache of " + std::to_string(first.capacity) +
                                        " positions and room for " + std::to_string(first.room) + " tokens");
-  for (const int32_t token : call.prompt)
-    if (token < 0 || token >= model.vocab_size)
-      return ffi::Error::InvalidArgument("token " + std::to_string(token) + " is outside the vocabulary of " +
-                                         std::to_string(model.vocab_size));
+  try {
+    decoder.check(call);
+  } catch (const std::invalid_argument& e) {
+    return ffi::Error::InvalidArgument(e.what());
+  }
+  call.speculation = decoder.schedule().speculation_of(call);
+  Adjustment adjustment = adjustment_of(call.sampling, model.vocab_size);
+  if (!adjustment.bias.empty()) call.adjustment = &adjustment;
   const int local = model.lanes / (int)devices.size();
   for (size_t i = 0; i < decoder.kept().size(); i++) {
     const plan::KeptArray& array = decoder.kept()[i];
@@ -91,13 +82,13 @@ ffi::Error generate(Decoder& decoder, const std::vector<Operands>& devices) {
   }
   End end;
   try {
-    end = decoder.run(call, number);
+    end = decoder.run(call, (int)call.slot);
   } catch (const std::invalid_argument& e) {
     return ffi::Error::InvalidArgument(e.what());
   } catch (const std::exception& e) {
     return ffi::Error(ffi::ErrorCode::kDeadlineExceeded, e.what());
   }
-  const Slot& slot = decoder.slot(number);
+  const Slot& slot = decoder.slot((int)call.slot);
   const int drawn = slot.drawn;
   for (const Operands& device : devices) {
     std::memcpy(device.tokens, slot.answer.tokens.data(), drawn * sizeof(int32_t));
@@ -167,19 +158,22 @@ ffi::Error join(Decoder& decoder, int64_t session, int64_t run, int position, in
 ffi::Error wrong(const std::string& what) { return ffi::Error::InvalidArgument(what); }
 
 ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devices,
-                  ffi::Span<const int32_t> position_of_device, ffi::BufferR1<ffi::S32> prompt,
-                  ffi::BufferR1<ffi::S32> control, ffi::BufferR1<ffi::F32> settings, ffi::BufferR1<ffi::U32> key,
-                  ffi::BufferR1<ffi::S32> stops, ffi::BufferR1<ffi::U8> seen, ffi::RemainingArgs caches,
-                  ffi::ResultBufferR1<ffi::S32> tokens, ffi::ResultBufferR1<ffi::F32> logprobs,
-                  ffi::ResultBufferR2<ffi::S32> top_tokens, ffi::ResultBufferR2<ffi::F32> top_logprobs,
-                  ffi::ResultBufferR2<ffi::F32> logits, ffi::ResultBufferR1<ffi::S32> state,
-                  ffi::ResultBufferR1<ffi::U8> seen_after, ffi::RemainingRets caches_after) {
+                  ffi::Span<const int32_t> position_of_device, ffi::BufferR1<ffi::S32> request,
+                  ffi::BufferR1<ffi::U8> seen, ffi::RemainingArgs caches, ffi::ResultBufferR1<ffi::S32> tokens,
+                  ffi::ResultBufferR1<ffi::F32> logprobs, ffi::ResultBufferR2<ffi::S32> top_tokens,
+                  ffi::ResultBufferR2<ffi::F32> top_logprobs, ffi::ResultBufferR2<ffi::F32> logits,
+                  ffi::ResultBufferR1<ffi::S32> state, ffi::ResultBufferR1<ffi::U8> seen_after,
+                  ffi::RemainingRets caches_after) {
   const std::shared_ptr<Decoder> decoder = sessions.find(session);
   if (!decoder) return wrong("the decode session " + std::to_string(session) + " was closed");
-  if (control.element_count() != 5 || settings.element_count() != 4 || key.element_count() != 2 ||
-      state->element_count() != 3)
-    return wrong("control, settings, key and state must have 5, 4, 2 and 3 elements");
-  const int32_t slot = control.typed_data()[4];
+  Operands operands{};
+  try {
+    operands.request = decode_request(request.typed_data(), (int64_t)request.element_count());
+  } catch (const std::exception& e) {
+    return wrong(e.what());
+  }
+  if (state->element_count() != 3) return wrong("status must have 3 elements");
+  const int64_t slot = operands.request.slot;
   if (slot < 0 || slot >= decoder->schedule().slots())
     return wrong("slot " + std::to_string(slot) + " is not among the " + std::to_string(decoder->schedule().slots()) +
                  " slots of this session");
@@ -187,29 +181,20 @@ ffi::Error decode(int32_t device, ffi::RunId run, int64_t session, int64_t devic
     Schedule& schedule;
     int slot;
     ~Settle() { schedule.settle(slot); }  // a call refused below has ended, too
-  } settle{decoder->schedule(), slot};
+  } settle{decoder->schedule(), (int)slot};
   const plan::Plan& model = decoder->plan();
   const int position = device < (int32_t)position_of_device.size() ? position_of_device[device] : -1;
   if (position < 0 || position >= devices || model.lanes % devices != 0)
     return wrong("device " + std::to_string(device) + " has no place among the " + std::to_string(devices) +
                  " devices of the decode call");
-  if (control.typed_data()[0] < 1 || control.typed_data()[0] > (int64_t)prompt.element_count())
-    return wrong("the prompt's length must be between 1 and the size of its array");
   if ((int64_t)seen.element_count() != model.vocab_size)
     return wrong("seen must have an element for each token of the vocabulary");
   if (seen.untyped_data() != seen_after->untyped_data())
     return wrong("the decode call's `seen` was not donated: it is updated in place");
-  Operands operands{};
   const std::string problem =
       plan::take_kept(decoder->kept(), model, model.lanes / devices, 1, caches, caches_after, operands.capacity,
                       [&](size_t, void* array) { operands.caches.push_back((char*)array); });
   if (!problem.empty()) return wrong(problem);
-  operands.prompt = prompt.typed_data();
-  operands.control = control.typed_data();
-  operands.settings = settings.typed_data();
-  operands.key = key.typed_data();
-  operands.stops = stops.typed_data();
-  operands.num_stops = (int64_t)stops.element_count();
   operands.seen = seen_after->typed_data();
   operands.tokens = tokens->typed_data();
   operands.room = (int64_t)tokens->element_count();
@@ -235,10 +220,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(laneformer_decode_cpu, decode,
                                   .Attr<int64_t>("session")
                                   .Attr<int64_t>("devices")
                                   .Attr<ffi::Span<const int32_t>>("position_of_device")
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .Arg<ffi::BufferR1<ffi::S32>>()
-                                  .Arg<ffi::BufferR1<ffi::F32>>()
-                                  .Arg<ffi::BufferR1<ffi::U32>>()
                                   .Arg<ffi::BufferR1<ffi::S32>>()
                                   .Arg<ffi::BufferR1<ffi::U8>>()
                                   .RemainingArgs()
@@ -351,41 +332,6 @@ int64_t laneformer_speculate(int64_t id, int32_t most, const float* prices, int3
 void laneformer_prices(int64_t id, float* to) {
   const auto decoder = sessions.find(id);
   for (int rows = 1; rows <= kMostRows; rows++) to[rows - 1] = decoder->schedule().prices().of(rows);
-}
-
-// Sets the texts of Speculation for the next call of a slot. most: drafts of a pass at most.
-int64_t laneformer_give_texts(int64_t id, int32_t slot, const int32_t* before, int64_t num_before,
-                              const int32_t* forced, int64_t num_forced, const int32_t* given, int64_t num_given,
-                              int32_t most, char* error, int64_t size) {
-  return guarded(error, size, [&] {
-    sessions.find(id)->give_texts({before, before + num_before}, {forced, forced + num_forced},
-                                  {given, given + num_given}, most, slot);
-    return (int64_t)0;
-  });
-}
-
-// Sets the penalties and the biases [count] of the next call of a slot, and whether its draws wait for masks.
-int64_t laneformer_give_adjustment(int64_t id, int32_t slot, float presence, float frequency, const int32_t* tokens,
-                                   const float* biases, int64_t count, int32_t masked, char* error, int64_t size) {
-  return guarded(error, size, [&] {
-    sessions.find(id)->give_adjustment(presence, frequency, {tokens, tokens + count}, {biases, biases + count},
-                                       masked != 0, slot);
-    return (int64_t)0;
-  });
-}
-
-// Lets the next call of `slot` copy keys and values from call `number` of slot `of`: the first `positions` positions,
-// which both calls have in common.
-int64_t laneformer_give_source(int64_t id, int32_t slot, int32_t of, int64_t number, int64_t positions, char* error,
-                               int64_t size) {
-  return guarded(error, size, [&] {
-    const auto decoder = sessions.find(id);
-    if (decoder->recurrent())
-      throw std::runtime_error(
-          "a call cannot copy a recurrent state from a running call: reuse the whole text of a call that has ended");
-    decoder->schedule().give_source(slot, {of, number, positions});
-    return (int64_t)0;
-  });
 }
 
 // Positions that the running or last call of a slot copied from another call; to be read after its first token.

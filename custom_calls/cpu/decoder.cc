@@ -104,7 +104,6 @@ std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passe
   Call call;
   call.prompt = {0};
   call.start = std::min<int64_t>(kUsual, (model.context - longest) / 2) / plan::kEntries * plan::kEntries;
-  call.sampling = {0, 1, 0, 1, 0, {0, 0}};
   std::vector<uint8_t> seen(model.vocab_size);
   call.seen = seen.data();
   std::vector<Region> caches;
@@ -138,36 +137,25 @@ std::vector<double> Decoder::time_passes(const std::vector<int>& rows, int passe
   return fastest;
 }
 
-void Decoder::check_tokens(const std::vector<int32_t>& tokens, int32_t least) const {
-  for (const int32_t token : tokens)
-    if (token < least || token >= state_.plan.vocab_size)
-      throw std::runtime_error("token " + std::to_string(token) + " is outside the vocabulary of " +
-                               std::to_string(state_.plan.vocab_size));
+void Decoder::check_token(int64_t token, int32_t least) const {
+  if (token < least || token >= state_.plan.vocab_size)
+    throw std::invalid_argument("token " + std::to_string(token) + " is outside the vocabulary of " +
+                                std::to_string(state_.plan.vocab_size));
 }
 
-void Decoder::give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given, int most,
-                         int slot) {
-  check_tokens(before, kEndOfText), check_tokens(forced, 0), check_tokens(given, -1);
-  Speculation texts;
-  texts.most = most;
-  texts.before = std::move(before);
-  texts.forced = std::move(forced);
-  texts.given = std::move(given);
-  state_.schedule.give_texts(slot, std::move(texts));
-}
-
-void Decoder::give_adjustment(float presence, float frequency, const std::vector<int32_t>& tokens,
-                              const std::vector<float>& biases, bool masked, int slot) {
-  Adjustment adjustment;
-  adjustment.masked = masked;
-  if (presence != 0 || frequency != 0 || !tokens.empty()) {
-    adjustment.presence = presence, adjustment.frequency = frequency;
-    adjustment.bias.resize(state_.plan.vocab_size);
-    adjustment.drawn.resize(state_.plan.vocab_size);
-  }
-  check_tokens(tokens, 0);
-  for (size_t i = 0; i < tokens.size(); i++) adjustment.bias[tokens[i]] = biases[i];
-  state_.schedule.give_adjustment(slot, std::move(adjustment));
+void Decoder::check(const Request& request) const {
+  for (const int32_t token : request.prompt) check_token(token, 0);
+  for (const int32_t token : request.before) check_token(token, kEndOfText);
+  for (const int32_t token : request.forced) check_token(token, 0);
+  for (const int32_t token : request.given) check_token(token, -1);
+  for (const auto& [token, bias] : request.sampling.logit_bias) check_token(token, 0);
+  if (!request.source) return;
+  if (recurrent())
+    throw std::invalid_argument(
+        "a call cannot copy a recurrent state from a running call: reuse the whole text of a call that has ended");
+  if (request.source->slot < 0 || request.source->slot >= state_.schedule.slots())
+    throw std::invalid_argument("the source's slot " + std::to_string(request.source->slot) + " is not among the " +
+                                std::to_string(state_.schedule.slots()) + " of this session");
 }
 
 void Decoder::give_mask(int32_t number, const uint32_t* words, int64_t count, int slot) {

@@ -44,15 +44,9 @@ class Decoder {
   // `passes` passes. Throws std::runtime_error for passes that do not fit the context.
   std::vector<double> time_passes(const std::vector<int>& rows, int passes);
 
-  // Sets the texts of Speculation for the next call of a slot. most: drafts of a pass at most. Throws
-  // std::runtime_error for tokens outside the vocabulary.
-  void give_texts(std::vector<int32_t> before, std::vector<int32_t> forced, std::vector<int32_t> given, int most,
-                  int slot = 0);
-
-  // Sets how the next call of a slot adjusts its logits; biases[i] is added to the logit of tokens[i]. Throws
-  // std::runtime_error for tokens outside the vocabulary.
-  void give_adjustment(float presence, float frequency, const std::vector<int32_t>& tokens,
-                       const std::vector<float>& biases, bool masked, int slot);
+  // Throws std::invalid_argument for a request with tokens outside the vocabulary, or with a source that no call can
+  // copy from.
+  void check(const Request&) const;
 
   // Gives a masked call the mask of its token `number`: words [count] have one bit for each token of the vocabulary,
   // set if the call may draw it; at least one must be set. Throws std::runtime_error unless `number` is the next token
@@ -82,7 +76,7 @@ class Decoder {
   const std::vector<Span>& spans(int worker) const;
 
  private:
-  void check_tokens(const std::vector<int32_t>& tokens, int32_t least) const;
+  void check_token(int64_t token, int32_t least) const;
   void check_states(const Call&) const;
   void find_places();
   void lead(const Slot& slot);

@@ -67,6 +67,16 @@ float largest_reaching(const float* values, int64_t n, double wanted, Amount amo
 
 }  // namespace
 
+Adjustment adjustment_of(const SamplingOptions& sampling, int64_t vocab_size) {
+  Adjustment adjustment;
+  if (sampling.presence_penalty == 0 && sampling.frequency_penalty == 0 && sampling.logit_bias.empty())
+    return adjustment;
+  adjustment.bias.resize(vocab_size);
+  adjustment.drawn.resize(vocab_size);
+  for (const auto& [token, bias] : sampling.logit_bias) adjustment.bias[token] = bias;
+  return adjustment;
+}
+
 void Worker::sample() {
   const int64_t began = clock();
   const int64_t vocab = m_.vocab_size, first = vocab_first_, count = vocab_last_ - first;
@@ -107,10 +117,11 @@ void Worker::sample() {
     const int row = run.row + i;
     const Call& call = *run.slot->call;
     const int64_t position = run.start + run.count - run.rows + i + 1;  // of the token to draw
+    const uint64_t seed = (uint64_t)call.sampling.seed;
+    const uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
     own.rows[row].sum = k_.sum_exp(d_.logits.floats() + row * vocab + first, largest[row], count);
-    own.rows[row].best =
-        k_.draw(d_.z.floats() + row * vocab, call.filtered() ? d_.least[row] : -INFINITY, call.sampling.temperature > 0,
-                call.sampling.key, (uint32_t)position, first, vocab_last_);
+    own.rows[row].best = k_.draw(d_.z.floats() + row * vocab, call.filtered() ? d_.least[row] : -INFINITY,
+                                 call.sampling.temperature > 0, key, (uint32_t)position, first, vocab_last_);
   });
   meet();
   if (index_ == 0) {
@@ -163,7 +174,7 @@ void Worker::temper() {
   for (int r = 0; r < pass_->runs; r++) {
     const Run& run = pass_->run[r];
     const Call& call = *run.slot->call;
-    const Sampling& s = call.sampling;
+    const SamplingOptions& s = call.sampling;
     int32_t marked[kMostRows];
     int marks = 0;
     for (int i = 0; i < run.rows; i++) {
@@ -175,7 +186,7 @@ void Worker::temper() {
       const float* logits = d_.logits.floats() + (run.row + i) * vocab + first;
       float* z = d_.z.floats() + (run.row + i) * vocab + first;
       k_.temper(logits, call.seen + first, s.repetition_penalty, call.adjustment ? 0 : s.temperature, count, z);
-      if (call.adjustment) adjust(*call.adjustment, s.temperature, z);
+      if (call.adjustment) adjust(*call.adjustment, s, z);
       if (call.masked && !run.slot->deferred) apply_mask(run.slot->mask, z);
       DecodeState::Drawn& own = d_.packets[index_].rows[run.row + i];
       own.largest = k_.largest(logits, count);
@@ -191,11 +202,11 @@ void Worker::temper() {
 }
 
 // Applies presence and frequency penalty, biases and temperature to this worker's part of a row.
-void Worker::adjust(const Adjustment& by, float temperature, float* z) const {
+void Worker::adjust(const Adjustment& by, const SamplingOptions& s, float* z) const {
   const int64_t count = vocab_last_ - vocab_first_;
   const float* const bias = by.bias.data() + vocab_first_;
   const int32_t* const drawn = by.drawn.data() + vocab_first_;
-  const float presence = by.presence, frequency = by.frequency;
+  const float presence = s.presence_penalty, frequency = s.frequency_penalty, temperature = s.temperature;
   for (int64_t i = 0; i < count; i++) z[i] += bias[i] - (drawn[i] > 0 ? (float)drawn[i] * frequency + presence : 0.0f);
   for (int64_t i = 0; i < count && temperature > 0; i++) z[i] /= temperature;
 }
@@ -264,10 +275,10 @@ void Worker::emit(Slot& slot, int row, int32_t token, float largest) {
 }
 
 // The least z of a row that top_k, top_p and min_p keep; -inf keeps every token. best: the row's largest z.
-float Worker::threshold(const Sampling& s, int row, float best) {
+float Worker::threshold(const SamplingOptions& s, int row, float best) {
   const float* z = d_.z.floats() + (int64_t)row * m_.vocab_size;
   float least = -INFINITY;
-  if (s.top_k > 0) least = largest_reaching(z, m_.vocab_size, s.top_k, [](int64_t) { return uint64_t{1}; });
+  if (s.top_k > 0) least = largest_reaching(z, m_.vocab_size, (double)s.top_k, [](int64_t) { return uint64_t{1}; });
   if (s.top_p < 1) {
     weights_of_.resize(m_.vocab_size);
     k_.exp_from(z, best, m_.vocab_size, weights_of_.data());

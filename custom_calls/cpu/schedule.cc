@@ -28,7 +28,6 @@ Schedule::Schedule(int slots, double most_slowdown, int64_t (*clock)()) : most_s
     throw std::runtime_error("slots must be 1 to " + std::to_string(kMostRows) + ", got " + std::to_string(slots));
   for (int i = 0; i < slots; i++) {
     slots_.push_back(std::make_unique<Slot>());
-    slots_.back()->texts.most = kMostRows;
   }
 }
 
@@ -43,7 +42,6 @@ int64_t Schedule::begin(int number) {
   Slot& of = slot(number);
   const std::lock_guard<std::mutex> lock(lock_);
   of.armed = true;
-  of.source = {};
   of.number = ++calls_;
   of.cancel.store(0);
   of.count.raise(0);
@@ -72,41 +70,16 @@ void Schedule::speculate(int most, const float* prices, bool corrected) {
   std::copy_n(prices, kMostRows, usual_.prices.begin());
 }
 
-void Schedule::give_texts(int number, Speculation texts) {
-  Slot& of = slot(number);
+Speculation Schedule::speculation_of(const Request& request) {
+  Speculation found;
+  found.before = request.before;
+  found.forced = request.forced;
+  found.given = request.given;
   const std::lock_guard<std::mutex> lock(lock_);
-  of.texts = std::move(texts);
-}
-
-Speculation Schedule::take_speculation(int number) {
-  Slot& of = slot(number);
-  const std::lock_guard<std::mutex> lock(lock_);
-  Speculation taken = std::move(of.texts);
-  of.texts = {};
-  of.texts.most = kMostRows;
-  taken.most = std::clamp(taken.most, 0, usual_.most);
-  taken.prices = usual_.prices;
-  taken.corrected = usual_.corrected;
-  return taken;
-}
-
-void Schedule::give_adjustment(int number, Adjustment adjustment) {
-  Slot& of = slot(number);
-  const std::lock_guard<std::mutex> lock(lock_);
-  of.adjustment = std::move(adjustment);
-}
-
-Adjustment Schedule::take_adjustment(int number) {
-  Slot& of = slot(number);
-  const std::lock_guard<std::mutex> lock(lock_);
-  return std::exchange(of.adjustment, {});
-}
-
-void Schedule::give_source(int number, const Source& source) {
-  Slot& of = slot(number);
-  if (source.slot >= 0) slot(source.slot);
-  const std::lock_guard<std::mutex> lock(lock_);
-  of.source = source;
+  found.most = request.masked ? 0 : (int)std::clamp<int64_t>(request.most_drafts.value_or(kMostRows), 0, usual_.most);
+  found.prices = usual_.prices;
+  found.corrected = usual_.corrected;
+  return found;
 }
 
 // ------------------------------------------------------------------------------------------------------------ leading
@@ -146,9 +119,10 @@ Slot& Schedule::enter(int number, const Call& call) {
 // Makes a call wait for the positions that it has in common with a call that arrived before it. If that call is only
 // announced, waits up to kAnnounced for it to begin.
 void Schedule::follow(std::unique_lock<std::mutex>& lock, Slot& slot) {
-  const Source source = std::exchange(slot.source, {});
-  if (source.slot < 0 || slots_[source.slot].get() == &slot || slot.call->widths.empty()) return;
-  Slot& other = *slots_[source.slot];
+  if (!slot.call->source || slot.call->widths.empty()) return;
+  const Source& source = *slot.call->source;
+  Slot& other = this->slot((int)source.slot);
+  if (&other == &slot) return;
   const auto of_call = [&] { return other.number == source.call; };
   const auto runs = [&] { return of_call() && other.running && !other.ended; };
   changed_.wait_for(lock, kAnnounced, [&] { return !of_call() || !other.armed || runs(); });
@@ -361,7 +335,7 @@ void Schedule::plan(const Slot& leader, const Pass& last, Pass& next) {
     int32_t tokens[kMostRows] = {slot->answer.tokens[slot->drawn - 1]};
     int drafts = 0;
     if (call.speculation.most > 0 && !prompts) {
-      int most = std::min(call.limit - slot->drawn - 1, (kMostRows - together) / together);
+      int most = (int)std::min<int64_t>(call.limit - slot->drawn - 1, (kMostRows - together) / together);
       while (together > 1 && most > 0 && price(rows + most) > most_slowdown_) most--;
       drafts = slot->drafts.propose(slot->drawn, most, tokens + 1, rows - 1);
     }

@@ -5,8 +5,8 @@
 // Invariant: a position's results do not depend on the pass that it is in (worker.h). So the schedule decides how fast
 // each call is, and never changes an answer. docs/decode_kernel.md describes the rules.
 //
-// Several threads use a slot: the host's threads set options of the next call and read tokens while a call runs, and
-// the leader plans and draws. Comments at the fields say which of them writes.
+// Several threads use a slot: the host's threads announce calls and read tokens while a call runs, and the leader plans
+// and draws. Comments at the fields say which of them writes.
 #pragma once
 
 #include <atomic>
@@ -19,48 +19,31 @@
 #include <vector>
 
 #include "../common/drafts.h"
+#include "../common/request.h"
 #include "sync.h"
 
 namespace laneformer {
 
-struct Sampling {
-  float temperature, top_p, min_p, repetition_penalty;
-  int32_t top_k;
-  uint32_t key[2];
-};
-
-// Changes to a call's logits: the second step of infer/sampling.py.
+// Arrays of the second step of infer/sampling.py; empty if the request adjusts no logits.
 struct Adjustment {
-  std::vector<float> bias;     // [vocab_size]; empty: no adjustment
+  std::vector<float> bias;     // [vocab_size]
   std::vector<int32_t> drawn;  // [vocab_size]: how often the answer has each token so far
-  float presence = 0, frequency = 0;
-  bool masked = false;  // the host gives a mask of the allowed tokens for each draw
 };
+Adjustment adjustment_of(const SamplingOptions& sampling, int64_t vocab_size);
 
-struct Call {
-  std::vector<int32_t> prompt;
-  int64_t start = 0;           // position of prompt[0]; earlier positions are in the caches
-  int32_t limit = 0, top = 0;  // tokens to draw at most; most likely tokens to record with each
-  Sampling sampling{};
-  std::vector<int32_t> stops;
+// A request, and where its call reads and writes.
+struct Call : Request {
+  int32_t top = 0;                   // most likely tokens to record with each token
   std::vector<void*> caches;         // [kept arrays][lanes], each [t][entry], in the order of plan::kept_arrays
   std::vector<int64_t> widths;       // by cache: bytes of an entry; empty if calls cannot copy from each other
   uint8_t* seen = nullptr;           // [vocab_size], updated
   float* logits = nullptr;           // [limit][vocab_size], for tests; may be null
   Adjustment* adjustment = nullptr;  // updated; may be null
-  bool masked = false;               // each draw waits for the host's mask
   Speculation speculation;
 
   bool filtered() const {
     return sampling.temperature > 0 && (sampling.top_k > 0 || sampling.top_p < 1 || sampling.min_p > 0);
   }
-};
-
-// Another call whose text begins as this call's does: keys and values of the common positions are copied from it.
-struct Source {
-  int slot = -1;          // slot of the other call; -1: none
-  int64_t call = 0;       // its number, as `begin` returned it
-  int64_t positions = 0;  // common positions, from position 0 on
 };
 
 enum class End : int32_t { length = 0, stop = 1, cancelled = 2, failed = 3 };
@@ -90,9 +73,6 @@ struct Slot {
   Counter masks;               // masks given; the last one is for the token to draw
   std::vector<uint32_t> mask;  // a bit for each token of the vocabulary; written while no draw reads it
   bool armed = false;          // `begin` has announced a call that does not run yet
-  Speculation texts;           // texts of the next call, and drafts of its passes at most
-  Adjustment adjustment;       // of the next call
-  Source source;               // of the next call
   // State of the running call. The schedule's lock guards `number`, `running` and `ended`; worker 0 alone writes the
   // others.
   int64_t number = 0;  // number of the call, from its announcement on
@@ -156,12 +136,7 @@ class Schedule {
   void settle(int slot);    // ends an announced call that does not run, because it was refused
   // Sets drafts of a pass at most, the prices [kMostRows] of passes, and whether passes correct them.
   void speculate(int most, const float* prices, bool corrected);
-  void give_texts(int slot, Speculation texts);
-  Speculation take_speculation(int slot);
-  void give_adjustment(int slot, Adjustment adjustment);
-  Adjustment take_adjustment(int slot);
-  // Names the call from which the slot's next call may copy. It is ignored if that call has ended by then.
-  void give_source(int slot, const Source& source);
+  Speculation speculation_of(const Request& request);  // its texts, with the drafts and prices of `speculate`
 
   // Runs a call to its end. lead(slot) runs passes until this slot has stopped, or throws. Throws std::runtime_error if
   // the call fails, or if the slot already runs another one.

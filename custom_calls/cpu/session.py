@@ -13,7 +13,9 @@ from laneformer.custom_calls.cpu.tiles import MidTile, make_pieces, refusal
 from laneformer.custom_calls.library import SPAN, TARGET, NativeError, call, default_threads, instruction_sets
 from laneformer.custom_calls.measured import amx_gain, bf12_gain, pass_prices
 from laneformer.custom_calls.plan import Dtype, Plan
+from laneformer.custom_calls.request import Request
 from laneformer.custom_calls.session import Bf12Weights, CallStream, DecodeSession, Drafting
+from laneformer.custom_calls.words import request_words
 from laneformer.errors import CheckpointError
 from laneformer.formats import BF12_TABLE, Bf12Product
 from laneformer.ops import TRACE_NAMES, HeadKind
@@ -26,7 +28,6 @@ LEAST_GAIN = 1.03  # measured speedup from which weights in 12 bits are used
 LEAST_AMX_GAIN = 0.98  # measured speed of decoding from which AMX is used, because it makes prompts faster
 MOST_ROWS = 16  # rows of a pass: the last token and its drafts; kMostRows of common/drafts.h
 PASSES = 2  # measurements of each number of rows, alternating with the others
-END_OF_TEXT = -1  # in the texts of a call; kEndOfText of common/drafts.h
 PRICED = (1, 2, 3, 4, 6, 8, 12, 16)  # numbers of rows for which a pass is measured
 
 
@@ -41,41 +42,6 @@ class Slot(CallStream):
     def _stream(self, name: str, *arguments: Any) -> Any:
         return self._session._function(name)(self._session.id, self.number, *arguments)
 
-    def give_texts(
-        self,
-        *,
-        before: Sequence[int] = (),
-        forced: Sequence[int] = (),
-        given: Sequence[int] = (),
-        most: int | None = None,
-    ) -> None:
-        """Sets the texts of this slot's next call, as token ids. Raises NativeError for tokens outside the vocabulary.
-
-        before: text before the prompt, from which drafts may be copied as from prompt and answer; a part that ends with
-        END_OF_TEXT is another text, and its drafts are counted separately. forced: first tokens of the answer, which
-        replace the drawn ones, for measurements; drafts equal to them are accepted as if the model had drawn them.
-        given: the draft of each token of the answer, -1 for none, at any price, for tests. most: most drafts in a pass,
-        if the call is to make fewer than others.
-        """
-        texts = [np.ascontiguousarray(text, np.int32) for text in (before, forced, given)]
-        arrays = (word for text in texts for word in (text.ctypes.data, text.size))
-        call("give_texts", self._session.id, self.number, *arrays, MOST_ROWS if most is None else min(most, MOST_ROWS))
-
-    def give_adjustment(
-        self,
-        presence: float = 0.0,
-        frequency: float = 0.0,
-        biases: Sequence[tuple[int, float]] = (),
-        masked: bool = False,
-    ) -> None:
-        """Sets the penalties and the logit biases of the next call (infer/sampling.py). biases: token ids, and what is
-        added to the logit of each. masked: each draw waits for `give_mask`, and the call makes no drafts. Raises
-        NativeError for tokens outside the vocabulary.
-        """
-        tokens, values = np.array([t for t, _ in biases], np.int32), np.array([b for _, b in biases], np.float32)
-        arrays = tokens.ctypes.data, values.ctypes.data, len(tokens)
-        call("give_adjustment", self._session.id, self.number, presence, frequency, *arrays, masked)
-
     def give_mask(self, number: int, words: np.ndarray) -> None:
         """Sets which tokens the answer's token `number` may be. words: a bit for each token of the vocabulary, lowest
         bit first, at least one set, uint32 [ceil(vocab / 32)]. Raises NativeError unless `number` is the next token and
@@ -83,14 +49,6 @@ class Slot(CallStream):
         """
         words = np.ascontiguousarray(words, np.uint32)
         call("give_mask", self._session.id, self.number, number, words.ctypes.data, len(words))
-
-    def give_source(self, slot: int, number: int, positions: int) -> None:
-        """Lets this slot's next call copy keys and values from call `number` (as `begin` returned it) of slot `slot`.
-        Both texts must begin with the same `positions` tokens. Each position is copied as soon as the other call has
-        filled it; if that call has ended before this one begins, the positions are computed instead. Raises NativeError
-        for a slot that does not exist, and for a model with a recurrent state.
-        """
-        call("give_source", self._session.id, self.number, slot, number, positions)
 
     @property
     def copied(self) -> int:
@@ -359,15 +317,14 @@ class Session(DecodeSession):
         """
         return tuple(Slot(self, number) for number in range(self._num_slots))
 
+    def inputs(self, request: Request, most_tokens: int = 0, most_stops: int = 0) -> np.ndarray:
+        return request_words(request, most_tokens + most_stops)
+
     def _stream(self, name: str, *arguments: Any) -> Any:
         return self._function(name)(self.id, 0, *arguments)
 
     def _origins(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         return self.slots[0]._origins(first, count)
-
-    def give_texts(self, **texts) -> None:
-        """Sets the texts of slot 0's next call; see Slot.give_texts."""
-        self.slots[0].give_texts(**texts)
 
     @property
     def drafting(self) -> Drafting:

@@ -283,16 +283,16 @@ void DecodeState::make_buffers() {
 
 // Maps layer and kind to the array's number: this kernel allows one array of each kind per layer.
 void DecodeState::number_caches() {
-  kept_numbers.assign(plan.num_layers() * plan::kKept, -1);
+  kept_numbers.assign(plan.num_layers() * kKinds, -1);
   for (size_t i = 0; i < kept.size(); i++) {
-    int& number = kept_numbers[kept[i].layer * plan::kKept + (int)kept[i].kind];
+    int& number = kept_numbers[kept[i].layer * kKinds + (int)kept[i].kind];
     if (number >= 0)
       throw std::runtime_error("the CPU kernel supports one attention or DeltaNet per layer: use backend xla");
     number = (int)i;
   }
   for (int layer = 0; layer < plan.num_layers(); layer++) {
-    const int* numbers = &kept_numbers[layer * plan::kKept];
-    if (std::count(numbers, numbers + plan::kKept, -1) == plan::kKept)
+    const int* numbers = &kept_numbers[layer * kKinds];
+    if (std::count(numbers, numbers + kKinds, -1) == kKinds)
       throw std::runtime_error("the CPU kernel needs attention or DeltaNet in every layer: use backend xla");
   }
   if (std::all_of(kept.begin(), kept.end(), [](const plan::KeptArray& array) { return array.fixed; }))

@@ -212,11 +212,13 @@ struct Form {
 };
 
 struct DecodeState {
+  static constexpr int kKinds = plan::count_of(plan::Kept{});
+
   DecodeState(plan::Plan, const Options&);  // throws std::runtime_error for a plan or option that cannot run here
 
   // A call's array of this kind, of one layer and lane.
   void* kept_of(const Call& call, plan::Kept kind, int layer, int lane) const {
-    return call.caches[(int64_t)kept_numbers[layer * plan::kKept + (int)kind] * plan.lanes + lane];
+    return call.caches[(int64_t)kept_numbers[layer * kKinds + (int)kind] * plan.lanes + lane];
   }
   const float* small(const plan::Array& vector, int lane) const {
     return small_weights.data() + vector.offset + lane * vector.stride;

@@ -101,7 +101,7 @@ Worker::Worker(DecodeState& state, int index)
         kv_heads = std::max(kv_heads, (int64_t)attend->kv_heads * attend->head_dim);
       }
       if (const auto* attend = std::get_if<plan::LatentAttend>(&op)) {
-        const int64_t entry = attend->rank + plan::rotating_channels(attend->rotary, m_);
+        const int64_t entry = attend->rank + attend->rotating();
         queries = std::max(queries, attend->heads * entry);
         heads = std::max(heads, (int64_t)attend->rank);
         kv_heads = std::max(kv_heads, entry);
@@ -109,7 +109,7 @@ Worker::Worker(DecodeState& state, int index)
       }
       if (const auto* keep = std::get_if<plan::CompressedKeep>(&op)) {
         kv_heads = std::max(kv_heads, (int64_t)keep->channels);
-        for (const auto* compressor : {&keep->entries, &keep->index_keys}) {
+        for (const auto* compressor : {&keep->entries, &keep->keys}) {
           if (!*compressor) continue;
           kv_heads = std::max(kv_heads, (int64_t)(*compressor)->channels);
           parts_of_entry_.resize(std::max((int64_t)parts_of_entry_.size(), 3 * ((*compressor)->earlier() + 1)));

@@ -213,8 +213,8 @@ class Worker {
   void await_masks();
   void apply_mask(const std::vector<uint32_t>& mask, float* z) const;
   void temper();
-  void adjust(const Adjustment& by, float temperature, float* z) const;
-  float threshold(const Sampling& s, int row, float best);
+  void adjust(const Adjustment& by, const SamplingOptions& s, float* z) const;
+  float threshold(const SamplingOptions& s, int row, float best);
   void accept(const Run& run, const float* largest, float cost);
   static void count(Slot& slot, int rows, int drawn);
   void emit(Slot& slot, int row, int32_t token, float largest);

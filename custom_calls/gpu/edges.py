@@ -18,16 +18,16 @@ def pass_tags(layout: Layout) -> int:
 
 def boards(layout: Layout) -> Iterator[tuple[str, int]]:
     """Name and size of each board of a lane, in words, for one row of a pass."""
-    for name in ("StreamBoard", "OtherStreamBoard"):
+    for name in ("kStreamBoard", "kOtherStreamBoard"):
         yield name, _in_threes(layout.triples[name], layout.hidden) if name in layout.triples else layout.hidden
     yield from _between_ops(layout).items()
-    yield "ScoresBoard", _of_ops(layout, "ScoresBoard")
-    yield "PartsBoard", _of_ops(layout, "PartsBoard")
-    yield "HeadBoard", layout.head.columns
+    yield "kScoresBoard", _of_ops(layout, "kScoresBoard")
+    yield "kPartsBoard", _of_ops(layout, "kPartsBoard")
+    yield "kHeadBoard", layout.head.columns
     # Each CTA's sum over its rows, for ops and for each event of the schedule.
-    yield "RowSumsBoard", layout.ctas * (1 + sum(map(len, layout.table.events)))
-    yield "RoutesBoard", _of_ops(layout, "RoutesBoard")
-    yield "MixtureBoard", _of_ops(layout, "MixtureBoard")
+    yield "kRowSumsBoard", layout.ctas * (1 + sum(map(len, layout.table.events)))
+    yield "kRoutesBoard", _of_ops(layout, "kRoutesBoard")
+    yield "kMixtureBoard", _of_ops(layout, "kMixtureBoard")
 
 
 def _of_ops(layout: Layout, name: str) -> int:
@@ -40,15 +40,15 @@ def shared(layout: Layout) -> Iterator[tuple[str, int]]:
     word is the call's failure.
     """
     vocab, packets, turns = layout.plan.ops.vocab_size, layout.lanes * layout.ctas, 2 * layout.rows
-    yield "Abort", 16
-    yield "Claims", layout.grid  # of each CTA: the last call in which one of its threads has reported a failure
-    yield "CheckIn", packets + layout.spares
-    yield "Packets", turns * packets * 6
-    yield "Spare", turns * layout.spares
-    yield "LargestZ", turns * packets
-    yield "Z", turns * vocab
-    yield "Logits", turns * vocab
-    yield "Mail", mail_slots(layout) * layout.lanes * layout.rows * layout.hidden
+    yield "kAbortAt", 16
+    yield "kClaimsAt", layout.grid  # of each CTA: the last call in which one of its threads has reported a failure
+    yield "kCheckInAt", packets + layout.spares
+    yield "kPacketsAt", turns * packets * 6
+    yield "kSpareAt", turns * layout.spares
+    yield "kLargestZAt", turns * packets
+    yield "kZAt", turns * vocab
+    yield "kLogitsAt", turns * vocab
+    yield "kMailAt", mail_slots(layout) * layout.lanes * layout.rows * layout.hidden
 
 
 def places(parts: Iterator[tuple[str, int]]) -> tuple[dict[str, int], int]:

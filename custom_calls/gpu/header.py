@@ -22,73 +22,72 @@ from laneformer.custom_calls.gpu.ops.struct import (
     struct_lines,
     title,
 )
-from laneformer.custom_calls.plan import kept_of
-from laneformer.ops import ENTRIES, TRACE_NAMES, HeadKind, Op, ProductName, Value, trace_name
+from laneformer.ops import ENTRIES, TRACE_NAMES, HeadKind, Op, ProductName, Value, kept_by, trace_name
 
 
 def model_header(layout: Layout) -> str:
     """The file model.h for a layout."""
     ops = layout.plan.ops
     numbers = {
-        "Lanes": layout.lanes,
-        "LanesHere": layout.lanes_here,
-        "PeerCtas": layout.peer_ctas,
-        "Ctas": layout.ctas,
-        "Warps": layout.machine.warps,
-        "Layers": layout.num_layers,
-        "Hidden": layout.hidden,
-        "StreamRows": layout.stream_rows,
-        "Streams": layout.streams,
-        "KeptFloats": layout.kept_floats,
-        "Vocab": ops.vocab_size,
-        "SlotLines": SLOT_LINES,
-        "Slots": layout.memory.slots,
-        "AheadSlots": layout.memory.ahead_slots,
-        "BarrierBytes": layout.memory.barrier_bytes,
-        "LayerLines": layout.layer_lines,
-        "HeadLines": layout.head_lines,
-        "LayerPadding": layout.layer_lines - layout.layer_starts[-1],
-        "HeadPadding": layout.head_lines - layout.gather_lines - layout.head.all_lines,
-        "GatherLines": layout.gather_lines,
-        "HeadTurns": layout.head.turns,
-        "HeadRows": layout.head_rows,
-        "HeadParts": layout.head_parts,
-        "PassRows": layout.rows,
-        "Requests": layout.requests,
-        "DraftInts": layout.draft_ints,
-        "SharedFloats": layout.memory.shared_floats,
-        "SplitKeys": SPLIT_KEYS,
-        "Entries": ENTRIES,
-        "MailSlots": edges.mail_slots(layout),
-        "PassTags": edges.pass_tags(layout),
-        "History": layout.table.history,
-        "NumSums": len(layout.table.sums),
-        "LaneWords": edges.lane_words(layout),
-        "Spares": layout.spares,
-        "StagedFloats": layout.staged_floats,
-        "StreamTriples": layout.triples.get("StreamBoard", 0),
+        "kLanes": layout.lanes,
+        "kLanesHere": layout.lanes_here,
+        "kPeerCtas": layout.peer_ctas,
+        "kCtas": layout.ctas,
+        "kWarps": layout.machine.warps,
+        "kLayers": layout.num_layers,
+        "kHidden": layout.hidden,
+        "kStreamRows": layout.stream_rows,
+        "kStreams": layout.streams,
+        "kKeptFloats": layout.kept_floats,
+        "kVocab": ops.vocab_size,
+        "kSlotLines": SLOT_LINES,
+        "kSlots": layout.memory.slots,
+        "kAheadSlots": layout.memory.ahead_slots,
+        "kBarrierBytes": layout.memory.barrier_bytes,
+        "kLayerLines": layout.layer_lines,
+        "kHeadLines": layout.head_lines,
+        "kLayerPadding": layout.layer_lines - layout.layer_starts[-1],
+        "kHeadPadding": layout.head_lines - layout.gather_lines - layout.head.all_lines,
+        "kGatherLines": layout.gather_lines,
+        "kHeadTurns": layout.head.turns,
+        "kHeadRows": layout.head_rows,
+        "kHeadParts": layout.head_parts,
+        "kPassRows": layout.rows,
+        "kRequests": layout.requests,
+        "kDraftInts": layout.draft_ints,
+        "kSharedFloats": layout.memory.shared_floats,
+        "kSplitKeys": SPLIT_KEYS,
+        "kEntries": ENTRIES,
+        "kMailSlots": edges.mail_slots(layout),
+        "kPassTags": edges.pass_tags(layout),
+        "kHistory": layout.table.history,
+        "kNumSums": len(layout.table.sums),
+        "kLaneWords": edges.lane_words(layout),
+        "kSpares": layout.spares,
+        "kStagedFloats": layout.staged_floats,
+        "kStreamTriples": layout.triples.get("kStreamBoard", 0),
     }
     numbers |= edges.places(edges.boards(layout))[0]
-    numbers |= {f"{name}At": place for name, place in edges.places(edges.shared(layout))[0].items()}
+    numbers |= edges.places(edges.shared(layout))[0]
     truths = {
-        "AnyMean": any(total.stream_mean for total in layout.table.sums),
-        "Listed": any(tiling.units for tiling in layout.tilings),
-        "AnyExperts": layout.any_experts,
-        "ByToken": bool(layout.plan.tables),
-        "ZInMerged": layout.memory.z_in_merged,
-        "Drafting": layout.drafting,
+        "kAnyMean": any(total.stream_mean for total in layout.table.sums),
+        "kListed": any(tiling.units for tiling in layout.tilings),
+        "kAnyExperts": layout.any_experts,
+        "kByToken": bool(layout.plan.tables),
+        "kZInMerged": layout.memory.z_in_merged,
+        "kDrafting": layout.drafting,
     }
     dtypes = {
-        "Weights": layout.plan.weight_dtype,
-        "Embedding": layout.plan.weight_dtype,
-        "Cache": layout.plan.cache_dtype,
+        "kWeights": layout.plan.weight_dtype,
+        "kEmbedding": layout.plan.weight_dtype,
+        "kCache": layout.plan.cache_dtype,
     }
     functions = []
     if layout.any_experts:
         numbers |= {
-            "RowLines": layout.row_lines,
-            "MostPieces": layout.memory.most_pieces,
-            "CourseParts": len(layout.courses) - 1,
+            "kRowLines": layout.row_lines,
+            "kMostPieces": layout.memory.most_pieces,
+            "kCourseParts": len(layout.courses) - 1,
         }
         functions += _courses(layout)
     lines = [
@@ -101,9 +100,9 @@ def model_header(layout: Layout) -> str:
         "namespace laneformer {",
         "namespace gpu {",
         *(_enumeration(names) for names in (Value, HeadKind, ProductName)),
-        *(f"constexpr int k{name} = {value};" for name, value in numbers.items()),
-        *(f"constexpr bool k{name} = {literal(value)};" for name, value in truths.items()),
-        *(f"constexpr Dtype k{name} = k{value.name.title()};" for name, value in dtypes.items()),
+        *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
+        *(f"constexpr bool {name} = {literal(value)};" for name, value in truths.items()),
+        *(f"constexpr Dtype {name} = k{value.name.title()};" for name, value in dtypes.items()),
         *_kinds(layout),
         *_head_struct(layout),
         *_head_mixture(layout),
@@ -139,7 +138,7 @@ def _head_mixture(layout: Layout) -> Iterator[str]:
     gather = layout.plan.ops.head.gather
     if gather:
         constants, functions = fields_of(layout.plan.places, {0: gather})
-        constants |= layout.head_mixture.fields | {"Tiled": True, "Chosen": False, "SumSets": 1}
+        constants |= layout.head_mixture.fields | {"kTiled": True, "kChosen": False, "kSumSets": 1}
         aliases = {"Weights": layout.head_mixture.format.struct}
         yield from struct_lines("HeadMixture", constants, functions | {"product": {0: 0}}, aliases, layout.num_layers)
     yield f"using HeadGather = Ops<{'HeadMixture' if gather else ''}>;"
@@ -217,24 +216,24 @@ def _of_stage(layout: Layout, kind: Kind, number: int, facts: Facts) -> dict:
     """The constants that all ops have: what they read and write, and of which kind they are."""
     stage, tiling = kind.stages[number], kind.tilings[number]
     op, chosen = stage.op, tiling is not None and tiling.pieces is not None
-    kinds = {f"Is{each.__name__}": isinstance(op, each) for each in get_args(Op)}
+    kinds = {f"kIs{each.__name__}": isinstance(op, each) for each in get_args(Op)}
     return {
-        "Module": stage.module,
-        "EndsModule": number + 1 == len(kind.stages),
-        "From": facts.boards.get(stage.reads, -1),
-        "To": facts.boards.get(stage.writes, -1) + stage.first,
-        "FromTriples": layout.triples.get("StreamBoard" if op.reads is Value.STREAM else stage.reads, 0),
-        "ToTriples": layout.triples.get(stage.writes, 0),
-        "Reads": op.reads,
-        "Writes": op.writes,
-        "Traced": TRACE_NAMES.index(trace_name(op)),
+        "kModule": stage.module,
+        "kEndsModule": number + 1 == len(kind.stages),
+        "kFrom": facts.boards.get(stage.reads, -1),
+        "kTo": facts.boards.get(stage.writes, -1) + stage.first,
+        "kFromTriples": layout.triples.get("kStreamBoard" if op.reads is Value.STREAM else stage.reads, 0),
+        "kToTriples": layout.triples.get(stage.writes, 0),
+        "kReads": op.reads,
+        "kWrites": op.writes,
+        "kTraced": TRACE_NAMES.index(trace_name(op)),
         **kinds,
-        "IsRouter": stage.kernel.routes,
-        "Bases": next((kept.shape[0] for kept in kept_of(op, "float32") if kept.name == "base"), 0),
-        "Attends": stage.kernel.keeps,
-        "Tiled": tiling is not None,
-        "Chosen": chosen,
-        "Streamed": tiling is not None and not chosen,
+        "kIsRouter": stage.kernel.routes,
+        "kBases": kept_by(op)["base"].shape[0] if "base" in kept_by(op) else 0,
+        "kAttends": stage.kernel.keeps,
+        "kTiled": tiling is not None,
+        "kChosen": chosen,
+        "kStreamed": tiling is not None and not chosen,
     }
 
 

@@ -435,7 +435,7 @@ class Layout:
         """
         if "triples" not in self.variants:
             return {}
-        found = {"StreamBoard": self.stream_rows, "OtherStreamBoard": self.stream_rows}
+        found = {"kStreamBoard": self.stream_rows, "kOtherStreamBoard": self.stream_rows}
         others = set()
         for kind in self.kinds:
             for stage, tiling in zip(kind.stages, kind.tilings, strict=True):

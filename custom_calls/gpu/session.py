@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -26,6 +26,7 @@ from laneformer.custom_calls.gpu.variants import from_environment
 from laneformer.custom_calls.gpu.weights import GpuWeights
 from laneformer.custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from laneformer.custom_calls.plan import Plan
+from laneformer.custom_calls.request import Request
 from laneformer.custom_calls.session import Bf12Weights, CallStream, DecodeSession, Drafting
 from laneformer.ops import TRACE_NAMES, GpuOp, without_kernel
 from laneformer.quantized import Quantized
@@ -42,6 +43,8 @@ CAPABILITIES = {
 # Times of passes of 1, 2, ... rows in units of a pass of one row, which decide how many drafts are checked. They are
 # assumed: nothing has been measured on a GPU.
 PRICES = (1.0, 1.03, 1.06, 1.1, 1.2, 1.3, 1.4, 1.5)
+LEAST_TOKENS, LEAST_STOPS = 16, 4  # prompt and stop tokens for which a call always has room
+SETTINGS = ("temperature", "top_p", "min_p", "repetition_penalty")  # in the order of Params::settings
 LAUNCHES = {
     "persistent": "one kernel for a whole answer",
     "graph": "one kernel per op, under a CUDA graph",
@@ -54,6 +57,21 @@ def machine_of(platform: str, device: jax.Device) -> Machine:
     machine = MACHINES[platform]
     cores = getattr(device, "core_count", machine.multiprocessors)
     return replace(machine, ctas=min(machine.ctas, cores), multiprocessors=cores)
+
+
+class Inputs(NamedTuple):
+    """The request of a call as the GPU kernel reads it. A call with several slots has a leading slot axis."""
+
+    prompt: np.ndarray
+    """int32 [p]: token ids; only the first control[0] are used."""
+    control: np.ndarray
+    """int32 [5]: number of prompt tokens (0 in a slot without a request), `start`, `limit`, `top_k`, `drawn`."""
+    settings: np.ndarray
+    """float32 [4]: the options of SETTINGS."""
+    key: np.ndarray
+    """uint32 [2]: low and high word of the seed."""
+    stops: np.ndarray
+    """int32 [s]: stop tokens; -1 for an unused entry."""
 
 
 class Group(Protocol):
@@ -296,6 +314,16 @@ class GpuSession(SlotStream, DecodeSession):
         self._require_weights()
         return self._weights.operands
 
+    def inputs(self, *requests: Request | None, most_tokens: int = 0, most_stops: int = 0) -> Inputs:
+        for slot, request in zip(self.slots, requests, strict=True):
+            if request is not None and (self.layout.drafting or len(request.forced) or len(request.given)):
+                slot.set_texts(request)
+        given = [Request(prompt=(), limit=0) if request is None else request for request in requests]
+        rooms = [max(map(len, lists)) for lists in zip(*((one.prompt, one.stops) for one in given), strict=True)]
+        sizes = max(LEAST_TOKENS, most_tokens, rooms[0]), max(LEAST_STOPS, most_stops, rooms[1])
+        of_slots = [_inputs(request, *(1 << (size - 1).bit_length() for size in sizes)) for request in given]
+        return of_slots[0] if self.together == 1 else Inputs(*map(np.stack, zip(*of_slots, strict=True)))
+
     @property
     def of_lanes(self) -> tuple[bool, ...]:
         return self._weights.of_lanes
@@ -411,6 +439,19 @@ class GpuSession(SlotStream, DecodeSession):
             spans = np.zeros(count, SPAN)
             call("gpu_spans", self.id, cta, spans.ctypes.data, count)
             yield (self._places[cta // each] * each + cta % each, spans)
+
+
+def _inputs(request: Request, tokens: int, stops: int) -> Inputs:
+    """The arrays of a request, with room for these numbers of tokens and stop tokens."""
+    sampling = request.sampling
+    top_k = min(sampling.top_k, np.iinfo(np.int32).max)
+    return Inputs(
+        np.pad(np.asarray(request.prompt, np.int32), (0, tokens - len(request.prompt))),
+        np.array([len(request.prompt), request.start, request.limit, top_k, request.drawn], np.int32),
+        np.array([getattr(sampling, name) for name in SETTINGS], np.float32),
+        np.array([sampling.seed & 0xFFFFFFFF, sampling.seed >> 32], np.uint32),
+        np.pad(np.asarray(request.stops, np.int32), (0, stops - len(request.stops)), constant_values=-1),
+    )
 
 
 def _close(lib: ctypes.CDLL, session: int, group: Group) -> None:

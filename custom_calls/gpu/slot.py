@@ -2,13 +2,13 @@
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from laneformer.custom_calls.gpu.layout import MOST_ROWS
 from laneformer.custom_calls.library import call, library
+from laneformer.custom_calls.request import Request
 from laneformer.custom_calls.session import CallStream, DecodeSession, Drafting
 
 COUNTS = 2 * MOST_ROWS + 1  # numbers in DraftCounts of gpu/kernel/params.h
@@ -34,20 +34,14 @@ class SlotStream(CallStream):
         call("gpu_begin", *self._address)
         return 0
 
-    def give_texts(
-        self,
-        *,
-        before: Sequence[int] | np.ndarray = (),
-        forced: Sequence[int] = (),
-        given: Sequence[int] = (),
-        most: int | None = None,
-    ) -> None:
-        """Sets the texts of the slot's next call, as `Slot.give_texts` in cpu/session.py does. Needs a kernel with
-        drafts. Raises NativeError for tokens outside the vocabulary.
+    def set_texts(self, request: Request) -> None:
+        """Sets the texts of the slot's next call: `before`, `forced`, `given` and `most_drafts` of its request. Needs a
+        kernel with drafts. Raises NativeError for tokens outside the vocabulary.
         """
-        texts = [np.ascontiguousarray(text, np.int32) for text in (before, forced, given)]
+        texts = [np.ascontiguousarray(text, np.int32) for text in (request.before, request.forced, request.given)]
         arrays = (word for text in texts for word in (text.ctypes.data, text.size))
-        call("gpu_give_texts", *self._address, *arrays, MOST_ROWS if most is None else min(most, MOST_ROWS))
+        most = MOST_ROWS if request.most_drafts is None else min(request.most_drafts, MOST_ROWS)
+        call("gpu_give_texts", *self._address, *arrays, most)
 
     def _draft_counts(self) -> np.ndarray:
         """The draft counts of the last call, int64 [COUNTS]."""

@@ -148,13 +148,24 @@ class Tiling:
 
     @property
     def fields(self) -> dict[str, int]:
-        """The constants of the product's struct in the kernel, by name without `k`."""
-        names = ("all_rows", "rows", "columns", "group", "cluster", "vectors", "segments", "steps", "together", "lines")
-        found = {name.title().replace("_", ""): getattr(self, name) for name in names} | {"ColumnParts": self.warps}
+        """The constants of the product's struct in the kernel, by name."""
+        found = {
+            "kAllRows": self.all_rows,
+            "kRows": self.rows,
+            "kColumns": self.columns,
+            "kGroup": self.group,
+            "kCluster": self.cluster,
+            "kVectors": self.vectors,
+            "kSegments": self.segments,
+            "kSteps": self.steps,
+            "kTogether": self.together,
+            "kLines": self.lines,
+            "kColumnParts": self.warps,
+        }
         if self.pieces:
-            found |= {"Used": self.pieces.used, "Parts": self.parts, "Pieces": self.pieces.each}
+            found |= {"kUsed": self.pieces.used, "kParts": self.parts, "kPieces": self.pieces.each}
         if self.blocks:
-            found |= {"Lines": self.all_lines, "Turns": self.turns, "BlockParts": self.block_parts}
+            found |= {"kLines": self.all_lines, "kTurns": self.turns, "kBlockParts": self.block_parts}
         return found
 
     @property

@@ -14,7 +14,7 @@ import tyro
 
 from laneformer.errors import ConfigError, InputError, printable
 from laneformer.infer.bench.latency import weight_bytes
-from laneformer.infer.engine.defaults import GENERATION, SamplingOptions, named, recommended
+from laneformer.infer.engine.defaults import GENERATION, GivenSampling, named, recommended
 from laneformer.infer.engine.engine import Engine
 from laneformer.infer.engine.generation import Generation, Result
 from laneformer.infer.engine.job import is_first_process, open_engine, show_log, take_devices
@@ -41,7 +41,7 @@ class Options:
     """Token ids to continue, for example 1,2,3, for a checkpoint without tokenizer.json."""
     max_new_tokens: int = 256
     """Maximum number of tokens to generate; the context also ends the text."""
-    sampling: tyro.conf.OmitArgPrefixes[SamplingOptions] = SamplingOptions()  # noqa: RUF009  frozen
+    sampling: tyro.conf.OmitArgPrefixes[GivenSampling] = GivenSampling()  # noqa: RUF009  frozen
     """How tokens are chosen (infer/sampling.py has the definition). By default as the checkpoint's
     generation_config.json recommends, otherwise greedy.
     """

@@ -5,6 +5,7 @@ in one call.
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -23,7 +24,6 @@ from laneformer.infer.engine.native import (
     pack,
     plan_of,
     report_left,
-    texts_for,
 )
 from laneformer.infer.engine.options import MOST_DRAFTS
 from laneformer.infer.engine.prefix import Lease
@@ -138,15 +138,13 @@ class CpuBackend(NativeBackend):
         self._check_files()
         return super().start(request)
 
-    def _give_texts(self, lease: Lease, slot: int, start: int) -> None:
-        request = lease.request
-        to, sampling = self.session.slots[slot], request.sampling
-        texts = texts_for(request, request.prompt, start)
-        to.give_texts(**texts if self.speculation else texts | {"before": ()})
-        penalties, masked = (sampling.presence_penalty, sampling.frequency_penalty), request.constraint is not None
-        to.give_adjustment(*penalties, sampling.logit_bias, masked)
+    def _fields(self, lease: Lease, start: int) -> dict[str, Any]:
+        found = {**super()._fields(lease, start), "masked": lease.request.constraint is not None}
+        if not self.speculation:
+            found["before"] = ()
         if lease.source is not None:
-            to.give_source(*lease.source.call, lease.source.count)
+            found["source"] = custom_calls.request.Source(*lease.source.call, lease.source.count)
+        return found
 
     @property
     def conditions(self) -> dict:

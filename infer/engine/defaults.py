@@ -75,8 +75,8 @@ def _over(self: Any, recommended: Mapping[str, Any]) -> Sampling:
     return Sampling(**{**recommended, **given})
 
 
-SamplingOptions = dataclasses.make_dataclass(  # without source, so that tyro finds the help texts in Sampling
-    "SamplingOptions",
+GivenSampling = dataclasses.make_dataclass(  # without source, so that tyro finds the help texts in Sampling
+    "GivenSampling",
     [(field.name, _optional(field), None) for field in dataclasses.fields(Sampling)],
     bases=(Sampling,),
     frozen=True,

@@ -27,7 +27,6 @@ from laneformer.infer.engine.native import (
     pack,
     plan_of,
     report_left,
-    texts_for,
 )
 from laneformer.infer.engine.prefix import Caches, Lease
 from laneformer.infer.engine.scheduler import Scheduler
@@ -169,10 +168,6 @@ class GpuBackend(NativeBackend):
     def forces(self) -> bool:
         """Whether a request can force the tokens of its answer, for measurements."""
         return self.speculation > 0
-
-    def _give_texts(self, lease: Lease, slot: int, start: int) -> None:
-        if self.speculation:
-            self.session.give_texts(**texts_for(lease.request, lease.request.prompt, start))
 
     @property
     def conditions(self) -> dict:

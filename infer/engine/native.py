@@ -18,8 +18,8 @@ import numpy as np
 from tqdm import tqdm
 
 from laneformer import custom_calls
-from laneformer.custom_calls import DecodeSession, Drafting, Inputs, Plan, State, make_plan
-from laneformer.custom_calls.cpu.session import END_OF_TEXT
+from laneformer.custom_calls import DecodeSession, Drafting, Plan, State, make_plan
+from laneformer.custom_calls.request import END_OF_TEXT
 from laneformer.custom_calls.session import Bf12Weights, CallStream
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
@@ -57,7 +57,7 @@ class NativeBackend:
         later prompts.
         """
         self.session = session
-        whole = any(kept.fixed for layer in session.plan.kept for kept in layer)
+        whole = any(kept.fixed for layer in session.plan.kept for kept in layer.values())
         self._prefixes = PrefixCache(self._new_caches, prefix_cache, self.parallel, whole)
         self._free = list(range(self.parallel))  # slots, a heap
         # One function per slot: with a shared one, the first call of a size would block the other slots until it ends.
@@ -95,10 +95,11 @@ class NativeBackend:
         """
         return start, caches
 
-    def _give_texts(self, lease: Lease, slot: int, start: int) -> None:
-        """Passes a slot those settings of a request that are not inputs of the call. start: position of the first token
-        that goes through the call.
+    def _fields(self, lease: Lease, start: int) -> dict[str, Any]:
+        """The fields of the kernel's request that only this backend has. start: position of the first token that goes
+        through the call.
         """
+        return texts_for(lease.request, lease.request.prompt, start)
 
     def _answer(self, lease: Lease, slot: int) -> None:
         """Runs the whole call. Another thread reads the tokens from its slot meanwhile."""
@@ -116,13 +117,11 @@ class NativeBackend:
         seen = np.zeros(config.vocab_size, np.uint8)
         seen[prompt] = 1
         start, caches = self._absorb(prompt, kept, lease.caches)
+        asked = request_for(request, prompt[start:], start, request.limit, slot=slot, **self._fields(lease, start))
         # The arrays are as large as if no position had been kept, so that the same program serves both cases.
-        sizes = len(prompt) - start + kept, len(request.stop_tokens)
-        inputs = inputs_for(request, prompt[start:], start, request.limit, slot, *sizes)
+        inputs = self.session.inputs(asked, most_tokens=len(prompt) - start + kept)
         room = room_for(request.limit, config.max_position_embeddings)
-        layers = caches.layers
-        state = State.of(seen, layers)
-        self._give_texts(lease, slot, start)
+        state = State(seen, caches.layers)
         with failures_of(self.session):
             outputs, state = jax.block_until_ready(
                 self._runs[slot](inputs, state, self.session.operands, room=room, top=request.top_logprobs)
@@ -130,7 +129,7 @@ class NativeBackend:
         drawn, _, position = np.asarray(outputs.status).tolist()
         filled = position - (drawn > 0)  # the last drawn token has no keys and values yet
         text = np.concatenate([prompt, np.asarray(outputs.tokens)[:drawn]])
-        return text[:filled], Caches(state.layers_like(layers))
+        return text[:filled], Caches(state.layers)
 
     def _new_caches(self, capacity: int) -> Caches:
         if self.session.together > 1:
@@ -163,38 +162,25 @@ def room_for(limit: int, context: int) -> int:
     return min(power_of_two(max(SMALLEST_ROOM, limit)), context)
 
 
-def inputs_for(
-    request: Request, tokens: np.ndarray, start: int, limit: int, last: int, most_tokens: int, most_stops: int
-) -> Inputs:
-    """The inputs of a call, or of a slot of a call, for a request.
+def request_for(request: Request, tokens: np.ndarray, start: int, limit: int, **fields: Any) -> custom_calls.Request:
+    """A request as the kernels need it.
 
     tokens: int32 [n], the tokens that go through the call, the first one at position `start`. limit: the most tokens to
-    draw. last: control[4] of `Inputs`. most_tokens, most_stops: numbers of tokens and stop tokens that the arrays must
-    have room for.
+    draw. fields: other fields of the kernels' request.
     """
-    sampling = request.sampling.parameters()
-    prompt = np.zeros(power_of_two(max(SMALLEST_ROOM, most_tokens)), np.int32)
-    prompt[: len(tokens)] = tokens
-    stops = np.full(power_of_two(max(4, most_stops)), -1, np.int32)
-    stops[: len(request.stop_tokens)] = request.stop_tokens
-    return Inputs(
-        prompt,
-        np.array([len(tokens), start, limit, sampling.top_k, last], np.int32),
-        np.array([sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty], np.float32),
-        sampling.key,
-        stops,
-    )
+    stops, sampling = tuple(request.stop_tokens), request.sampling
+    return custom_calls.Request(prompt=tokens, start=start, limit=limit, stops=stops, sampling=sampling, **fields)
 
 
 def texts_for(request: Request, text: np.ndarray, start: int, drawn: int = 0) -> dict[str, Any]:
-    """Arguments of `give_texts` for a call: the texts to draft from, and the tokens that it is forced to draw.
+    """Fields of the kernels' request: the texts to draft from, and the tokens that the call is forced to draw.
 
     text: int32 [n], the prompt and the answer so far. start: number of its first positions that do not go through the
     call. drawn: number of tokens of the answer so far.
     """
     other = [*request.prediction, END_OF_TEXT] if len(request.prediction) else []
     before = np.concatenate([other, text[:start]]).astype(np.int32)
-    return {"before": before, "forced": request.forced[drawn:], "most": request.draft_max}
+    return {"before": before, "forced": request.forced[drawn:], "most_drafts": request.draft_max}
 
 
 class _Answer(Iterator[Chunk]):

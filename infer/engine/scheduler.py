@@ -19,10 +19,10 @@ import jax
 import numpy as np
 
 from laneformer import custom_calls
-from laneformer.custom_calls import YIELDED, Inputs, State
+from laneformer.custom_calls import YIELDED, State
 from laneformer.custom_calls.gpu.session import GpuSession
 from laneformer.infer.engine.backend import Request
-from laneformer.infer.engine.native import capacity_for, failures_of, inputs_for, room_for, texts_for
+from laneformer.infer.engine.native import capacity_for, failures_of, request_for, room_for, texts_for
 from laneformer.infer.engine.prefix import Caches, copied
 
 BETWEEN = 8  # passes between two blocks of a new request's prompt
@@ -172,26 +172,24 @@ class Scheduler:
     def _run(self, together: list[Sequence]) -> None:
         """Makes one call with these requests, and updates them."""
         slots = self._session.slots
-        sizes = max(len(one.rest) for one in together), max(len(one.request.stop_tokens) for one in together)
         seen = np.zeros((len(slots), self._session.plan.ops.vocab_size), np.uint8)
-        of_slots: list[Inputs | None] = [None] * len(slots)
+        of_slots: list[custom_calls.Request | None] = [None] * len(slots)
         for one in together:
             request, slot = one.request, one.slot
-            of_slots[slot] = inputs_for(request, one.rest, one.filled, request.limit - one.drawn, one.drawn, *sizes)
+            texts = texts_for(request, one.text, one.filled, one.drawn)
+            left = request.limit - one.drawn
+            of_slots[slot] = request_for(request, one.rest, one.filled, left, drawn=one.drawn, **texts)
             seen[slot, one.text] = 1
             slots[slot].join(one.drawn, len(together) - 1)
-            if self._session.layout.drafting:
-                slots[slot].give_texts(**texts_for(request, one.text, one.filled, one.drawn))
-        empty = jax.tree.map(np.zeros_like, of_slots[together[0].slot])
-        inputs = jax.tree.map(lambda *parts: np.stack(parts), *(own or empty for own in of_slots))
+        inputs = self._session.inputs(*of_slots)
         room = room_for(max(one.request.limit for one in together), self._context)
         top = max(one.request.top_logprobs for one in together)
         layers, self._layers = self._layers, None
         with failures_of(self._session):
             outputs, state = jax.block_until_ready(
-                self._call(inputs, State.of(seen, layers), self._session.operands, room=room, top=top)
+                self._call(inputs, State(seen, layers), self._session.operands, room=room, top=top)
             )
-            self._layers = state.layers_like(layers)
+            self._layers = state.layers
         tokens, status = np.asarray(outputs.tokens), np.asarray(outputs.status)
         for one in together:
             drawn, end, position = status[one.slot].tolist()

@@ -1,5 +1,5 @@
 """Converts recurrent states between the form of backend xla (laneformer/state.py) and that of the decode kernels
-(`kept_of` in custom_calls/plan.py).
+(the `kept` arrays of laneformer/ops.py).
 """
 
 from functools import partial
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from laneformer.config import ModelConfig
-from laneformer.custom_calls.plan import ENTRIES, Plan
-from laneformer.ops import CompressedKeep, DeltaNet
+from laneformer.custom_calls.plan import Plan
+from laneformer.ops import ENTRIES, CompressedKeep, DeltaNet
 from laneformer.state import make_cache
 
 Layers = list[dict[str, jax.Array]]

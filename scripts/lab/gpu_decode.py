@@ -32,6 +32,7 @@ from laneformer.custom_calls.gpu.layout import Layout
 from laneformer.custom_calls.gpu.session import ARCHITECTURES, LAUNCHES, MACHINES, GpuSession
 from laneformer.custom_calls.gpu.variants import VARIABLE, from_environment
 from laneformer.custom_calls.plan import Plan
+from laneformer.custom_calls.request import SamplingOptions
 from laneformer.errors import ConfigError, run_command
 from laneformer.infer.bench.machine import accelerator
 from laneformer.infer.engine.native import check_weights, plan_of
@@ -224,18 +225,14 @@ class Calls:
     def answer(self, seed: int) -> Answer:
         """One answer. seed: of the draws, and the first token. Raises ConfigError if the kernel failed."""
         session, plan, tokens = self._session, self._session.plan, self._tokens
-        positions, lanes = self._context + tokens, session.layout.lanes_here
-        shapes = [(lanes, 1, positions, attend.kv_heads, attend.head_dim) for attend in plan.attends]
-        keys, values = ([jnp.zeros(shape, plan.cache_dtype.name) for shape in shapes] for _ in "kv")
-        inputs = custom_calls.Inputs(
-            np.array([seed], np.int32),
-            np.array([1, self._context, tokens, 0, 0], np.int32),
-            np.array([0, 1, 0, 1], np.float32),
-            np.array([seed, 0], np.uint32),
-            np.array([-1], np.int32),
+        positions = self._context + tokens
+        asked = custom_calls.Request(
+            prompt=(seed,), start=self._context, limit=tokens, sampling=SamplingOptions(seed=seed)
         )
+        inputs = session.inputs(asked)
         session.begin()
-        state = custom_calls.State(jnp.zeros(plan.ops.vocab_size, jnp.uint8), keys, values)
+        layers = custom_calls.empty_layers(plan, positions, lanes=session.layout.lanes_here)
+        state = custom_calls.State(jnp.zeros(plan.ops.vocab_size, jnp.uint8), layers)
         outputs, _ = wait_for(session, lambda: self._decode(inputs, state, session.operands))
         times = session.drawn(0, tokens).times
         bits = np.stack([np.asarray(array).view(np.uint32) for array in (outputs.tokens, outputs.logprobs)])

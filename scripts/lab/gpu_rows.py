@@ -24,6 +24,7 @@ from laneformer import custom_calls
 from laneformer.commands.lab.gpu_decode import require_gpu, wait_for
 from laneformer.custom_calls.gpu.session import GpuSession
 from laneformer.custom_calls.plan import Plan
+from laneformer.custom_calls.request import SamplingOptions
 from laneformer.errors import ConfigError, run_command
 from laneformer.infer.bench.machine import accelerator
 from laneformer.infer.engine.native import plan_of
@@ -134,20 +135,18 @@ class Measured:
         options, session, plan = self._options, self._session, self._plan
         if session.layout.rows > 1:
             session.speculate(most)
-            session.give_texts(given=drafts)
         prompt = np.resize(np.arange(1, 17, dtype=np.int32), PROMPT) % plan.ops.vocab_size
-        inputs = custom_calls.Inputs(
-            prompt,
-            np.array([PROMPT, options.context, options.tokens, 0, 0], np.int32),
-            np.array([1, 1, 0, 1], np.float32),
-            np.array([1, 0], np.uint32),
-            np.array([-1], np.int32),
+        asked = custom_calls.Request(
+            prompt=prompt,
+            start=options.context,
+            limit=options.tokens,
+            sampling=SamplingOptions(temperature=1.0, seed=1),
+            given=tuple(drafts) if session.layout.rows > 1 else (),
         )
+        inputs = session.inputs(asked)
         positions = options.context + PROMPT + options.tokens
-        lanes = session.layout.lanes
-        shapes = [(lanes, 1, positions, attend.kv_heads, attend.head_dim) for attend in plan.attends]
-        keys, values = ([jnp.zeros(shape, plan.cache_dtype.name) for shape in shapes] for _ in "kv")
-        state = custom_calls.State(jnp.zeros(plan.ops.vocab_size, jnp.uint8), keys, values)
+        layers = custom_calls.empty_layers(plan, positions)
+        state = custom_calls.State(jnp.zeros(plan.ops.vocab_size, jnp.uint8), layers)
         jax.block_until_ready(state)
         session.begin()
         began = time.perf_counter()

@@ -110,7 +110,7 @@ def test_key_changes_with_sources_flags_and_headers(sources, headers, monkeypatc
     assert build.key() != first
     (sources / "other.cc").rename(sources / "small.cc")
     with monkeypatch.context() as patch:
-        patch.setattr(build, "ops_header", lambda: "struct Attend {};")
+        patch.setattr(build, "generated", lambda: {"plan_ops.h": "struct Attend {};"})
         assert build.key() != first
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-g"))
     assert build.key() != first

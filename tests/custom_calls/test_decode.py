@@ -396,16 +396,15 @@ def test_stop_token_is_the_last_token(model, call):
 
 def test_cache_is_updated_in_place(model, call):
     """Several calls in a row use the buffers of the first call and have the same results."""
-    state = State.of(jnp.zeros(model[0].vocab_size, jnp.uint8), custom_calls.empty_layers(call[1].plan, 320))
+    state = State(jnp.zeros(model[0].vocab_size, jnp.uint8), custom_calls.empty_layers(call[1].plan, 320))
     places, results = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)], []
     for _ in range(3):
         outputs, state = call[0](small.make_inputs([9, 8], 20, room=320), state)
         assert [x.unsafe_buffer_pointer() for x in jax.tree.leaves(state)] == places
         results.append((outputs.tokens[:20], outputs.logits[:20]))
     assert small.same(results[0], results[1]) and small.same(results[0], results[2])
-    assert (
-        np.asarray(state.keys[0][:, :, :21]).any((0, 1, 3, 4)).all() and not np.asarray(state.keys[0][:, :, 21:]).any()
-    )
+    keys = np.asarray(state.layers[0]["keys"])
+    assert keys[:, :, :21].any((0, 1, 3, 4)).all() and not keys[:, :, 21:].any()
 
 
 def test_call_continues_the_state_of_the_last_call(model, call):
@@ -427,7 +426,7 @@ def test_prompt_in_two_calls_has_the_same_results(model, call):
     _, state = call[0](small.make_inputs(prompt[:48], 1, room=320), small.make_state(config, 320))
     rest, state = call[0](small.make_inputs(prompt[48:], 5, start=48, room=320), state)
     assert small.same((whole.tokens[:5], whole.logits[:5]), (rest.tokens[:5], rest.logits[:5]))
-    assert small.same((end.keys, end.values), (state.keys, state.values))
+    assert small.same(end.layers, state.layers)
 
 
 def test_without_donation_xla_copies_the_cache(model, call):
@@ -435,11 +434,12 @@ def test_without_donation_xla_copies_the_cache(model, call):
     decode = partial(custom_calls.decode, call[1], room=320, top=3, logits=True)
     expected, _ = call[0](small.make_inputs([9, 8], 10, room=320), small.make_state(config, 320))
     state = small.make_state(config, 320)
-    outputs, after = jax.jit(decode)(small.make_inputs([9, 8], 10, room=320), state)
+    inputs = small.make_inputs([9, 8], 10, room=320).inputs(call[1])
+    outputs, after = jax.jit(decode)(inputs, state)
     assert small.same((expected.tokens[:10], expected.logits[:10]), (outputs.tokens[:10], outputs.logits[:10]))
-    assert np.asarray(after.keys[0]).any() and not any(np.asarray(x).any() for x in jax.tree.leaves(state))
+    assert np.asarray(after.layers[0]["keys"]).any() and not any(np.asarray(x).any() for x in jax.tree.leaves(state))
     with pytest.raises(ValueError, match="donate_argnums"):
-        decode(small.make_inputs([9, 8], 10, room=320), state)
+        decode(inputs, state)
 
 
 def chaos(lanes, count, chaos_us, **changes):

@@ -12,6 +12,8 @@ from jax.errors import JaxRuntimeError
 
 from laneformer import CheckpointError, custom_calls
 from laneformer.custom_calls import ENDS, Session
+from laneformer.custom_calls.request import Source
+from laneformer.custom_calls.words import request_words
 from tests.support import small
 
 pytestmark = small.needs_library
@@ -47,15 +49,24 @@ def works(model, call):
     assert tokens() == before
 
 
+WORDS = request_words(small.make_inputs([1], 4).request)
+
+
+def changed_words(changes: dict[int, int]) -> np.ndarray:
+    """The words of a valid request with some of them changed."""
+    words = WORDS.copy()
+    words[[*changes]] = [*changes.values()]
+    return words
+
+
 REFUSED = {
-    "empty prompt": (
-        small.make_inputs([1], 4)._replace(control=np.array([0, 0, 4, 0, 0], np.int32)),
-        "prompt's length",
-    ),
-    "prompt longer than its array": (
-        small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0, 0], np.int32)),
-        "prompt's length",
-    ),
+    "empty prompt": (small.make_inputs([], 4), "a prompt of 0 tokens"),
+    "no words": (np.zeros(20, np.int32), "it has 0 words in an array of 20"),
+    "more words than the array has": (changed_words({0: 1000}), "it has 1000 words in an array of"),
+    "fewer words than the fields": (changed_words({0: 20}), "it is truncated"),
+    "more words than the fields": (changed_words({0: WORDS[0] + 1}), "words follow its end"),
+    "prompt longer than the words": (changed_words({1: 1000}), "a list of 1000 elements is truncated"),
+    "negative length": (changed_words({1: -1}), "a list of -1 elements"),
     "token beyond the vocabulary": (small.make_inputs([1, 40], 4), "token 40 is outside the vocabulary of 40"),
     "negative token": (small.make_inputs([-1], 4), "token -1 is outside"),
     "no token to draw": (small.make_inputs([1], 0), "a prompt of 1 tokens at position 0 and 0 more do not fit"),
@@ -70,9 +81,11 @@ REFUSED = {
     ),
     "position beyond the cache": (small.make_inputs([1], 1, start=64), "at position 64"),
     "negative position": (small.make_inputs([1], 1, start=-1), "at position -1"),
-    "short control": (small.make_inputs([1], 1)._replace(control=np.zeros(3, np.int32)), "5, 4, 2 and 3 elements"),
-    "wrong dtype": (small.make_inputs([1], 1)._replace(settings=np.zeros(4, np.int32)), "dtype"),
-    "wrong rank": (small.make_inputs([1], 1)._replace(prompt=np.zeros((1, 1), np.int32)), "rank"),
+    "unknown slot": (small.make_inputs([1], 1, slot=1), "slot 1 is not among the 1 slots of this session"),
+    "biased token beyond the vocabulary": (small.make_inputs([1], 1, logit_bias=((40, 1.0),)), "token 40 is outside"),
+    "source of an unknown slot": (small.make_inputs([1], 1, source=Source(3, 1, 1)), "source's slot 3 is not among"),
+    "wrong dtype": (WORDS.astype(np.uint32), "dtype"),
+    "wrong rank": (WORDS[None], "rank"),
 }
 
 
@@ -90,20 +103,33 @@ def test_last_position_of_a_cache_can_be_used(model, call):
 
 def changed(state, layer, **changes):
     """The state with the keys of one layer replaced by zeros of another shape or dtype."""
-    old = state.keys[layer]
+    old = state.layers[layer]["keys"]
     new = jnp.zeros(changes.get("shape", old.shape), changes.get("dtype", old.dtype))
-    return state._replace(keys=[*state.keys[:layer], new, *state.keys[layer + 1 :]])
+    return with_layer(state, layer, state.layers[layer] | {"keys": new})
 
 
+def with_layer(state, number, layer):
+    """The state with other arrays in one layer."""
+    return state._replace(layers=[*state.layers[:number], layer, *state.layers[number + 1 :]])
+
+
+SHAPE = r"float32 \[2, 1, {}, 1, 6\] on each device"
 STATES = {
-    "another dtype": (partial(changed, layer=0, dtype=jnp.bfloat16), "cache 0 does not fit"),
-    "another head size": (partial(changed, layer=1, shape=(2, 1, CAPACITY, 1, 8)), "cache 1 does not fit"),
-    "another number of lanes": (partial(changed, layer=0, shape=(3, 1, CAPACITY, 1, 6)), "cache 0 does not fit"),
-    "a batch": (partial(changed, layer=0, shape=(2, 2, CAPACITY, 1, 6)), "cache 0 does not fit"),
-    "another rank": (partial(changed, layer=0, shape=(2, CAPACITY, 1, 6)), "cache 0 does not fit"),
-    "another capacity": (partial(changed, layer=2, shape=(2, 1, CAPACITY - 1, 1, 6)), "cache 2 does not fit"),
-    "missing layer": (lambda s: s._replace(keys=s.keys[1:], values=s.values[1:]), "the layers keep"),
-    "missing values": (lambda s: s._replace(values=s.values[1:]), "the layers keep"),
+    "another dtype": (
+        partial(changed, layer=0, dtype=jnp.bfloat16),
+        f"keys of layer 0 must be {SHAPE.format('entries')}",
+    ),
+    "another head size": (
+        partial(changed, layer=1, shape=(2, 1, CAPACITY, 1, 8)),
+        f"keys of layer 1 must be {SHAPE.format(CAPACITY)}",
+    ),
+    "another number of lanes": (partial(changed, layer=0, shape=(3, 1, CAPACITY, 1, 6)), "keys of layer 0 must be"),
+    "a batch": (partial(changed, layer=0, shape=(2, 2, CAPACITY, 1, 6)), "keys of layer 0 must be"),
+    "another rank": (partial(changed, layer=0, shape=(2, CAPACITY, 1, 6)), "keys of layer 0 must be"),
+    "another capacity": (
+        partial(changed, layer=2, shape=(2, 1, CAPACITY - 1, 1, 6)),
+        f"keys of layer 2 must be {SHAPE.format(CAPACITY)}",
+    ),
     "another vocabulary": (lambda s: s._replace(seen=jnp.zeros(41, jnp.uint8)), "each token of the vocabulary"),
 }
 
@@ -115,6 +141,23 @@ def test_invalid_states_are_refused(name, model, session, works):
         jax.block_until_ready(
             small.jitted(session, room=ROOM)(small.make_inputs([1], 1), change(small.make_state(model[0], CAPACITY)))
         )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda s: s._replace(layers=s.layers[1:]), "the arrays of 3 layers, got 2"),
+        (
+            lambda s: with_layer(s, 1, {"keys": s.layers[1]["keys"]}),
+            "layer 1 must have the arrays keys, values, got keys",
+        ),
+        (lambda s: with_layer(s, 2, s.layers[2] | {"latents": s.seen}), "layer 2 .* got keys, latents, values"),
+    ],
+)
+def test_states_of_other_arrays_are_refused(change, words, model, session):
+    state = change(small.make_state(model[0], CAPACITY))
+    with pytest.raises(ValueError, match=words):
+        small.jitted(session, room=ROOM)(small.make_inputs([1], 1), state)
 
 
 def test_call_of_a_closed_session_is_refused(model, works):
@@ -242,7 +285,8 @@ def slow(model):
 def test_second_call_at_the_same_time_is_refused(model, slow):
     """The calls are on two devices, because on one device XLA lets the second call wait."""
     session, call = slow
-    second = jax.device_put((small.make_inputs([1], 2), small.make_state(model[0], CAPACITY)), jax.devices()[1])
+    inputs = small.make_inputs([1], 2).inputs(session)
+    second = jax.device_put((inputs, small.make_state(model[0], CAPACITY)), jax.devices()[1])
     with running(call, session, small.make_inputs([1], 40), small.make_state(model[0], CAPACITY)) as first:
         assert session.wait(0, 60_000) > 0
         with pytest.raises(JaxRuntimeError, match="already generating"):
@@ -287,7 +331,7 @@ def test_call_cancelled_before_its_start_ends_in_its_prompt(model, slow):
     session.cancel()
     outputs, state = call(small.make_inputs([1] * 56, 8), small.make_state(model[0], CAPACITY))
     assert outputs.status.tolist() == [0, ENDS.index("cancelled"), 48]
-    assert not np.asarray(state.keys[2][:, :, 48:]).any()  # it ended after the first block of the prompt
+    assert not np.asarray(state.layers[2]["keys"][:, :, 48:]).any()  # it ended after the first block of the prompt
     outputs, _ = call(small.make_inputs([1] * 56, 8), small.make_state(model[0], CAPACITY))
     assert outputs.status[:2].tolist() == [8, ENDS.index("length")]
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from laneformer import LAYOUTS, custom_calls
 from laneformer.custom_calls.library import NativeError, call
 from laneformer.custom_calls.plan import ALIGNED, Dtype, Event, Table, decode_plan, make_plan
-from laneformer.custom_calls.words import Reader, Writer
+from laneformer.custom_calls.request import Request, SamplingOptions, Source
+from laneformer.custom_calls.words import Reader, Writer, request_words
 from laneformer.decoder import decoder_ops
 from laneformer.layout import Landing, Own, Payload, Schedule
 from laneformer.ops import HeadKind, Matrix, Norm, OutputNorm, Rotary, Value, Weight
@@ -399,3 +400,25 @@ def test_library_decodes_every_plan(name):
     plan = plan_of(name, weight_dtype="bfloat16", cache_dtype="float16", rounded_activations=True)
     with pytest.raises(NativeError, match="cannot run the instructions none"):
         custom_calls.Session(plan, instructions="none")
+
+
+def test_words_of_a_request():
+    """The number of words, then the fields: two words for an integer, the bits of a float, a list with its count."""
+    sampling = SamplingOptions(temperature=1.5, top_k=-1, seed=2**63 + 5, logit_bias=((7, -0.5),))
+    source = Source(slot=1, call=2**32, positions=3)
+    request = Request(prompt=(4, 5), start=6, limit=2, sampling=sampling, masked=True, given=(-1,), source=source)
+    one, half = (int(np.float32(value).view(np.int32)) for value in (1.5, -0.5))
+    unit = int(np.float32(1).view(np.int32))
+    fields = [2, 4, 5, 6, 0, 2, 0, 0, one, -1, -1, unit, 0, unit, 5, -(2**31), 0, 0, 1, 7, 0, half]
+    fields += [1, 0, 0, 0, 0, 0, 0, 1, -1, 0, 1, 1, 0, 0, 1, 3, 0]
+    words = request_words(request)
+    assert words[0] == 1 + len(fields) and words[1 : words[0]].tolist() == fields and not words[words[0] :].any()
+
+
+def test_requests_of_many_sizes_have_one_number_of_words():
+    def size(prompt: int, room: int = 0, **fields) -> int:
+        return len(request_words(Request(prompt=(1,) * prompt, limit=1, **fields), room))
+
+    assert size(1) == size(40) == size(1, source=Source(0, 1, 1), most_drafts=2, stops=(3, 4)) < size(100)
+    biases = SamplingOptions(logit_bias=tuple((token, 1.0) for token in range(20)))
+    assert size(100) == size(70, forced=(1,) * 30) == size(1, room=128) == size(60, sampling=biases)

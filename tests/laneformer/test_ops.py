@@ -90,7 +90,7 @@ def test_values_are_written_before_they_are_read(name):
                     rows = 2 * op.count + op.count**2
                     assert op is module.ops[0] and op.mix.weight.shape == (rows, sizes[Value.STREAMS])
                 elif isinstance(op, CompressedKeep):
-                    ends = [op.channels, *(own.first + 2 * own.width for own in (op.entries, op.index_keys) if own)]
+                    ends = [op.channels, *(own.first + 2 * own.width for own in (op.entries, op.keys) if own)]
                     assert ends[0] == (op.entries.first if op.entries else sizes[Value.PROJECTED])
                     assert ends[-1] <= sizes[Value.PROJECTED]
                 elif isinstance(op, CompressedAttend):

@@ -13,6 +13,7 @@ from laneformer import Precision, custom_calls
 from laneformer.config import CompressedAttention
 from laneformer.custom_calls import ENDS, State
 from laneformer.custom_calls.gpu.codes import CodesChoice, Header, arrays_of
+from laneformer.custom_calls.gpu.session import Inputs
 from laneformer.custom_calls.gpu.tiling import Machine, Tiling
 from laneformer.custom_calls.plan import Plan, make_plan
 from laneformer.decoder import decoder_ops
@@ -113,7 +114,7 @@ def of_config(config, dtype="float32", compute="float32") -> tuple[Plan, dict[st
 
 def state_of(plan: Plan, capacity: int) -> State:
     """An empty state of any plan for `capacity` positions."""
-    return State.of(jnp.zeros(plan.ops.vocab_size, jnp.uint8), small.zero_layers(plan, capacity))
+    return State(jnp.zeros(plan.ops.vocab_size, jnp.uint8), small.zero_layers(plan, capacity))
 
 
 def jitted(session, mesh=None, **sizes):
@@ -121,7 +122,9 @@ def jitted(session, mesh=None, **sizes):
     device has finished.
     """
     function = jax.jit(partial(custom_calls.decode, session, mesh=mesh, **sizes), donate_argnums=1)
-    return lambda inputs, state: jax.block_until_ready(function(inputs, state, session.operands))
+    return lambda inputs, state: jax.block_until_ready(
+        function(small.inputs_of(session, inputs), state, session.operands)
+    )
 
 
 def logits_of(session, ids: list[int], drawn: int = 4, mesh=None, room: int = 64):
@@ -176,8 +179,7 @@ def check_drafts(config, room: int, call, several, prompt: int) -> None:
     for most, wrong in ((0, 1), (3, 1), (3, 3), (3, 100), (2, 4)):
         several.speculate(most, [1.0] * 4)
         drafts = [(token + (n % wrong == wrong - 1)) % config.vocab_size for n, token in enumerate(tokens)]
-        several.give_texts(given=drafts)
-        found, state = answer(config, room, drafting, ids, [prompt], 25)
+        found, state = answer(config, room, drafting, ids, [prompt], 25, given=drafts)
         assert small.same(found, expected), (most, wrong)
         assert small.same(rest(state), expected_rest), (most, wrong)
     assert sum(several.drafting.rows[1:]) > 0
@@ -302,7 +304,13 @@ def packed(record: Quantized, tiling: Tiling) -> tuple:
 
 
 REFUSED = {
-    "a prompt longer than its array": small.make_inputs([1], 4)._replace(control=np.array([2, 0, 4, 0, 0], np.int32)),
+    "a prompt longer than its array": Inputs(
+        np.ones(16, np.int32),
+        np.array([17, 0, 4, 0, 0], np.int32),
+        np.array([0, 1, 0, 1], np.float32),
+        np.zeros(2, np.uint32),
+        np.full(4, -1, np.int32),
+    ),
     "a token beyond the vocabulary": small.make_inputs([1, 40], 4),
     "a negative token": small.make_inputs([-1], 4),
     "no token to draw": small.make_inputs([1], 0),

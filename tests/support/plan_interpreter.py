@@ -254,7 +254,7 @@ class Interpreter:
         None for an attention without them.
         """
         vectors = self.norm(op.norm, lane, projected[:, : op.channels])
-        made = [own and self.entries(own, lane, projected) for own in (op.entries, op.index_keys)]
+        made = [own and self.entries(own, lane, projected) for own in (op.entries, op.keys)]
         return self.cached(rotate_last(op.rotary, vectors, np.arange(len(vectors)))), *made
 
     def entries(self, op: Compressor, lane: int, projected: np.ndarray) -> np.ndarray:

@@ -30,13 +30,13 @@ class Model:
         session = self.sessions[rows]
         if rows:
             session.speculate(most, EQUAL[: self.rows])
-            session.give_texts(given=drafts, before=before, forced=forced)
+            options |= {"given": drafts, "before": before, "forced": forced}
         state = state_of(self.plan, 64) if self.mesh is None else self._sharded(64)
-        state = State(state.seen, *([jnp.full_like(x, cache) for x in caches] for caches in state[1:]))
+        state = State(state.seen, jax.tree.map(lambda x: jnp.full_like(x, cache), state.layers))
         outputs, state = self.calls[rows](small.make_inputs(prompt, limit, room=ROOM, **options), state)
         assert session.failure is None
         drawn, _, position = outputs.status.tolist()
-        filled = [np.asarray(cache[:, :, : position - 1]) for cache in (*state.keys, *state.values)]
+        filled = [np.asarray(cache[:, :, : position - 1]) for cache in small.arrays_of(state, "keys", "values")]
         of_tokens = [np.asarray(rows)[:drawn] for rows in outputs[:-1]]
         return jax.tree.map(np.asarray, (of_tokens, outputs.status, state.seen, filled))
 
@@ -45,7 +45,7 @@ class Model:
             jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec(*axes)) for axes in (["lane"], [])
         )
         state = state_of(self.plan, capacity)
-        return State(jax.device_put(state.seen, everywhere), *(jax.device_put(c, lanes) for c in state[1:]))
+        return State(jax.device_put(state.seen, everywhere), jax.device_put(state.layers, lanes))
 
     def check(self, prompt, limit, **options):
         """Asserts that both sessions give the same results without drafts, with drafts predicted from the text, with

@@ -7,6 +7,7 @@ import types
 from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,10 @@ import numpy as np
 import pytest
 
 from laneformer import Laneformer, ModelConfig, Precision, custom_calls, save_hf
-from laneformer.custom_calls import Inputs, Session, State
+from laneformer.custom_calls import DecodeSession, Request, Session, State
 from laneformer.custom_calls.decode import empty_layers
 from laneformer.custom_calls.plan import Plan, make_plan
+from laneformer.custom_calls.request import SamplingOptions
 from laneformer.decoder import decoder_ops
 from laneformer.infer.engine.backend import CheckpointSource
 from laneformer.infer.engine.cpu import CpuBackend
@@ -136,31 +138,26 @@ def mapped_session(config: ModelConfig, weights: dict[str, np.ndarray], folder: 
     return CpuBackend(CheckpointSource(folder), weights="bf12", **options).session
 
 
-def make_inputs(
-    prompt,
-    limit: int,
-    *,
-    start: int = 0,
-    room: int | None = None,
-    stops=(-1,),
-    seed=(1, 2),
-    top_k=0,
-    slot=0,
-    **settings,
-) -> Inputs:
-    """Inputs of a call that draws up to `limit` tokens. room: size of the prompt's array. settings: temperature, top_p,
-    min_p, penalty.
+class Asked(NamedTuple):
+    """A request, and the number of prompt tokens for which its arrays have room at least."""
+
+    request: Request
+    room: int
+
+    def inputs(self, session: DecodeSession):
+        """The arrays of the request for a session with one slot in each call."""
+        return session.inputs(self.request, most_tokens=self.room)
+
+
+def make_inputs(prompt, limit: int, *, room: int | None = None, seed=(1, 2), penalty: float = 1.0, **options) -> Asked:
+    """A request that draws up to `limit` tokens, which `jitted` turns into arrays. options: other fields of
+    SamplingOptions and Request. seed: its low and high word, or the whole number.
     """
-    padded = np.zeros(room or len(prompt), np.int32)
-    padded[: len(prompt)] = prompt
-    values = {"temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "penalty": 1.0} | settings
-    return Inputs(
-        padded,
-        np.array([len(prompt), start, limit, top_k, slot], np.int32),
-        np.array(list(values.values()), np.float32),
-        np.array(seed, np.uint32),
-        np.array(stops, np.int32),
-    )
+    names = {field.name for field in dataclasses.fields(SamplingOptions)}
+    sampling = {name: options.pop(name) for name in names & set(options)}
+    number = seed if isinstance(seed, int) else int(seed[0]) | int(seed[1]) << 32
+    chosen = SamplingOptions(seed=number, repetition_penalty=float(penalty), **sampling)
+    return Asked(Request(prompt=tuple(prompt), limit=limit, sampling=chosen, **options), room or len(prompt))
 
 
 def make_state(config: ModelConfig, capacity: int, dtype="float32", mesh=None) -> State:
@@ -169,14 +166,14 @@ def make_state(config: ModelConfig, capacity: int, dtype="float32", mesh=None) -
         return zeros(state_shapes(config, capacity, jnp.dtype(dtype).name))
     replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     plan = make_plan(decoder_ops(config), config.schedule, cache_dtype=dtype)
-    return State.of(jnp.zeros(config.vocab_size, jnp.uint8, device=replicated), empty_layers(plan, capacity, mesh))
+    return State(jnp.zeros(config.vocab_size, jnp.uint8, device=replicated), empty_layers(plan, capacity, mesh))
 
 
 @functools.cache  # tests make thousands of states
 def state_shapes(config: ModelConfig, capacity: int, dtype: str) -> State:
     plan = make_plan(decoder_ops(config), config.schedule, cache_dtype=dtype)
     seen = jax.ShapeDtypeStruct((config.vocab_size,), jnp.uint8)
-    return State.of(seen, jax.eval_shape(partial(empty_layers, plan, capacity)))
+    return State(seen, jax.eval_shape(partial(empty_layers, plan, capacity)))
 
 
 def zeros(shapes):
@@ -189,14 +186,24 @@ def zero_layers(plan: Plan, capacity: int) -> list[dict[str, jax.Array]]:
     return zeros(jax.eval_shape(partial(empty_layers, plan, capacity)))
 
 
+def arrays_of(state: State, *names: str) -> list[jax.Array]:
+    """The arrays of these names in all layers that keep them, name by name."""
+    return [layer[name] for name in names for layer in state.layers if name in layer]
+
+
 def jitted(session: Session, mesh=None, **sizes):
-    """A compiled function (inputs, state) -> (outputs, state) of a session, to which the state is donated. The session
-    keeps it for the next call with the same sizes.
+    """A function (inputs, state) -> (outputs, state) of a session, to which the state is donated. inputs: an `Asked` or
+    the arrays of a request. The session keeps the compiled function for the next call with the same sizes.
     """
     kept, key = vars(session).setdefault("jitted", {}), (mesh, *sorted(sizes.items()))
     if key not in kept:
         kept[key] = jax.jit(partial(custom_calls.decode, session, mesh=mesh, **sizes), donate_argnums=1)
-    return kept[key]
+    return lambda inputs, state: kept[key](inputs_of(session, inputs), state)
+
+
+def inputs_of(session: DecodeSession, inputs):
+    """The arrays of an `Asked`; other inputs unchanged."""
+    return inputs.inputs(session) if isinstance(inputs, Asked) else inputs
 
 
 def same(a, b) -> bool:

@@ -187,7 +187,7 @@ void Worker::merge(const plan::Attend& op, const Heads& wanted) {
 // Writes the latents of the pass's positions to the cache. Workers that share a lane share out its positions.
 void Worker::run(const plan::LatentKeep& op, int module) {
   const auto& projected = d_.of(plan::Value::projected);
-  const int64_t n = op.rank + plan::rotating_channels(op.rotary, m_), width = bytes_of(d_.cache);
+  const int64_t n = op.channels(), width = bytes_of(d_.cache);
   for (int r = 0; r < pass_->runs; r++) {
     const Run& run = pass_->run[r];
     for (int lane = first_lane_; lane < last_lane_; lane++) {
@@ -218,8 +218,7 @@ void Worker::run(const plan::LatentAttend& op, int module) {
 // Writes the queries of a unit's heads and positions to q_[p][heads][rank + rotating]: from ABSORBED, then from
 // QUERIES, rotated; both scaled.
 void Worker::queries(const plan::LatentAttend& op, const Unit& unit) {
-  const int64_t rotating = plan::rotating_channels(op.rotary, m_), n = op.rank + rotating,
-                of_head = op.still + rotating;
+  const int64_t rotating = op.rotating(), n = op.rank + rotating, of_head = op.still + rotating;
   const auto &absorbed = d_.of(plan::Value::absorbed), &queries = d_.of(plan::Value::queries);
   const int64_t lane = unit.keys.lane;
   const float scale = op.scale;  // a copy: a write to q cannot change it
@@ -240,7 +239,7 @@ void Worker::queries(const plan::LatentAttend& op, const Unit& unit) {
 void Worker::attend(const plan::LatentAttend& op, int layer, const Unit& unit, const Unit* next) {
   const Run& run = *unit.run;
   const Keys& part = unit.keys;
-  const int64_t n = op.rank + plan::rotating_channels(op.rotary, m_), bytes = n * bytes_of(d_.cache);
+  const int64_t n = op.rank + op.rotating(), bytes = n * bytes_of(d_.cache);
   const auto latents = [&](const Unit& of) {
     return (const char*)d_.kept_of(*of.run->slot->call, plan::Kept::latents, layer, of.keys.lane);
   };

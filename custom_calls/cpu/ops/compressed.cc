@@ -52,13 +52,13 @@ void Worker::run(const plan::CompressedKeep& op, int module) {
       k_.narrow(d_.cache, key_.data(), n, kept + (run.start + i) * n * width);
     }
     if (op.entries) compress(*op.entries, run, lane, layer, plan::Kept::compressed, plan::Kept::compressed_tail);
-    if (op.index_keys) compress(*op.index_keys, run, lane, layer, plan::Kept::index_keys, plan::Kept::index_keys_tail);
+    if (op.keys) compress(*op.keys, run, lane, layer, plan::Kept::index_keys, plan::Kept::index_keys_tail);
   });
   if (!op.entries) return;
   meet_if_shared();
   each([&](const Run& run, int lane) {
     keep_tail(*op.entries, run, lane, layer, plan::Kept::compressed_tail);
-    if (op.index_keys) keep_tail(*op.index_keys, run, lane, layer, plan::Kept::index_keys_tail);
+    if (op.keys) keep_tail(*op.keys, run, lane, layer, plan::Kept::index_keys_tail);
     if (owns(lane))
       *(int32_t*)d_.kept_of(*run.slot->call, plan::Kept::base, layer, lane) =
           (int32_t)(run.start + run.count - run.rows);

@@ -25,7 +25,7 @@ namespace laneformer {
 static_assert(plan::kEntries == kTile, "the keys of as many positions are a tile");
 
 Worker::Recurrence::Recurrence(const plan::DeltaNet& op)
-    : inputs((plan::taps(op) - 1 + kBlock) * op.head_channels()),
+    : inputs((op.taps() - 1 + kBlock) * op.head_channels()),
       mixed(kBlock * (op.head_channels() + kTile)),
       rows(2 * kTile * op.key_dim),
       products(2 * kTile * op.delta_width()),
@@ -76,8 +76,8 @@ void Worker::advance(const plan::DeltaNet& op, const float* from, const Stretch&
 // from the ring `kept`, then the run's. Adds the run's positions to the ring, rounded to the cache's dtype as they are
 // read later.
 void Worker::read_inputs(const plan::DeltaNet& op, const Run& run, int lane, int head, char* kept) {
-  const int64_t channels = op.head_channels(), width = bytes_of(d_.cache), ring = plan::kept_inputs(op);
-  const int64_t before = plan::taps(op) - 1, values = channels - 2 * op.key_dim;
+  const int64_t channels = op.head_channels(), width = bytes_of(d_.cache), ring = op.ring();
+  const int64_t before = op.taps() - 1, values = channels - 2 * op.key_dim;
   const auto& projected = d_.of(plan::Value::projected);
   float* to = recurrence_->inputs.data();
   for (int64_t t = run.start - before; t < run.start; t++, to += channels) {
@@ -102,7 +102,7 @@ void Worker::read_inputs(const plan::DeltaNet& op, const Run& run, int lane, int
 // from one position to the next there.
 int64_t Worker::convolve(const plan::DeltaNet& op, const Run& run, int lane, int head) {
   const int64_t key_dim = op.key_dim, channels = op.head_channels(), values = channels - 2 * key_dim;
-  const int64_t stride = (channels + kTile - 1) / kTile * kTile, all = op.channels(), taps = plan::taps(op);
+  const int64_t stride = (channels + kTile - 1) / kTile * kTile, all = op.channels(), taps = op.taps();
   const float* const weights = d_.small(op.convolution, lane);  // [taps][all]
   const struct {
     int64_t at, weight, count;
@@ -137,7 +137,7 @@ void Worker::recur(const plan::DeltaNet& op, int layer, const Run& run, int lane
   if (run.start == 0) base = 0;
   const auto current = [&] { return base == 0 && now == matrices ? nullptr : now; };  // null: zero
   read_inputs(op, run, lane, head,
-              (char*)kept(plan::Kept::inputs) + head * plan::kept_inputs(op) * op.head_channels() * bytes_of(d_.cache));
+              (char*)kept(plan::Kept::inputs) + head * op.ring() * op.head_channels() * bytes_of(d_.cache));
   const int64_t stride = convolve(op, run, lane, head);
   const int64_t sure = run.start + run.count - run.rows;  // positions before it are certain
   int64_t from = base;                                    // first position of the stretch

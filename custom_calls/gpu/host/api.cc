@@ -51,7 +51,7 @@ ffi::Error decode(void* stream, int32_t device, int64_t id, int64_t devices,
   int64_t positions;
   const std::string problem =
       plan::take_kept(model.kept, model.plan, model.lanes_here, model.requests, caches, caches_after, positions,
-                      [&](size_t i, void* array) { p.caches[model.places_of_kept[i]] = array; });
+                      [&](size_t i, void* array) { p.caches[i] = array; });
   if (!problem.empty()) return wrong(problem);
   if (positions > model.plan.context) return wrong("the cache has more positions than the model's context");
   p.capacity = positions;

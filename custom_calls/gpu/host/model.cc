@@ -9,21 +9,6 @@
 namespace laneformer {
 namespace gpu {
 
-namespace {
-
-// The index of each array after sorting the arrays, which are in the order of their kinds, by layer.
-std::vector<int> by_layer(const std::vector<plan::KeptArray>& kept) {
-  std::vector<int> places(kept.size());
-  for (size_t i = 0; i < kept.size(); i++)
-    for (size_t other = 0; other < kept.size(); other++)
-      places[i] += kept[other].layer < kept[i].layer || (kept[other].layer == kept[i].layer && other < i);
-  if (kept.size() > kMaxKept)
-    throw std::runtime_error("the layers keep more than " + std::to_string(kMaxKept) + " arrays: use backend xla");
-  return places;
-}
-
-}  // namespace
-
 Numbers::Numbers(const char* text) {
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) {
@@ -57,7 +42,6 @@ std::vector<int> Numbers::many(const char* name) const {
 Model::Model(plan::Plan decoded, const Numbers& numbers)
     : plan(std::move(decoded)),
       kept(plan::kept_arrays(plan)),
-      places_of_kept(by_layer(kept)),
       lanes_here((int)numbers.one("lanes_here")),
       packed_words(numbers.one("packed_words")),
       ctas((int)numbers.one("ctas")),
@@ -79,7 +63,10 @@ Model::Model(plan::Plan decoded, const Numbers& numbers)
       all_devices((int)numbers.one("all_devices")),
       timeout_ms(numbers.one("timeout_ms")),
       chaos_us(numbers.one("chaos_us")),
-      peer_delay_us(numbers.one("peer_delay_us")) {}
+      peer_delay_us(numbers.one("peer_delay_us")) {
+  if (kept.size() > kMaxKept)
+    throw std::runtime_error("the layers keep more than " + std::to_string(kMaxKept) + " arrays: use backend xla");
+}
 
 }  // namespace gpu
 }  // namespace laneformer

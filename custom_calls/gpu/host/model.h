@@ -31,8 +31,7 @@ struct Model {
   Model(plan::Plan, const Numbers&);
 
   plan::Plan plan;
-  std::vector<plan::KeptArray> kept;  // in the order of a call's operands
-  std::vector<int> places_of_kept;    // index of each in Params::caches
+  std::vector<plan::KeptArray> kept;  // in the order of a call's operands and of Params::caches
 
   int lanes_here;                         // lanes of each device
   int64_t packed_words;                   // words of a device's packed weights

@@ -99,7 +99,7 @@ class AttentionKernel(OpKernel[T]):
         raise NotImplementedError
 
     def boards(self, lane: Lane, tiling) -> dict[str, int]:
-        return {"PartsBoard": self.sizes(lane).part_words}
+        return {"kPartsBoard": self.sizes(lane).part_words}
 
     def merged_floats(self, lane: Lane) -> int:
         return self.sizes(lane).merged_floats
@@ -115,14 +115,14 @@ class AttentionKernel(OpKernel[T]):
         sizes = self.sizes(struct.lane)
         struct.names.attended = struct.name
         struct.constants |= options | {
-            "Groups": sizes.groups,
-            "KeyDim": sizes.key_dim,
-            "ValueDim": sizes.value_dim,
-            "MaxSplits": sizes.splits,
-            "MergedHeads": sizes.merged_heads,
-            "SharedKeys": sizes.shared,
-            "Scale": score_scale(scale),
-            "Rotated": self.rotary is not None,
+            "kGroups": sizes.groups,
+            "kKeyDim": sizes.key_dim,
+            "kValueDim": sizes.value_dim,
+            "kMaxSplits": sizes.splits,
+            "kMergedHeads": sizes.merged_heads,
+            "kSharedKeys": sizes.shared,
+            "kScale": score_scale(scale),
+            "kRotated": self.rotary is not None,
         }
         struct.add_rotations(self.rotary, self.rotating)
         struct.add_cache()
@@ -156,7 +156,7 @@ class AttendKernel(AttentionKernel[Attend]):
     def header(self, struct: OpStruct) -> None:
         op = self.op
         of_all = {
-            f"{side}NormOfAll": norm is not None and norm.gain.shape[0] > op.head_dim
-            for side, norm in (("Q", op.q_norm), ("K", op.k_norm))
+            name: norm is not None and norm.gain.shape[0] > op.head_dim
+            for name, norm in (("kQNormOfAll", op.q_norm), ("kKNormOfAll", op.k_norm))
         }
         self.add_constants(struct, op.scale, of_all)

@@ -11,7 +11,7 @@ from laneformer.custom_calls.gpu.ops.kernel import Lane, ModuleStages, OpKernel,
 from laneformer.custom_calls.gpu.ops.struct import OpStruct
 from laneformer.custom_calls.gpu.ops.supported import in_words, steps_of
 from laneformer.custom_calls.gpu.tiling import Machine, Tiling
-from laneformer.ops import CompressedAttend, CompressedKeep, Compressor, Layer, Product, Rotary, Value
+from laneformer.ops import CompressedAttend, CompressedKeep, Compressor, Layer, Product, Rotary, Value, kept_by
 
 MORE_SPLITS, LEAST_KEYS = 32, 16  # few keys, and each channel is merged once: most splits, fewest keys of a split
 BUCKETS, LEAST_PLACES = 1 << 11, 32  # as in gpu/kernel/mixers/compressed_keep.h
@@ -37,20 +37,16 @@ def _even(channels: int) -> int:
     return channels + channels % 2
 
 
-def _rotating(rotary: Rotary) -> int:
-    return 2 * len(rotary.frequencies)
-
-
 class CompressedKeepKernel(OpKernel[CompressedKeep]):
     kinds: ClassVar = (CompressedKeep,)
     keeps: ClassVar = True
 
     @property
     def _compressors(self) -> list[Compressor]:
-        return [own for own in (self.op.entries, self.op.index_keys) if own]
+        return [own for own in (self.op.entries, self.op.keys) if own]
 
     def add_stages(self, module: ModuleStages) -> None:
-        stage = Stage(self, module.module, reads=module.boards.get(self.op.reads, ""), writes="EntriesBoard")
+        stage = Stage(self, module.module, reads=module.boards.get(self.op.reads, ""), writes="kEntriesBoard")
         behind = next(n for n, other in enumerate(module.found) if other.op.reads is Value.HIDDEN)
         module.found.insert(behind, stage)
 
@@ -61,26 +57,26 @@ class CompressedKeepKernel(OpKernel[CompressedKeep]):
         return 3 * lane.machine.warps * lane.machine.warp_size
 
     def rotations(self) -> list[tuple[Rotary, int]]:
-        return [(own.rotary, _rotating(own.rotary)) for own in (self.op, *self._compressors) if own.rotary]
+        return [(own.rotary, own.rotary.channels) for own in (self.op, *self._compressors) if own.rotary]
 
     def header(self, struct: OpStruct) -> None:
         struct.names.keep = struct.name
         struct.aliases |= {"Entries": f"Entries{struct.kind}", "Keys": f"Keys{struct.kind}"}
         place = 0  # on the board
-        # Array: number among those that the layer keeps.
-        for name, field, array in (("Entries", "entries", 2), ("Keys", "index_keys", 4)):
+        arrays = [*kept_by(self.op)]
+        for name, field, array in (("Entries", "entries", "compressed"), ("Keys", "keys", "index_keys")):
             of_layers = {layer: getattr(stage.op, field) for layer, stage in struct.stages.items()}
             own: Compressor | None = getattr(self.op, field)
-            part = struct.part(f"{name}{struct.kind}", {"Channels": 0, "Ratio": 1})
+            part = struct.part(f"{name}{struct.kind}", {"kChannels": 0, "kRatio": 1})
             if own:
                 part.constants, part.functions = part.fields_of(of_layers)
-                part.add_rotations(own.rotary, _rotating(own.rotary))
-                part.constants |= {"Place": place, "Array": array}
+                part.add_rotations(own.rotary, own.rotary.channels)
+                part.constants |= {"kPlace": place, "kArray": arrays.index(array)}
                 place += _even(own.channels)
-            part.constants["Given"] = own is not None
+            part.constants["kGiven"] = own is not None
             struct.before += part.lines()
-        struct.add_rotations(self.op.rotary, _rotating(self.op.rotary))
-        struct.constants["Array"] = int(self.op.entries is not None)
+        struct.add_rotations(self.op.rotary, self.op.rotary.channels)
+        struct.constants["kArray"] = arrays.index("positions")
         struct.add_cache()
 
 
@@ -121,7 +117,7 @@ class CompressedAttendKernel(AttentionKernel[CompressedAttend]):
 
     @property
     def rotating(self) -> int:
-        return _rotating(self.op.rotary)
+        return self.op.rotary.channels
 
     def problems(self, layer: Layer, hidden: int) -> Iterator[str]:
         op, ops = self.op, layer.attention.ops
@@ -134,11 +130,11 @@ class CompressedAttendKernel(AttentionKernel[CompressedAttend]):
         if op.head_dim % 2:
             yield f"heads of compressed attention have {op.head_dim} channels, an odd number"
         keep = next(one for one in ops if isinstance(one, CompressedKeep))
-        if bool(keep.index_keys) != bool(op.index):
+        if bool(keep.keys) != bool(op.index):
             yield "compressed attention keeps keys without an index, or has an index without keys"
 
     def add_stages(self, module: ModuleStages) -> None:
-        board = module.boards[Value.ATTENDED] = "AttendedBoard"  # ATTENDED of other attention is on no board
+        board = module.boards[Value.ATTENDED] = "kAttendedBoard"  # ATTENDED of other attention is on no board
         reads, index = module.boards.get(self.op.reads, ""), module.boards.get(Value.INDEX, "")
         keep = module.first(CompressedKeep)
         module.found.append(Stage(self, module.module, reads=reads, writes=board, keep=keep, index=index))
@@ -154,15 +150,15 @@ class CompressedAttendKernel(AttentionKernel[CompressedAttend]):
         return self.op.heads * self.op.head_dim
 
     def boards(self, lane: Lane, tiling: Tiling | None) -> dict[str, int]:
-        scores = {"ScoresBoard": -(-lane.context // self.op.ratio)} if self.op.index else {}
+        scores = {"kScoresBoard": -(-lane.context // self.op.ratio)} if self.op.index else {}
         return super().boards(lane, tiling) | scores
 
     def header(self, struct: OpStruct) -> None:
         struct.aliases["Keep"] = struct.names.keep
         index = self.op.index
         numbers = (index.heads, index.channels, index.first, index.most) if index else (0, 0, 0, 0)
-        names = ("IndexHeads", "IndexChannels", "IndexFirst", "IndexMost")
+        names = ("kIndexHeads", "kIndexChannels", "kIndexFirst", "kIndexMost")
         struct.constants |= dict(zip(names, numbers, strict=True))
-        struct.constants |= {"Index": struct.board(struct.stage.index), "LeastKeys": LEAST_KEYS}
-        struct.constants["MostListed"] = self.sizes(struct.lane).most_listed
+        struct.constants |= {"kIndex": struct.board(struct.stage.index), "kLeastKeys": LEAST_KEYS}
+        struct.constants["kMostListed"] = self.sizes(struct.lane).most_listed
         self.add_constants(struct, self.op.scale, {})

@@ -20,7 +20,7 @@ class DeltaNetKernel(OpKernel[DeltaNet]):
             yield f"{op.value_heads} value and {op.key_heads} key heads do not fit {channels} channels"
 
     def boards(self, lane: Lane, tiling: Tiling | None) -> dict[str, int]:
-        return {"PartsBoard": self.op.value_heads * (self.op.value_dim + self.op.head_tiles)}
+        return {"kPartsBoard": self.op.value_heads * (self.op.value_dim + self.op.head_tiles)}
 
     def merged_floats(self, lane: Lane) -> int:
         return self.op.value_heads
@@ -32,5 +32,5 @@ class DeltaNetKernel(OpKernel[DeltaNet]):
 
     def header(self, struct: OpStruct) -> None:
         struct.names.attended = struct.name
-        struct.constants |= {"Taps": self.op.convolution.shape[1], "QueryScale": self.op.key_dim**-0.5}
+        struct.constants |= {"kQueryScale": self.op.key_dim**-0.5}
         struct.add_cache()

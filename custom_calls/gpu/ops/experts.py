@@ -64,13 +64,13 @@ class RouterKernel(OpKernel[Router]):
         return tile(rows, tiler.hidden, tiler.ctas, tiler.machine, Plain(Dtype.float32))
 
     def boards(self, lane: Lane, tiling: Tiling | None) -> dict[str, int]:
-        return {"RoutesBoard": tiling.all_rows}
+        return {"kRoutesBoard": tiling.all_rows}
 
     def header(self, struct: OpStruct) -> None:
         struct.add_tiling()
         struct.names.router = struct.name
-        given = {"Groups": 1, "CorrectionGiven": False, "ByTokenGiven": False}
-        struct.constants = given | struct.constants | {"Experts": self.op.matrix.rows}
+        given = {"kGroups": 1, "kCorrectionGiven": False, "kByTokenGiven": False}
+        struct.constants = given | struct.constants | {"kExperts": self.op.matrix.rows}
 
 
 class SharedExpertKernel(OpKernel[SharedExpert]):

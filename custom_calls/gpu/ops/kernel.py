@@ -199,7 +199,7 @@ class ModuleStages:
         stage = Stage(kernel, self.module, reads=self.boards.get(op.reads, ""), shared=shared)
         if op.writes in WITHOUT_BOARD:
             return stage
-        board = f"{op.writes.name.title()}{self.results[op.writes] or ''}Board"
+        board = f"k{op.writes.name.title()}{self.results[op.writes] or ''}Board"
         self.boards[op.writes] = board
         self.results[op.writes] += 1
         return replace(stage, writes=board)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from laneformer.custom_calls.gpu.ops.attend import MAX_SPLITS, AttentionKernel, AttentionSizes, splits_of
 from laneformer.custom_calls.gpu.ops.kernel import Lane, ModuleStages, OpKernel
-from laneformer.custom_calls.gpu.ops.struct import OpStruct, title
+from laneformer.custom_calls.gpu.ops.struct import OpStruct, constant
 from laneformer.custom_calls.gpu.ops.supported import in_words, steps_of
 from laneformer.ops import Attend, Blocks, LatentAttend, LatentKeep, Layer, Product, ProductName, Rotary, Value
 
@@ -47,7 +47,7 @@ class LatentAttendKernel(AttentionKernel[LatentAttend]):
 
     @property
     def rotating(self) -> int:
-        return 2 * len(self.op.rotary.frequencies)
+        return self.op.rotary.channels
 
     def problems(self, layer: Layer, hidden: int) -> Iterator[str]:
         op, ops = self.op, layer.attention.ops
@@ -79,17 +79,17 @@ class LatentAttendKernel(AttentionKernel[LatentAttend]):
     def header(self, struct: OpStruct) -> None:
         kept, gains = struct.fields_of({layer: stage.keep for layer, stage in struct.stages.items()})
         queries, latents = struct.board(struct.stage.queries), struct.board(struct.stage.latents)
-        struct.constants |= kept | {"Queries": queries, "Latents": latents}
+        struct.constants |= kept | {"kQueries": queries, "kLatents": latents}
         struct.functions |= gains | {"window": dict.fromkeys(struct.stages, 0)}
         self.add_constants(struct, self.op.scale, _without_options())
 
 
 def _without_options() -> dict[str, Any]:
     """The kernel's code of Attend runs it, without the options."""
-    options: dict[str, Any] = {"ValuesEnd": 0}
+    options: dict[str, Any] = {"kValuesEnd": 0}
     for field in dataclasses.fields(Attend):
         if isinstance(field.default, int | float):
-            options[title(field.name)] = field.default
+            options[constant(field.name)] = field.default
         elif field.default is None:
-            options[f"{title(field.name)}Given"] = False
+            options[f"{constant(field.name)}Given"] = False
     return options

@@ -107,18 +107,18 @@ class ProductKernel(OpKernel[Product]):
         struct.add_tiling()
         op, stage = self.op, struct.stage
         scaled = stage.adds and bool(stage.shared.gate)
-        struct.constants |= {"Channels": op.channels, "Adds": stage.adds, "Scaled": scaled}
+        struct.constants |= {"kChannels": op.channels, "kAdds": stage.adds, "kScaled": scaled}
         if op.reads is Value.ATTENDED:
             struct.aliases["Attended"] = struct.names.attended
         if scaled:
             struct.aliases["Router"] = struct.names.router
-        struct.constants |= {"OfBlocks": op.blocks is not None, "OddHead": stage.of_head * (stage.of_head % 2)}
+        struct.constants |= {"kOfBlocks": op.blocks is not None, "kOddHead": stage.of_head * (stage.of_head % 2)}
         if op.blocks:
             step = op.blocks.step + op.blocks.step % 2
-            struct.constants |= {"Blocks": op.blocks.count, "BlockStep": step, "BlockRows": op.rows}
+            struct.constants |= {"kBlocks": op.blocks.count, "kBlockStep": step, "kBlockRows": op.rows}
         if op.chosen:
             struct.add_stored()
-            struct.constants["Summed"] = op.chosen.summed
+            struct.constants["kSummed"] = op.chosen.summed
             struct.aliases["Router"] = struct.names.router
             if not op.chosen.summed:
                 struct.aliases["Then"] = f"struct {title(struct.following.name.name)}{struct.kind}"

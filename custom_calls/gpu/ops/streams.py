@@ -40,7 +40,7 @@ class GatherStreamsKernel(OpKernel[GatherStreams]):
     def boards(self, lane: Lane, tiling: Tiling | None) -> dict[str, int]:
         """Each CTA's parts of the mixture, and the sum of squares of its channels."""
         rows = self.op.mix.rows + 1
-        return {"MixtureBoard": lane.ctas * (rows + rows % 2)}
+        return {"kMixtureBoard": lane.ctas * (rows + rows % 2)}
 
 
 def by_ctas(mix: np.ndarray, streams: int, ctas: int, rows: int) -> np.ndarray:

@@ -64,7 +64,7 @@ class OpStruct:
     def add_rotations(self, rotary: Rotary | None, rotating: int) -> None:
         """Adds the table of rotations of heads with `rotating` channels."""
         place = self.facts.rotations.get((rotary, rotating), 0)
-        self.constants |= {"Rotating": rotating, "Rotations": place}
+        self.constants |= {"kRotating": rotating, "kRotations": place}
 
     def add_cache(self) -> None:
         """Adds the number of the layer's first array among those that layers keep."""
@@ -72,13 +72,13 @@ class OpStruct:
 
     def add_tiling(self) -> None:
         """Adds how the op's matrices are tiled, and their biases."""
-        self.constants |= self.tiling.fields | {"FirstLine": self.first_line, "SumSets": self.tiling.sum_sets}
+        self.constants |= self.tiling.fields | {"kFirstLine": self.first_line, "kSumSets": self.tiling.sum_sets}
         biases = {layer: stage.matrices[0].bias for layer, stage in self.stages.items()}
         bias = next(iter(biases.values()))
         if bias:
-            self.constants["BiasStride"] = self.facts.places[bias.path].stride
+            self.constants["kBiasStride"] = self.facts.places[bias.path].stride
             self.functions["bias"] = {layer: self.facts.places[own.path].offset for layer, own in biases.items()}
-        self.constants["Biased"] = bias is not None
+        self.constants["kBiased"] = bias is not None
         self.functions["product"] = {
             layer: self.facts.products.get((layer, at), 0) for layer, at in self.numbers.items()
         }
@@ -136,6 +136,11 @@ def title(name: str) -> str:
     return name.title().replace("_", "")
 
 
+def constant(field: str) -> str:
+    """kv_heads -> kKvHeads: the name of a field's constant."""
+    return f"k{title(field)}"
+
+
 def literal(value) -> str:
     if isinstance(value, IntEnum):
         return f"{type(value).__name__}::k{title(value.name)}"
@@ -166,9 +171,9 @@ def struct_lines(name: str, constants: dict, functions: dict, aliases: dict, lay
         yield from before
         members.append(f"  static {member}")
     yield f"struct {name} {{"
-    for constant, value in constants.items():
+    for each, value in constants.items():
         kind = type(value).__name__
-        yield f"  static constexpr {kind} k{constant} = {literal(value)};"
+        yield f"  static constexpr {kind} {each} = {literal(value)};"
     yield from (f"  using {alias} = {target};" for alias, target in aliases.items())
     yield from members
     yield "};"
@@ -188,7 +193,7 @@ def fields_of(places: Mapping[str, Any], of_layers: Mapping[int, Any]) -> tuple[
     constants, functions = {}, {}
     for field, kind in fields(type(op)):
         kinds, optional = alternatives(kind) or ([kind], False)
-        value, name = getattr(op, field), title(field)
+        value, name = getattr(op, field), constant(field)
         if kinds == [Norm]:
             constants[f"{name}ed"] = value is not None
             constants[f"{name}Eps"] = value.eps if value else 0.0
@@ -209,4 +214,4 @@ def fields_of(places: Mapping[str, Any], of_layers: Mapping[int, Any]) -> tuple[
             functions[field] = {layer: getattr(own, field) or 0 for layer, own in of_layers.items()}
         elif isinstance(kind, type) and issubclass(kind, (int, float)):
             constants[name] = value
-    return constants | {title(each): getattr(op, each) for each in sizes(type(op))}, functions
+    return constants | {constant(each): getattr(op, each) for each in sizes(type(op))}, functions

@@ -112,18 +112,11 @@ def check(options: Options, **session_options) -> str:
 def answer(session: GpuSession, prompt: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     """Greedy tokens int32 [tokens], and their logits float32 [tokens, vocabulary]."""
     plan, positions = session.plan, len(prompt) + tokens
-    shapes = [(plan.ops.lanes, 1, positions, attend.kv_heads, attend.head_dim) for attend in plan.attends]
-    keys, values = ([jnp.zeros(shape, plan.cache_dtype.name) for shape in shapes] for _ in "kv")
-    inputs = custom_calls.Inputs(
-        prompt,
-        np.array([len(prompt), 0, tokens, 0, 0], np.int32),
-        np.array([0, 1, 0, 1], np.float32),
-        np.array([0, 0], np.uint32),
-        np.array([-1], np.int32),
-    )
+    inputs = session.inputs(custom_calls.Request(prompt=prompt, limit=tokens))
     decode = jax.jit(partial(custom_calls.decode, session, room=tokens, logits=True), donate_argnums=1)
     session.begin()
-    state = custom_calls.State(jnp.zeros(plan.ops.vocab_size, jnp.uint8), keys, values)
+    layers = custom_calls.empty_layers(plan, positions)
+    state = custom_calls.State(jnp.zeros(plan.ops.vocab_size, jnp.uint8), layers)
     outputs, _ = wait_for(session, lambda: decode(inputs, state, session.operands))
     return np.asarray(outputs.tokens), np.asarray(outputs.logits)
 

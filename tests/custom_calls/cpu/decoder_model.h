@@ -183,7 +183,7 @@ struct Buffers {
     call.top = 3;
     call.seen = seen.data();
     call.logits = logits.data();
-    call.sampling = {0.9f, 0.95f, 0.01f, 1.1f, 30, {3, 4}};
+    call.sampling = {0.9f, 30, 0.95f, 0.01f, 1.1f, 4LL << 32 | 3, 0, 0, {}};
   }
 };
 

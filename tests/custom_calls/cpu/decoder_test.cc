@@ -203,14 +203,17 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
     if (i % 7 == 3) order.cancel_after = random.below(order.limit);
     expected.push_back(std::make_unique<Buffers>(alone.plan(), order.prompt, order.limit));
     Call& call = expected.back()->call;
-    call.sampling = {0.3f * (float)random.below(4), random.below(2) ? 0.9f : 1.0f, 0,
-                     random.below(2) ? 1.2f : 1.0f, random.below(2) * 20,          {(uint32_t)i, 4}};
+    call.sampling.temperature = 0.3f * (float)random.below(4);
+    call.sampling.top_p = random.below(2) ? 0.9f : 1.0f;
+    call.sampling.repetition_penalty = random.below(2) ? 1.2f : 1.0f;
+    call.sampling.top_k = random.below(2) * 20;
+    call.sampling.seed = 4LL << 32 | i;
     if (random.below(3) == 0) call.stops = {(int32_t)random.below(kVocab), (int32_t)random.below(kVocab)};
     if (i % 5 == 2) {
-      order.adjustment.bias.resize(kVocab), order.adjustment.drawn.resize(kVocab);
-      order.adjustment.bias[random.below(kVocab)] = 3;
-      order.adjustment.presence = 0.5f, order.adjustment.frequency = 0.25f;
+      call.sampling.logit_bias = {{random.below(kVocab), 3.0f}};
+      call.sampling.presence_penalty = 0.5f, call.sampling.frequency_penalty = 0.25f;
     }
+    order.adjustment = adjustment_of(call.sampling, kVocab);
     call.masked = i % 3 == 2;
     Adjustment adjustment = order.adjustment;
     if (!adjustment.bias.empty()) call.adjustment = &adjustment;
@@ -258,7 +261,7 @@ void together(int threads, bool messages, int chaos_us, bool experts) {
           const int other = waits.below(kSlots);
           const int64_t theirs = announced[other];
           if (theirs && waits.below(4))
-            decoder.schedule().give_source(s, {other, theirs >> 8, std::min(theirs & 255, (int64_t)order.prompt) - 1});
+            call.source = Source{other, theirs >> 8, std::min(theirs & 255, (int64_t)order.prompt) - 1};
           std::thread canceller;
           if (order.cancel_after >= 0)
             canceller = std::thread([&] {
@@ -421,8 +424,21 @@ void refusing() {
   CHECK(refused([&] { decoder.time_passes({kMostRows}, kCapacity); }), "more passes than the context has room for");
   CHECK(refused([&] { decoder.schedule().speculate(kMostRows, Speculation().prices.data(), false); }),
         "more drafts than rows");
-  CHECK(refused([&] { decoder.give_texts({-2}, {}, {}, 0); }), "a text of no token");
-  CHECK(refused([&] { decoder.give_texts({}, {kVocab}, {}, 0); }), "a token beyond the vocabulary");
+  const auto invalid = [&](auto change) {
+    Request request;
+    change(request);
+    try {
+      decoder.check(request);
+    } catch (const std::invalid_argument&) {
+      return true;
+    }
+    return false;
+  };
+  CHECK(!invalid([](Request& r) { r.before = {kEndOfText}, r.forced = {kVocab - 1}, r.given = {-1}; }), "valid texts");
+  CHECK(invalid([](Request& r) { r.before = {-2}; }), "a text of no token");
+  CHECK(invalid([](Request& r) { r.forced = {kVocab}; }), "a token beyond the vocabulary");
+  CHECK(invalid([](Request& r) { r.sampling.logit_bias = {{-1, 1.0f}}; }), "a bias of no token");
+  CHECK(invalid([](Request& r) { r.source = Source{1, 1, 1}; }), "a source in a slot that does not exist");
 }
 
 }  // namespace

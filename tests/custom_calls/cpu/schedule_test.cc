@@ -47,7 +47,7 @@ void run(Schedule& schedule, int number, int prompt, int limit, const std::funct
   Call call;
   call.prompt.assign(prompt, 1);
   call.limit = limit;
-  call.speculation = schedule.take_speculation(number);
+  call.speculation = schedule.speculation_of(call);
   CHECK(schedule.run(number, call, [&](const Slot& slot) { lead(schedule, slot, seconds); }) == End::length, "call %d",
         number);
 }
@@ -88,18 +88,18 @@ void a_prompt_is_copied_from_a_call_that_runs(int later, bool cancelled, int exp
       if (pass.run[r].slot == &schedule.slot(1) && schedule.slot(1).drawn == 0) computed += pass.run[r].count;
     return 1e-3;
   };
+  const int64_t first = schedule.begin(0);
+  schedule.begin(1);
   const auto answer = [&](int number, End end) {
     Call call;
     for (int i = 0; i < kPrompt; i++) call.prompt.push_back(100 + i);
     call.limit = kDrawn;
+    if (number == 1) call.source = Source{0, first + later, kPrompt};
     call.caches = {keys[number].data()};
     call.widths = {sizeof(int32_t)};
     CHECK(schedule.run(number, call, [&](const Slot& slot) { lead(schedule, slot, seconds); }) == end, "call %d",
           number);
   };
-  const int64_t first = schedule.begin(0);
-  schedule.begin(1);
-  schedule.give_source(1, {0, first + later, kPrompt});
   std::thread one(answer, 0, cancelled ? End::cancelled : End::length);
   answer(1, End::length);
   one.join();

@@ -38,7 +38,7 @@ def run(
     arguments: Sequence[str] = (),
 ) -> str:
     """Compiles and runs one C++ test. Returns its output."""
-    (work / build.GENERATED).write_text(build.ops_header(), encoding="utf-8")
+    build.write_generated(work)
     checked = [f"-fsanitize={sanitizer}", "-g1"] if sanitizer else []
     if program == "amx_test" and not emulator:
         link = [*link, emulated_amx(work, checked)]

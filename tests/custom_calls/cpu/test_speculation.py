@@ -54,16 +54,17 @@ class Model:
         None for the session's prices, which its passes correct. cache: value that fills the caches before the call.
         """
         self.session.speculate(most, prices)
-        self.session.give_texts(given=drafts, before=before, forced=forced, most=of_call)
-        inputs = small.make_inputs(prompt, limit, **options)
+        texts = {"given": drafts, "before": before, "forced": forced, "most_drafts": of_call}
+        inputs = small.make_inputs(prompt, limit, **texts, **options)
         state = small.make_state(self.config, 128, self.compute)
         if cache:
-            state = State(state.seen, *([jnp.full_like(x, cache) for x in caches] for caches in state[1:]))
+            state = State(state.seen, jax.tree.map(lambda x: jnp.full_like(x, cache), state.layers))
         outputs, state = self.call(inputs, state)
         drawn, _, position = outputs.status.tolist()
         of_tokens = [np.asarray(rows)[:drawn] for rows in outputs[:-1]]
         found = jax.tree.map(np.asarray, (of_tokens, outputs.status, state.seen, self.filled(state, position - 1)))
-        if state.base:  # passes advance the state in different steps: compare the logits that follow
+        # Passes advance a recurrent state in different steps: compare the logits that follow.
+        if small.arrays_of(state, "base"):
             self.session.speculate(0, EQUAL)
             inputs = small.make_inputs(of_tokens[0][-1:], 20, start=position - 1, room=ROOM)
             found += (np.asarray(self.call(inputs, state)[0].logits[:20]),)
@@ -72,7 +73,7 @@ class Model:
     @staticmethod
     def filled(state, count):
         """The cached entries of the first `count` positions."""
-        arrays = jax.tree.leaves([state.keys, state.values, state.latents, state.positions])
+        arrays = small.arrays_of(state, "keys", "values", "latents", "positions")
         return [np.asarray(array)[:, :, :count] for array in arrays]
 
     def check(self, prompt, limit, **options):
@@ -296,5 +297,7 @@ def test_invalid_arguments_are_refused(model):
     with pytest.raises(custom_calls.NativeError, match="2 passes of up to 17 rows do not fit the context of 512"):
         model.session._time_passes([1, MOST_ROWS + 1])
     for texts in ({"before": [-2]}, {"forced": [-1]}, {"given": [model.config.vocab_size]}):
-        with pytest.raises(custom_calls.NativeError, match="is outside the vocabulary of 40"):
-            model.session.give_texts(**texts)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="is outside the vocabulary of 40"):
+            jax.block_until_ready(
+                model.call(small.make_inputs([1], 2, **texts), small.make_state(model.config, 128, model.compute))
+            )

@@ -95,7 +95,11 @@ def test_new_text_ignores_the_old_state(call):
     ids = small.prompt_of(CONFIG, 19)
     expected, _ = answer(call, ids, [19])
     _, state = answer(call, small.prompt_of(CONFIG, 40), [40], 9)
-    state = state._replace(**{name: [jnp.full_like(x, jnp.nan) for x in getattr(state, name)] for name in ("entries",)})
+    layers = [
+        {name: jnp.full_like(x, jnp.nan) if name == "entries" else x for name, x in layer.items()}
+        for layer in state.layers
+    ]
+    state = state._replace(layers=layers)
     assert small.same(answer(call, ids, [19], state=state)[0], expected)
 
 

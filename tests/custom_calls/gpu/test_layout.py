@@ -2,20 +2,25 @@
 
 import dataclasses
 import itertools
+import re
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from laneformer import ops
+from laneformer.custom_calls.gpu import header as gpu_header
 from laneformer.custom_calls.gpu.formats import Plain
 from laneformer.custom_calls.gpu.header import model_header
 from laneformer.custom_calls.gpu.layout import MOST_ROWS, STEPS, Layout
 from laneformer.custom_calls.gpu.tiling import H200, MI300X, tile
+from laneformer.custom_calls.ops_header import fields, sizes
 from laneformer.custom_calls.plan import Dtype, make_plan
 from laneformer.decoder import decoder_ops
 from laneformer.ops import Activation, Norm, Product, Value, Weight
 from tests.support import small
-from tests.support.decode_cases import COMPRESSED
+from tests.support.decode_cases import COMPRESSED, ON_CPU
 from tests.support.gpu_cases import mixed_plan
 
 pytestmark = small.needs_library
@@ -138,3 +143,18 @@ def test_biases_of_some_matrices_are_refused():
     first, *rest = plan.ops.layers[1].ops[0].matrices
     with pytest.raises(ValueError, match="product QKV has biases"):
         Layout(small.with_op(plan, 1, 0, matrices=(dataclasses.replace(first, bias=None), *rest)), H200, 2)
+
+
+@pytest.mark.parametrize("name", ["latent attention", "delta net", "compressed attention, several streams"])
+def test_constants_are_found_by_their_names(name):
+    """A search for a constant of the kernel finds where it is made, unless it is a field's."""
+    plan = plan_of(**ON_CPU[name])
+    constants = re.findall(r"constexpr \w+ (k\w+) =", model_header(Layout(plan, H200, plan.ops.lanes)))
+    sources = "".join(path.read_text() for path in Path(gpu_header.__file__).parent.glob("*.py"))
+    kinds = [kind for kind in vars(ops).values() if dataclasses.is_dataclass(kind)]
+    members = {member for kind in kinds for member in (*dict(fields(kind)), *sizes(kind))}
+    of_fields = "|".join(member.title().replace("_", "") for member in members)
+    of_values = "|".join(value.name.title() for value in Value)
+    made = re.compile(rf"k({of_fields})(ed|Eps|Stride|Given)?|kIs\w+|k({of_values})\d*Board")
+    unknown = [one for one in constants if not made.fullmatch(one) and f'"{one}"' not in sources]
+    assert len(constants) > 200 and unknown == []

@@ -103,10 +103,9 @@ def test_running_call_can_be_cancelled(model):
     session.speculate(3, EQUAL[:4])
     for wanted in (0, 4, 9):
         session.begin()
-        session.give_texts(given=tokens)
         waiting = threading.Thread(target=lambda wanted=wanted: [session.wait(wanted, 10_000), session.cancel()])
         waiting.start()
-        outputs, _ = model.calls[1](small.make_inputs([3], 40, room=ROOM), state_of(model.plan, 64))
+        outputs, _ = model.calls[1](small.make_inputs([3], 40, room=ROOM, given=tokens), state_of(model.plan, 64))
         waiting.join()
         count = int(outputs.status[0])
         assert session.failure is None and outputs.tokens[:count].tolist() == tokens[:count] and count > wanted
@@ -117,10 +116,10 @@ def test_running_call_can_be_cancelled(model):
 def test_invalid_arguments_are_refused(model):
     one, several = model.sessions
     with pytest.raises(NativeError, match="compiled without drafts"):
-        one.give_texts(before=[1])
+        small.make_inputs([1], 2, forced=(1,)).inputs(one)
     for texts in ({"before": [40]}, {"forced": [-1]}, {"given": [-2]}):
         with pytest.raises(NativeError, match="outside the vocabulary"):
-            several.give_texts(**texts)
+            small.make_inputs([1], 2, **texts).inputs(several)
     for most, prices in ((4, EQUAL[:4]), (-1, EQUAL[:4]), (3, EQUAL[:3])):
         with pytest.raises(NativeError, match="at most 4 rows"):
             several.speculate(most, prices)

@@ -137,7 +137,7 @@ def test_two_bytes_match_the_interpreter(weight_dtype, cache_dtype, head_dim):
         assert session.failure is None
         expected = interpret(plan, weights, [*ids, *outputs.tokens[:2].tolist()])[prompt - 1 :]
         assert np.abs(expected - outputs.logits).max() < 1e-4 * np.abs(expected).max() > 1e-4
-        values = np.asarray(state.values[0][:, 0, :prompt])
+        values = np.asarray(state.layers[0]["values"][:, 0, :prompt])
         assert (values == biases.astype(cache_dtype).reshape(3, 1, 2, head_dim)).all()
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from laneformer import custom_calls
-from laneformer.custom_calls import ENDS, YIELDED, Inputs, NativeError, State
+from laneformer.custom_calls import ENDS, YIELDED, NativeError, State
 from laneformer.custom_calls.gpu.codes import CodesChoice
 from laneformer.mesh import make_mesh
 from laneformer.quantized.rounding import round_to
@@ -62,21 +62,22 @@ class Request:
     def text(self) -> list[int]:
         return self.prompt + [token for tokens, *_ in self.parts for token in tokens.tolist()]
 
-    def inputs(self) -> Inputs:
-        """The inputs of the next call."""
-        rest = self.text[self.filled :]
-        options = {"start": self.filled, "slot": self.drawn, "room": ROOM} | self.options
-        inputs = small.make_inputs(rest, self.limit - self.drawn, **options)
-        return inputs._replace(stops=np.resize(inputs.stops, STOPS))
+    def asked(self, drafts: bool) -> custom_calls.Request:
+        """The request of the next call. drafts: whether it has texts to draft from."""
+        rest, texts = self.text[self.filled :], {}
+        if drafts:
+            texts = {"before": self.text[: self.filled]} | DRAFTS[self.drafts](self)
+        options = {"start": self.filled, "drawn": self.drawn} | self.options | texts
+        return small.make_inputs(rest, self.limit - self.drawn, **options).request
 
 
-DRAFTS = {  # texts for the drafts of a request, as arguments of give_texts
-    "none": lambda one: {"most": 0},
+DRAFTS = {  # texts for the drafts of a request, as fields of its kernel request
+    "none": lambda one: {"most_drafts": 0},
     "text": lambda one: {},
     "another text": lambda one: {"before": [*one.answer, -1, *one.text[: one.filled]]},
     "right": lambda one: {"given": one.answer[one.drawn :]},
     "some wrong": lambda one: {"given": [t if n % 3 else 0 for n, t in enumerate(one.answer)][one.drawn :]},
-    "one, right": lambda one: {"given": one.answer[one.drawn :], "most": 1},
+    "one, right": lambda one: {"given": one.answer[one.drawn :], "most_drafts": 1},
 }
 
 
@@ -97,7 +98,7 @@ class Slots:
             self.alone = emulated.open_session(plan, weights, mesh=mesh, **options)
             self.call_alone = jitted(self.alone, mesh, room=ROOM, top=2, logits=True)
             self._expected = {}  # by prompt, limit and options
-        self.state = self._put(State.of(None, custom_calls.empty_layers(plan, CAPACITY, slots=slots)))
+        self.state = self._put(State(None, custom_calls.empty_layers(plan, CAPACITY, slots=slots)))
         self.slots: list[Request | None] = [None] * slots
 
     def _put(self, state: State) -> State:
@@ -105,7 +106,7 @@ class Slots:
         if self.mesh is None:
             return state
         lanes = jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec("lane"))
-        return State(state.seen, *([jax.device_put(x, lanes) for x in arrays] for arrays in state[1:]))
+        return State(state.seen, jax.device_put(state.layers, lanes))
 
     def expected(self, request: Request) -> list:
         """The results of the request alone: its outputs without the status, the end, and the cached entries."""
@@ -126,15 +127,14 @@ class Slots:
         """Keys, values, latents and vectors of a slot's first `filled` positions. The tokens that follow test the other
         states.
         """
-        arrays = (*state.keys, *state.values, *state.latents, *state.positions)
+        arrays = small.arrays_of(state, "keys", "values", "latents", "positions")
         return [np.asarray(array)[:, slot, :filled] for array in arrays]
 
     def run(self, passes: int = 0) -> list[Request]:
         """Runs a call with all requests in slots. It yields after `passes` passes (0: no limit). Returns the requests
         that have ended, and removes them from their slots.
         """
-        empty = small.make_inputs([], 0, room=ROOM)._replace(stops=np.full(STOPS, -1, np.int32))
-        inputs = [empty if request is None else request.inputs() for request in self.slots]
+        asked = [None if request is None else request.asked(self.drafts) for request in self.slots]
         seen = np.zeros((len(self.slots), self.plan.ops.vocab_size), np.uint8)
         for slot, request in enumerate(self.slots):
             if request is not None:
@@ -142,13 +142,9 @@ class Slots:
         self.session.yield_after(passes)
         together = [(slot, request) for slot, request in enumerate(self.slots) if request is not None]
         for slot, request in together:
-            stream = self.session.slots[slot]
-            stream.join(request.drawn, len(together) - 1)
-            if self.drafts:
-                stream.give_texts(**{"before": request.text[: request.filled]} | DRAFTS[request.drafts](request))
-        outputs, self.state = self.call(
-            Inputs(*map(np.stack, zip(*inputs, strict=True))), self.state._replace(seen=seen)
-        )
+            self.session.slots[slot].join(request.drawn, len(together) - 1)
+        inputs = self.session.inputs(*asked, most_tokens=ROOM, most_stops=STOPS)
+        outputs, self.state = self.call(inputs, self.state._replace(seen=seen))
         if self.session.failure is not None:
             raise NativeError(self.session.failure)
         for slot, _ in together:
@@ -349,7 +345,7 @@ def test_invalid_requests_and_options_are_refused(model):
         model.session.begin()
     model.slots[:2] = None, None
     with pytest.raises(NativeError, match="compiled without drafts"):
-        model.session.slots[0].give_texts(before=[1])
+        model.session.inputs(small.make_inputs([1], 2, given=(1,)).request, None, None)
     with pytest.raises(NativeError, match="compiled without drafts"):
         model.session.speculate(1)
     for options in ({"rows": 2, "slots": 3}, {"rows": 1, "slots": 2}, {"rows": 2, "slots": 0}):

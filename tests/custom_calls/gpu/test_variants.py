@@ -43,7 +43,7 @@ def model():
 
 def test_all_variants_together_have_the_same_bits(model):
     layout = check(*model)
-    assert layout.spares == 1 and layout.triples == {"StreamBoard": 10, "OtherStreamBoard": 10, "HiddenBoard": 5}
+    assert layout.spares == 1 and layout.triples == {"kStreamBoard": 10, "kOtherStreamBoard": 10, "kHiddenBoard": 5}
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_configs_have_the_same_bits(name):
 @pytest.mark.parametrize("hidden", [16, 21, 22, 24, 100])
 def test_numbers_of_channels_that_three_does_not_divide_have_the_same_bits(hidden, head):
     layout = check(*of_config(small.make_config(hidden_size=hidden, lanes=2, layout="dtp(1)", lm_head_type=head)))
-    assert layout.triples["StreamBoard"] == layout.stream_rows
+    assert layout.triples["kStreamBoard"] == layout.stream_rows
 
 
 @pytest.mark.exhaustive

@@ -58,7 +58,8 @@ def difference(
     gpu = emulated.open_session(plan, arrays, rows=rows, **options)
     if rows > 1:
         gpu.speculate(rows - 1, [1.0] * rows)
-        gpu.give_texts(given=[int(token + (n % 3 == 2)) % config.vocab_size for n, token in enumerate(expected.tokens)])
+        given = [int(token + (n % 3 == 2)) % config.vocab_size for n, token in enumerate(expected.tokens)]
+        inputs = small.make_inputs(small.prompt_of(config, prompt), drawn, given=given)
     found, _ = jitted(gpu, room=drawn, logits=True)(inputs, state_of(plan, 64))
     assert gpu.failure is None, gpu.failure
     assert found.tokens.tolist() == expected.tokens.tolist(), (found.tokens, expected.tokens)

@@ -3,8 +3,9 @@
 import jax
 import numpy as np
 import pytest
+from jax.errors import JaxRuntimeError
 
-from laneformer.custom_calls import NativeError
+from laneformer.custom_calls.request import Source
 from tests.support import small
 from tests.support.decode_cases import DELTA_NET
 
@@ -78,8 +79,9 @@ def test_new_text_ignores_the_old_state(call):
 
 def test_copying_from_a_running_text_is_refused():
     session = small.make_session(CONFIG, WEIGHTS, threads=1, slots=2)
-    with pytest.raises(NativeError, match="cannot copy a recurrent state from a running call"):
-        session.slots[1].give_source(0, 1, 40)
+    inputs = small.make_inputs([1] * 50, 2, slot=1, source=Source(0, 1, 40))
+    with pytest.raises(JaxRuntimeError, match="cannot copy a recurrent state from a running call"):
+        jax.block_until_ready(small.jitted(session, room=2)(inputs, small.make_state(CONFIG, 128)))
 
 
 def test_passes_of_any_rows_are_timed():

@@ -37,7 +37,7 @@ def logits_of(session: Session, ids: list[int], at_once: int = 80, drawn: int = 
         limit = drawn if first == starts[-1] else 1
         inputs = small.make_inputs(ids[first : first + at_once], limit, start=first, room=80)
         outputs, state = run(inputs, state._replace(seen=np.zeros(session.plan.ops.vocab_size, np.uint8)))
-    return [np.asarray(outputs.logits[:drawn]), *map(np.asarray, (*state.keys, *state.values))]
+    return [np.asarray(outputs.logits[:drawn]), *map(np.asarray, small.arrays_of(state, "keys", "values"))]
 
 
 def session_of(weights: dict, stored: str = "float32", **options) -> Session:

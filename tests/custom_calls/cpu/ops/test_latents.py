@@ -47,7 +47,7 @@ def logits_of(session: Session, config, ids: list[int], ends: Iterable[int] = ()
         inputs = small.make_inputs(ids[first:end], limit, start=first, room=400)
         outputs, state = run(inputs, state._replace(seen=np.zeros(config.vocab_size, np.uint8)))
         first = end
-    return [np.asarray(outputs.logits[:drawn]), *map(np.asarray, jax.tree.leaves(state[1:]))]
+    return [np.asarray(outputs.logits[:drawn]), *map(np.asarray, jax.tree.leaves(state.layers))]
 
 
 def session_of(config, parts: dict, stored: str = "float32", **options) -> Session:
