@@ -11,7 +11,8 @@ it (docs/bf12.md).
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from types import ModuleType
+from typing import Any, Literal
 
 import numpy as np
 
@@ -35,6 +36,29 @@ class Format:
     """Meaning of a code in laneformer/quantized; None: the format is not a quantized one."""
     scales: tuple[str, ...] = ()
     """Possible dtypes of the scales in laneformer/quantized; uint8: the bits of E8M0, or of E4M3 for nvfp4."""
+    zero: int = 0
+    """Code of the number 0, and so the zero point of a record without zero points."""
+
+    @property
+    def per_byte(self) -> int:
+        """Codes in a byte."""
+        return 8 // self.bits
+
+    def pack(self, codes: np.ndarray) -> np.ndarray:
+        """Codes as they are stored, [..., ceil(columns / per_byte)], the first one in a byte's lowest bits. codes: one
+        number each, [..., columns].
+        """
+        if self.per_byte == 1:
+            return codes
+        if codes.shape[-1] % 2:
+            codes = np.concatenate([codes, np.zeros((*codes.shape[:-1], 1), np.uint8)], -1)
+        return codes[..., ::2] | codes[..., 1::2] << 4
+
+    def unpack(self, stored: Any, columns: int, xp: ModuleType = np) -> Any:
+        """The inverse of `pack`. xp: numpy, or jax.numpy for JAX arrays."""
+        if self.per_byte == 1:
+            return stored
+        return xp.stack([stored & 15, stored >> 4], -1).reshape(*stored.shape[:-1], -1)[..., :columns]
 
     @property
     def bytes(self) -> float:
@@ -52,7 +76,7 @@ FORMATS = {
         Format("bf12", 12, weights_only=True),
         Format("fp8", 8, code="e4m3", scales=SCALES),
         Format("int8", 8, code="int", scales=SCALES),
-        Format("int4", 4, group=32, scale_bits=16, code="int", scales=SCALES),
+        Format("int4", 4, group=32, scale_bits=16, code="int", scales=SCALES, zero=8),
         Format("mxfp4", 4, group=32, scale_bits=8, code="e2m1", scales=("uint8",)),
         Format("nvfp4", 4, group=16, scale_bits=8, code="e2m1", scales=("uint8",)),
     )

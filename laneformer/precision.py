@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from laneformer.quantized import INT4_ZERO, Quantized
+from laneformer.quantized import Quantized
 
 
 @dataclass(frozen=True)
@@ -79,15 +79,13 @@ def widen(w: Quantized, x: jax.Array) -> jax.Array:
     """
     first = x[(0,) * x.ndim]
     codes = w.codes | jnp.isnan(first).astype(w.codes.dtype)  # depends on x; equal to w.codes unless x starts with NaN
-    if w.format.bits == 4:
+    if w.format.per_byte == 2:
         # Shift by the column's parity: on a CPU, XLA would copy a stack of both halves byte by byte.
         codes = jnp.repeat(codes, 2, -1)[..., : w.columns]
         odd = jax.lax.broadcasted_iota(codes.dtype, codes.shape, codes.ndim - 1) & 1
         codes = (codes >> (4 * odd)) & 15
-    zeros = INT4_ZERO if w.kind == "int4" else 0
     if w.format.code == "int":
-        zeros = INT4_ZERO * (w.kind == "int4")
-        zeros = zeros if w.zero_points is None else _spread(w, w.zero_points.astype(jnp.int32))
+        zeros = w.format.zero if w.zero_points is None else _spread(w, w.zero_points.astype(jnp.int32))
         values = (codes.astype(jnp.int32) - zeros).astype(jnp.float32)
     else:
         dtype = {"e2m1": jnp.float4_e2m1fn, "e4m3": jnp.float8_e4m3fn}[w.format.code]

@@ -65,6 +65,9 @@ float largest_reaching(const float* values, int64_t n, double wanted, Amount amo
   return float_of(prefix);
 }
 
+// Whether a draw needs a threshold.
+bool filtered(const SamplingOptions& s) { return s.temperature > 0 && (s.top_k > 0 || s.top_p < 1 || s.min_p > 0); }
+
 }  // namespace
 
 Adjustment adjustment_of(const SamplingOptions& sampling, int64_t vocab_size) {
@@ -91,7 +94,7 @@ void Worker::sample() {
   for (int r = 0; r < pass_->runs; r++) {
     Slot& slot = *pass_->run[r].slot;
     if (index_ == 0) slot.cancelled = slot.cancel.load(std::memory_order_relaxed);
-    any_filtered |= pass_->run[r].rows > 0 && slot.call->filtered();
+    any_filtered |= pass_->run[r].rows > 0 && filtered(slot.call->sampling);
   }
   temper();
   meet();
@@ -108,7 +111,7 @@ void Worker::sample() {
   if (any_filtered) {
     each_row([&](const Run& run, int i) {
       const int row = run.row + i;
-      if (row % count_ == index_ && run.slot->call->filtered())
+      if (row % count_ == index_ && filtered(run.slot->call->sampling))
         d_.least[row] = threshold(run.slot->call->sampling, row, largest_z[row]);
     });
     meet();
@@ -120,7 +123,7 @@ void Worker::sample() {
     const uint64_t seed = (uint64_t)call.sampling.seed;
     const uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
     own.rows[row].sum = k_.sum_exp(d_.logits.floats() + row * vocab + first, largest[row], count);
-    own.rows[row].best = k_.draw(d_.z.floats() + row * vocab, call.filtered() ? d_.least[row] : -INFINITY,
+    own.rows[row].best = k_.draw(d_.z.floats() + row * vocab, filtered(call.sampling) ? d_.least[row] : -INFINITY,
                                  call.sampling.temperature > 0, key, (uint32_t)position, first, vocab_last_);
   });
   meet();

@@ -40,10 +40,6 @@ struct Call : Request {
   float* logits = nullptr;           // [limit][vocab_size], for tests; may be null
   Adjustment* adjustment = nullptr;  // updated; may be null
   Speculation speculation;
-
-  bool filtered() const {
-    return sampling.temperature > 0 && (sampling.top_k > 0 || sampling.top_p < 1 || sampling.min_p > 0);
-  }
 };
 
 enum class End : int32_t { length = 0, stop = 1, cancelled = 2, failed = 3 };

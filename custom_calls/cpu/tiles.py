@@ -7,7 +7,8 @@ from itertools import groupby
 
 import numpy as np
 
-from laneformer.quantized import INT4_ZERO, Quantized, pack4
+from laneformer.formats import FORMATS
+from laneformer.quantized import Quantized
 
 ROWS, BLOCK, CHUNK = 16, 32, 512  # rows of a tile; columns of a block of codes and of a chunk
 LINE = 64  # bytes of a line of codes
@@ -16,7 +17,7 @@ CODES = {"int4": 0, "mxfp4": 1, "nvfp4": 1, "int8": 2, "fp8": 3}
 SCALES = {"bfloat16": 3, "float16": 4, "float32": 5}
 E8M0, E4M3 = 1, 2
 FINEST = {"mxfp4": 16, "nvfp4": 16}  # columns of a scale; BLOCK for others
-ZEROS = {"int4": INT4_ZERO, "int8": 0x80}  # stored codes of the value 0
+ZEROS = {"int4": FORMATS["int4"].zero, "int8": 0x80}  # stored codes of the value 0
 
 
 @dataclass(frozen=True)
@@ -81,8 +82,7 @@ def in_blocks(record: Quantized, joined: bool = False) -> tuple[Quantized, np.nd
         places = np.arange(-(-columns // group) * block)
         sources = np.where(places % block < group, places // block * group + places % block, columns)
         codes = record.each()[..., sources % columns]
-        codes = pack4(codes) if record.format.bits == 4 else codes
-        record = replace(record, codes=codes, group=(record.group[0], block), columns=len(places))
+        record = replace(record, codes=record.format.pack(codes), group=(record.group[0], block), columns=len(places))
         entries = np.append(entries, np.int32(-1))[np.minimum(sources, columns)]
     if joined:
         entries = np.concatenate([np.where(entries < 0, -1, entries + n * columns) for n in range(len(record.codes))])
@@ -266,7 +266,7 @@ def _words(part: Quantized) -> np.ndarray:
     fill = {"int8": 0x80, "int4": 0x88}.get(part.kind, 0)
     if part.kind == "int4" and part.columns % 2:
         codes = codes.copy()
-        codes[..., -1] |= INT4_ZERO << 4
+        codes[..., -1] |= ZEROS["int4"] << 4
     if short := -codes.shape[-1] % per:
         codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, short)], constant_values=fill)
     words = np.ascontiguousarray(codes).view(np.uint16 if part.kind == "fp8" else np.uint32)

@@ -19,8 +19,9 @@ import numpy as np
 from laneformer.custom_calls.gpu.formats import Bf12, in_one_format, joined
 from laneformer.custom_calls.library import NativeError
 from laneformer.custom_calls.plan import Plan
+from laneformer.formats import FORMATS
 from laneformer.ops import HeadKind, Product, Value
-from laneformer.quantized import INT4_ZERO, Quantized
+from laneformer.quantized import Quantized
 
 BITS = {"int8": 8, "e4m3": 8, "int4": 4, "e2m1": 4}
 CODES = {"int8": "int8", "fp8": "e4m3", "int4": "int4", "mxfp4": "e2m1", "nvfp4": "e2m1"}
@@ -209,12 +210,10 @@ def arrays_of(record: Quantized, header: Header, format: Codes, granule: int) ->
     [*lanes, rows, 1].
     """
     kind, group, columns = header
-    codes = record.codes
-    if format.bits == 4:
-        codes = jnp.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)[..., :columns]
-    elif kind == "int8":
+    codes = FORMATS[kind].unpack(record.codes, columns, jnp)
+    if kind == "int8":
         codes = jax.lax.bitcast_convert_type(codes, jnp.uint8) ^ 0x80
-    else:
+    elif kind == "fp8":
         codes = jnp.where(codes == 0x80, 0, codes)  # 0x80 is -0, which AMD's E4M3 does not have
     found, of_row = {"codes": codes}, np.arange(codes.shape[-2]) // group[0]
     if format.scale:
@@ -225,7 +224,7 @@ def arrays_of(record: Quantized, header: Header, format: Codes, granule: int) ->
 
         bits = _scale_bits(each(record.scales), format.scale)
         if format.zeros:
-            zeros = INT4_ZERO if record.zero_points is None else each(record.zero_points).astype(jnp.uint32)
+            zeros = FORMATS[kind].zero if record.zero_points is None else each(record.zero_points).astype(jnp.uint32)
             bits |= format.zero_bits(zeros) << 16
         found["scales"] = bits
     if format.factors:
@@ -253,7 +252,7 @@ def equal_scales(format: Codes) -> int:
         return 127 - 8
     dtype = "float8_e4m3fn" if format.scale == "e4m3" else format.scale
     bits = int.from_bytes(np.array(FILLED_SCALE, dtype).tobytes(), "little")
-    return bits | int(format.zero_bits(INT4_ZERO)) << 16 if format.zeros else bits
+    return bits | int(format.zero_bits(FORMATS["int4"].zero)) << 16 if format.zeros else bits
 
 
 def _scale_bits(scales: jax.Array, dtype: str) -> jax.Array:

@@ -2,30 +2,6 @@
 This package is plain data and does not import JAX.
 """
 
-from laneformer.quantized.record import (
-    E2M1,
-    E4M3,
-    INT4_ZERO,
-    WHOLE,
-    Quantized,
-    e8m0_values,
-    narrow_scales,
-    pack4,
-    split_axis,
-    stack,
-    unpack4,
-)
+from laneformer.quantized.record import E2M1, E4M3, WHOLE, Quantized, e8m0_values, narrow_scales, split_axis, stack
 
-__all__ = [
-    "E2M1",
-    "E4M3",
-    "INT4_ZERO",
-    "WHOLE",
-    "Quantized",
-    "e8m0_values",
-    "narrow_scales",
-    "pack4",
-    "split_axis",
-    "stack",
-    "unpack4",
-]
+__all__ = ["E2M1", "E4M3", "WHOLE", "Quantized", "e8m0_values", "narrow_scales", "split_axis", "stack"]

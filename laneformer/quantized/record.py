@@ -16,8 +16,6 @@ import numpy as np
 
 from laneformer.formats import FORMATS, Format
 
-INT4_ZERO = 8
-"""Code of the integer 0 in int4, in records without zero points."""
 NAN_E8M0, NAN_E4M3 = 0xFF, 0x7F
 """Bits of NaN in E8M0, and in E4M3 without the sign."""
 DTYPES = {"int4": "uint8", "int8": "int8", "fp8": "uint8", "mxfp4": "uint8", "nvfp4": "uint8"}
@@ -157,7 +155,7 @@ class Quantized:
             return f"global scale {self.global_scale} must be finite and not 0"
         if self.kind == "int4" and self.zero_points is not None and (place := _first(self.zero_points > 15)):
             return f"zero point {self.zero_points[place]} at {list(place)} must be at most 15"
-        if self.format.bits == 4 and self.columns % 2 and (self.codes[..., -1] > 15).any():
+        if self.format.per_byte > 1 and self.columns % 2 and (self.codes[..., -1] > 15).any():
             return f"the high half of a row's last byte must be 0, as there are {self.columns} columns"
         if self.order is not None and (np.sort(self.order) != np.arange(self.columns)).any():
             return f"the order must have each of the {self.columns} columns once"
@@ -165,7 +163,7 @@ class Quantized:
 
     def each(self) -> np.ndarray:
         """The codes as one number per weight, [*lanes, rows, columns]: int8 for kind int8, otherwise uint8."""
-        return unpack4(self.codes, self.columns) if self.format.bits == 4 else self.codes
+        return self.format.unpack(self.codes, self.columns)
 
     def scale_values(self) -> np.ndarray:
         """The scales in float32, not divided by the global scale."""
@@ -184,8 +182,8 @@ class Quantized:
             values = self.each().astype(real)
             if self.zero_points is not None:
                 values -= self._spread(self.zero_points.astype(real))
-            elif self.kind == "int4":
-                values -= INT4_ZERO
+            elif self.format.zero:
+                values -= self.format.zero
         else:
             values = {"e2m1": E2M1, "e4m3": E4M3}[self.format.code].astype(real)[self.each()]
         scales = self.scale_values().astype(real)
@@ -246,7 +244,7 @@ class Quantized:
         codes = split(found.each())
         return replace(
             found,
-            codes=pack4(codes) if self.format.bits == 4 else codes,
+            codes=self.format.pack(codes),
             scales=split(found.scales),
             zero_points=split(found.zero_points),
             columns=columns,
@@ -265,7 +263,7 @@ class Quantized:
         codes = join(found.each())
         return replace(
             found,
-            codes=pack4(codes) if self.format.bits == 4 else codes,
+            codes=self.format.pack(codes),
             scales=join(found.scales),
             zero_points=join(found.zero_points),
             columns=lanes * columns,
@@ -294,7 +292,7 @@ class Quantized:
         groups = -(-each // group), first // group, -(-(first + count) // group)
         return replace(
             found,
-            codes=pack4(codes) if self.format.bits == 4 else codes,
+            codes=self.format.pack(codes),
             scales=take(found.scales, *groups),
             zero_points=take(found.zero_points, *groups),
             group=found.group[::-1] if transposed else found.group,
@@ -311,7 +309,7 @@ class Quantized:
         codes = sort(found.each())
         return replace(
             found,
-            codes=pack4(codes) if self.format.bits == 4 else codes,
+            codes=self.format.pack(codes),
             scales=sort(found.scales),
             zero_points=sort(found.zero_points),
             order=None,
@@ -367,7 +365,7 @@ def stack(records: Sequence[Quantized]) -> Quantized:
         if any(name in record.arrays for name in WHOLE):
             raise ValueError(f"{' or '.join(name for name in WHOLE if name in record.arrays)} cannot be stacked")
     names = ("codes", "scales", "zero_points")
-    usual = np.uint8(INT4_ZERO) if first.kind == "int4" else np.int8(0)
+    usual = first.codes.dtype.type(first.format.zero)
     if any(record.zero_points is not None for record in records):
         records = [
             replace(record, zero_points=np.full(record.scales.shape, usual)) if record.zero_points is None else record
@@ -375,18 +373,6 @@ def stack(records: Sequence[Quantized]) -> Quantized:
         ]
     arrays = {name: [getattr(record, name) for record in records] for name in names}
     return replace(first, **{name: np.stack(each) for name, each in arrays.items() if each[0] is not None})
-
-
-def pack4(codes: np.ndarray) -> np.ndarray:
-    """Packs 4-bit codes, uint8 [..., columns], two per byte: uint8 [..., ceil(columns / 2)]."""
-    if codes.shape[-1] % 2:
-        codes = np.concatenate([codes, np.zeros((*codes.shape[:-1], 1), np.uint8)], -1)
-    return codes[..., ::2] | codes[..., 1::2] << 4
-
-
-def unpack4(packed: np.ndarray, columns: int) -> np.ndarray:
-    """The inverse of `pack4`."""
-    return np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)[..., :columns]
 
 
 def narrow_scales(scales: np.ndarray) -> np.ndarray:

@@ -13,7 +13,8 @@ import ml_dtypes
 import numpy as np
 
 from laneformer.errors import ConfigError
-from laneformer.quantized.record import INT4_ZERO, Quantized, pack4
+from laneformer.formats import FORMATS
+from laneformer.quantized.record import DTYPES, Quantized
 
 Kind = Literal["int4", "int8", "fp8", "mxfp4", "nvfp4"]
 Shared = int | Literal["row", "block", "tensor"]
@@ -181,13 +182,12 @@ def ungrouped(w: Any, shape: tuple[int, int]) -> Any:
 
 def _codes(numbers: np.ndarray, kind: Kind) -> np.ndarray:
     """The codes of a record, from their values, float32 [rows, columns]."""
-    if kind == "int4":
-        return pack4((numbers + INT4_ZERO).astype(np.uint8))
-    if kind == "int8":
-        return numbers.astype(np.int8)
+    format = FORMATS[kind]
+    if format.code == "int":
+        return format.pack((numbers + format.zero).astype(DTYPES[kind]))
     if kind == "fp8":
         return numbers.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-    return pack4(np.ascontiguousarray(numbers.astype(ml_dtypes.float4_e2m1fn)).view(np.uint8))
+    return format.pack(np.ascontiguousarray(numbers.astype(ml_dtypes.float4_e2m1fn)).view(np.uint8))
 
 
 def _stored(scales: np.ndarray, kind: Kind, group: tuple[int, int], columns: int) -> np.ndarray:

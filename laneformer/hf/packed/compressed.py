@@ -8,7 +8,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from laneformer.quantized import Quantized, pack4
+from laneformer.quantized import Quantized
 
 FORMATS = {
     "int4": "pack-quantized",
@@ -38,7 +38,7 @@ def tensors_of(record: Quantized) -> dict[str, np.ndarray]:
     }
     if (zeros := record.zero_points) is not None:
         across = np.ascontiguousarray(zeros.swapaxes(-1, -2))
-        words = _words(pack4(across) if record.kind == "int4" else across, record.kind)
+        words = _words(record.format.pack(across), record.kind)
         found["weight_zero_point"] = np.ascontiguousarray(words.swapaxes(-1, -2))
     if record.order is not None:
         index = np.empty(record.columns, np.int32)
@@ -53,7 +53,7 @@ def _unsorted(record: Quantized) -> Quantized:
         return record
     codes = np.empty_like(record.each())
     codes[..., record.order] = record.each()
-    return replace(record, codes=pack4(codes) if record.format.bits == 4 else codes)
+    return replace(record, codes=record.format.pack(codes))
 
 
 def _words(codes: np.ndarray, kind: str) -> np.ndarray:

@@ -12,9 +12,10 @@ import numpy as np
 
 from laneformer.errors import CheckpointError, one_line
 from laneformer.files import parse_json
+from laneformer.formats import FORMATS
 from laneformer.hf.packed.quantization import Scheme, Schemes
 from laneformer.hf.safetensors import DTYPES, QUANTIZED, Source, Tensor
-from laneformer.quantized import INT4_ZERO, Quantized, e8m0_values, pack4, unpack4
+from laneformer.quantized import Quantized, e8m0_values
 
 REMEDY = "add --weights bfloat16 to round its weights to 16 bits"
 FLOATS, BF16 = tuple(DTYPES), DTYPES["BF16"]
@@ -157,10 +158,10 @@ def words(module: Module, scheme: Scheme) -> Found:
         points = None
         if zeros is not None and zeros.dtype != "I32":  # one in a byte, as signed as the codes that they belong to
             points = zeros.values().reshape(grid)
-            points = points if kind == "int8" else (points + np.int8(INT4_ZERO)).view(np.uint8)
+            points = points if kind == "int8" else (points + np.int8(FORMATS[kind].zero)).view(np.uint8)
         elif zeros is not None:
             across = np.ascontiguousarray(zeros.values().swapaxes(-1, -2)).view(np.uint8)
-            points = _codes(across if bits == 8 else unpack4(across, rows), kind)[..., :rows].swapaxes(-1, -2)
+            points = _codes(FORMATS[kind].unpack(across, rows), kind)[..., :rows].swapaxes(-1, -2)
             points = np.ascontiguousarray(points)
         record = _record(kind, packed.values(), columns, scales.values().reshape(grid), group, points)
         return in_groups(record, None if index is None else index.values(), module)
@@ -243,7 +244,7 @@ def gptq(module: Module, scheme: Scheme) -> Found:
     def make() -> Quantized:
         codes = np.ascontiguousarray(packed.values().T)
         points = zeros.values().view(np.uint8)
-        points = (points if bits == 8 else unpack4(points, rows))[:, :rows]
+        points = FORMATS[kind].unpack(points, rows)[:, :rows]
         middle = 2 ** (bits - 1)
         less_one = scheme.zeros_less_one
         if not scheme.zero_points and np.isin(points, (middle - 1, middle)).all():
@@ -267,12 +268,14 @@ def awq(module: Module, scheme: Scheme) -> Found:
     scales = module.take("scales", FLOATS, grid)
 
     def each(tensor: Tensor) -> np.ndarray:
-        found = unpack4(tensor.values().view(np.uint8), rows).reshape(-1, rows // 8, 8)
+        found = FORMATS["int4"].unpack(tensor.values().view(np.uint8), rows).reshape(-1, rows // 8, 8)
         return np.ascontiguousarray(found[..., AWQ_PLACES].reshape(-1, rows).T)
 
     def make() -> Quantized:
         across = np.ascontiguousarray(scales.values().T)
-        return _without_usual_zeros(Quantized("int4", pack4(each(packed)), across, (1, group), columns, each(zeros)))
+        return _without_usual_zeros(
+            Quantized("int4", FORMATS["int4"].pack(each(packed)), across, (1, group), columns, each(zeros))
+        )
 
     return (rows, columns), make
 
@@ -340,9 +343,8 @@ def _record(
 
 
 def _without_usual_zeros(record: Quantized) -> Quantized:
-    usual = INT4_ZERO if record.kind == "int4" else 0
     found = record.zero_points
-    return replace(record, zero_points=None) if found is not None and (found == usual).all() else record
+    return replace(record, zero_points=None) if found is not None and (found == record.format.zero).all() else record
 
 
 def in_groups(record: Quantized, index: np.ndarray | None, module: Module) -> Quantized:
@@ -361,7 +363,7 @@ def in_groups(record: Quantized, index: np.ndarray | None, module: Module) -> Qu
         grids = {name: record.arrays[name][..., index] for name in ("scales", "zero_points") if name in record.arrays}
         return replace(record, group=(1, 1), **grids)
     codes = record.each()[..., order]
-    return replace(record, codes=pack4(codes) if record.kind == "int4" else codes, order=order)
+    return replace(record, codes=record.format.pack(codes), order=order)
 
 
 # ---- a folder

@@ -10,7 +10,8 @@ import pytest
 
 from laneformer.custom_calls import NativeError
 from laneformer.custom_calls.cpu.tiles import in_blocks, make_tiles
-from laneformer.quantized import Quantized, pack4
+from laneformer.formats import FORMATS
+from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import USUAL, round_to
 from tests.support import small
 
@@ -45,7 +46,7 @@ def integers(weight: np.ndarray, kind: str, group: int, order: bool = False) -> 
     shapes = [(*weight.shape[:-1], n) for n in (columns, -(-columns // group))]
     codes, zeros = (rng.integers(0, most, shape).astype(np.uint8).view(dtype) for shape in shapes)
     scales = rng.uniform(2, 6, zeros.shape).astype(np.float32) / np.float32(most * columns**0.5)
-    codes = pack4(codes) if kind == "int4" else codes
+    codes = FORMATS[kind].pack(codes)
     places = np.random.default_rng(columns).permutation(columns).astype(np.int32) if order else None
     return Quantized(kind, codes, scales, (1, group), columns, zeros, order=places)
 

@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from laneformer.quantized import Quantized, narrow_scales, pack4, unpack4
+from laneformer.formats import FORMATS
+from laneformer.quantized import Quantized, narrow_scales
 
 FLOAT4, FLOAT8, EXPONENT = (
     np.dtype(getattr(ml_dtypes, name)) for name in ("float4_e2m1fn", "float8_e4m3fn", "float8_e8m0fnu")
@@ -38,7 +39,7 @@ TABLE = {
 
 def record(kind, codes, scales, group, **more) -> Quantized:
     """A record of codes that are not packed yet, [rows, columns]."""
-    packed = pack4(codes) if kind in ("mxfp4", "nvfp4", "int4") else codes
+    packed = FORMATS[kind].pack(codes)
     return Quantized(kind, packed, scales, group, codes.shape[-1], **more)
 
 
@@ -76,10 +77,10 @@ def test_zero_points_are_subtracted_and_the_global_scale_divides():
 
 
 @pytest.mark.parametrize("columns", [1, 2, 7, 8])
-def test_unpack4_is_the_inverse_of_pack4(columns):
+def test_unpacking_is_the_inverse_of_packing(columns):
     codes = np.random.default_rng(0).integers(0, 16, (3, columns), np.uint8)
-    packed = pack4(codes)
-    assert (packed[:, 0] & 15 == codes[:, 0]).all() and (unpack4(packed, columns) == codes).all()
+    packed = FORMATS["int4"].pack(codes)
+    assert (packed[:, 0] & 15 == codes[:, 0]).all() and (FORMATS["int4"].unpack(packed, columns) == codes).all()
 
 
 def random_record(kind: str, group, shape=(24, 96), seed=0, zeros=False) -> Quantized:
