@@ -105,7 +105,7 @@ def say_errors_once() -> None:
         logging.getLogger(library).setLevel(logging.CRITICAL)
     before = sys.unraisablehook
 
-    def hook(unraisable):
+    def hook(unraisable: "sys.UnraisableHookArgs") -> None:
         if unraisable.exc_type is KeyboardInterrupt:
             interrupt_again()
             return
@@ -176,7 +176,8 @@ def read_options(kind: Callable[..., T], program: str, arguments: Sequence[str] 
     width = nullcontext() if {"-h", "--help"} & {*arguments} else _unwrapped()
     try:
         with redirect_stderr(message), width:
-            return tyro.cli(kind, prog=program, args=arguments, **settings)
+            options: T = tyro.cli(kind, prog=program, args=arguments, **settings)
+        return options
     except SystemExit as stop:
         if not stop.code:
             raise  # help

@@ -134,7 +134,8 @@ class Bf12:
         codes[:, 1::2] = self.codes[:, : codes.shape[1] // 2] >> 4
         high = np.concatenate([self.table, self.table | 0x80])[codes]
         high.flat[self.places] = self.high
-        return high.astype(np.uint16) << 8 | self.low
+        bits: np.ndarray = high.astype(np.uint16) << 8 | self.low
+        return bits
 
 
 def bf12_table(counts: np.ndarray) -> np.ndarray:

@@ -77,7 +77,7 @@ def stop_signals() -> Iterator[StopSignals]:
     """
     received = StopSignals()
 
-    def ask(number, _frame):
+    def ask(number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGINT and received:
             raise KeyboardInterrupt
         received.append(number)
@@ -103,7 +103,7 @@ def _answer_to_ctrl_c() -> Iterator[None]:
     os.set_blocking(writer, False)
     left = threading.Event()
 
-    def answer():
+    def answer() -> None:
         first = os.read(reader, 1)
         if first == bytes([signal.SIGINT]):
             with suppress(BrokenPipeError):

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from laneformer.errors import ConfigError
 
@@ -117,12 +117,12 @@ def _schedule(name: str, own: Iterable[Own], landings: Iterable[Landing]) -> Sch
     return Schedule(name, tuple(own), tuple(sorted(landings)))
 
 
-def _single(m: int, at: int, **kwargs) -> Landing:
-    return Landing(at, Payload(((m, 1.0),), **kwargs))
+def _single(m: int, at: int, channels: float = 1.0, stream_mean_at: int | None = None) -> Landing:
+    return Landing(at, Payload(((m, 1.0),), channels, stream_mean_at))
 
 
-def _together(modules: Iterable[int], at: int, **kwargs) -> Landing:
-    return Landing(at, Payload(tuple((m, 1.0) for m in modules), **kwargs))
+def _together(modules: Iterable[int], at: int) -> Landing:
+    return Landing(at, Payload(tuple((m, 1.0) for m in modules)))
 
 
 # One function per layout. Arguments: n layers, number of lanes, then the layout's own arguments.
@@ -237,7 +237,30 @@ LAYOUTS: dict[str, Callable[..., Schedule]] = {
 }
 
 
-def make_schedule(config) -> Schedule:
+class Layered(Protocol):
+    """What `make_schedule` reads of a ModelConfig, which has the documentation of these fields."""
+
+    @property
+    def layout(self) -> str: ...
+    @property
+    def num_hidden_layers(self) -> int: ...
+    @property
+    def num_lanes(self) -> int: ...
+    @property
+    def broadcast_delay(self) -> int: ...
+    @property
+    def use_early_comm(self) -> bool: ...
+    @property
+    def early_lands_twice(self) -> bool: ...
+    @property
+    def use_attention_comm(self) -> bool: ...
+    @property
+    def use_mlp_comm(self) -> bool: ...
+    @property
+    def residual_streams(self) -> object | None: ...
+
+
+def make_schedule(config: Layered) -> Schedule:
     """The schedule of a config's `layout`, such as "tp", "dtp(4)" or "spd(0, 2)". The arguments of "laneformer" are
     config fields.
 
@@ -261,7 +284,7 @@ def make_schedule(config) -> Schedule:
 
 
 @lru_cache(maxsize=256)
-def _make(layout: str, n: int, lanes: int, laneformer_args: tuple) -> Schedule:
+def _make(layout: str, n: int, lanes: int, laneformer_args: tuple[Any, ...]) -> Schedule:
     name, args = parse_layout(layout)
     if name == "laneformer":
         if args:
@@ -295,7 +318,16 @@ def parse_layout(layout: str) -> tuple[str, tuple[float, ...]]:
     return call.func.id, args
 
 
-def _check_argument(layout: str, name: str, value: float, *, at_least=None, above=None, below=None, at_most=None):
+def _check_argument(
+    layout: str,
+    name: str,
+    value: float,
+    *,
+    at_least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+) -> None:
     whole = layout not in ("caat", "dtp")
     bounds = [("at least", at_least), ("above", above), ("below", below), ("at most", at_most)]
     fits = (

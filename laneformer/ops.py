@@ -19,10 +19,11 @@ Nothing here imports JAX or another file of ours.
 import dataclasses
 import math
 import re
+import typing
 from dataclasses import dataclass
 from enum import IntEnum
 from types import UnionType
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args, overload
 
 LATER = {"recorded": "unless it has its default"}
 """Metadata of options that older runs and records do not have; see `recorded_fields` in laneformer/config/model.py."""
@@ -69,6 +70,14 @@ class kept(property):
     each layer and in the C++ enumeration Kept; a layer has one array of a name. The getter is one `return` of
     `Kept(...)` or `Kept(...) if self.field else None`, whose numbers are expressions as in a `size`.
     """
+
+    if typing.TYPE_CHECKING:  # not imported by name: ops_header.py writes the whole numbers of this file to C++
+
+        @overload
+        def __get__(self, instance: None, owner: type, /) -> "size": ...
+        @overload
+        def __get__(self, instance: Any, owner: type | None = None, /) -> int: ...
+        def __get__(self, instance: Any, owner: type | None = None, /) -> "int | size": ...
 
 
 def vector(elements: str) -> dict[str, str]:
@@ -286,7 +295,8 @@ class Product:
     @property
     def share(self) -> float:
         """Share of the product's weights that one token is multiplied with."""
-        return self.chosen.used / self.matrices[0].weight.experts if self.chosen else 1.0
+        experts = self.matrices[0].weight.experts
+        return self.chosen.used / experts if self.chosen and experts else 1.0
 
 
 @dataclass(frozen=True)

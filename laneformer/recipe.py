@@ -33,7 +33,7 @@ def call_recipe(name: str) -> Any:
 
 def _module_from_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(file.stem, file)
-    if spec is None or not file.exists():
+    if spec is None or spec.loader is None or not file.exists():
         raise ConfigError(f"recipe file {file} does not exist")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -1,6 +1,10 @@
-"""Checks of the sizes and numbers in a config."""
+"""Checks of the values in a config."""
 
+import dataclasses
 import math
+from collections.abc import Mapping
+from types import NoneType
+from typing import Any, Literal, get_args, get_origin
 
 from laneformer.errors import ConfigError
 
@@ -24,7 +28,7 @@ LARGEST_OTHER = 2**40  # largest allowed value of other sizes in a config.json
 LARGEST_NUMBER = 1e18  # largest allowed real number, and the inverse of the smallest above 0: squares fit float32
 
 
-def require_int(name: str, value, *, at_least: int | None = None, at_most: int | None = None):
+def require_int(name: str, value: object, *, at_least: int | None = None, at_most: int | None = None) -> None:
     """Raises ConfigError, naming the field, unless the value is an int within these bounds (inclusive)."""
     lowest = "" if at_least is None else f" of at least {at_least}"
     highest = "" if at_most is None else f" and at most {at_most}"
@@ -34,7 +38,7 @@ def require_int(name: str, value, *, at_least: int | None = None, at_most: int |
         raise ConfigError(f"{name} = {value!r} must be a whole number{lowest}{highest}")
 
 
-def require_number(name: str, value, *, above: float = -math.inf, at_least: float = -math.inf):
+def require_number(name: str, value: Any, *, above: float = -math.inf, at_least: float = -math.inf) -> None:
     """Raises ConfigError, naming the field, unless the value is a number within these bounds. Its size may be at most
     LARGEST_NUMBER, and with above = 0 at least 1 / LARGEST_NUMBER.
     """
@@ -44,3 +48,24 @@ def require_number(name: str, value, *, above: float = -math.inf, at_least: floa
     if isinstance(value, bool) or not fits or value <= above or value < least:
         bound = f"above {above}" if above > -math.inf else f"of at least {at_least}"
         raise ConfigError(f"{name} = {value!r} must be a finite number {bound}, and at most {LARGEST_NUMBER:g}")
+
+
+def choices_of(kind: Any) -> tuple[Any, ...]:
+    """The values of a field whose type is a Literal, or one or None; empty for any other type."""
+    values = [value for one in (kind, *get_args(kind)) if get_origin(one) is Literal for value in get_args(one)]
+    return (*values, None) if values and NoneType in get_args(kind) else tuple(values)
+
+
+def part_of(name: str, kind: type[Any], value: Any) -> Any:
+    """The part `name` of a config: an instance of `kind`, made from a mapping if it comes from JSON, or None. Raises
+    ConfigError.
+    """
+    if isinstance(value, kind | None):
+        return value
+    names = ", ".join(field.name for field in dataclasses.fields(kind))
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name} = {value!r} must be an object with {names}")
+    try:
+        return kind(**value)
+    except TypeError as error:
+        raise ConfigError(f"{name} = {dict(value)!r}: give {names} ({error})") from None

@@ -2,12 +2,10 @@
 
 import dataclasses
 import operator
-from collections.abc import Mapping
 from dataclasses import dataclass
-from types import NoneType
-from typing import Literal, get_args, get_origin
+from typing import Any, Literal
 
-from laneformer.config.checks import LARGEST, MOST_MATRICES, require_int, require_number
+from laneformer.config.checks import LARGEST, MOST_MATRICES, choices_of, part_of, require_int, require_number
 from laneformer.config.options import (
     AttentionOptions,
     CompressedAttentionOptions,
@@ -201,7 +199,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
     eos_token_id: tuple[int, ...] = ()
     """Tokens that end a text."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, most in LARGEST.items():
             if name != "head_dim" and not (name in OF_EXPERTS and getattr(self, name) is None):
                 require_int(name, getattr(self, name), at_least=1, at_most=most)
@@ -213,13 +211,13 @@ class ModelConfig(AttentionVariant, ModuleVariant):
                 raise ConfigError(f"{field.name} = {value!r} must be true or false")
             if field.type is float:
                 require_number(field.name, value, above=0.0)
-            if (choices := _choices(field.type)) and value not in choices:
+            if (choices := choices_of(field.type)) and value not in choices:
                 names = ", ".join(choice for choice in choices if choice)
                 left = ", or leave it out" if None in choices else ""
                 raise ConfigError(f"unknown {field.name} {value!r}; choose {names}{left}")
         # Values from JSON are lists; tuples make the config hashable.
         for name, kind in SIZES.items():
-            object.__setattr__(self, name, _part_of(name, kind, getattr(self, name)))
+            object.__setattr__(self, name, part_of(name, kind, getattr(self, name)))
         for name in (*LAYER_LISTS, "eos_token_id"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, list | tuple):
@@ -229,7 +227,10 @@ class ModelConfig(AttentionVariant, ModuleVariant):
         if self.hidden_act not in HIDDEN_ACTS:
             raise ConfigError(f"unknown hidden_act {self.hidden_act!r}; choose {', '.join(HIDDEN_ACTS)}")
         self._check_heads()
-        self._check_experts()
+        if self.num_experts is None:
+            self._check_without_experts()
+        else:
+            self._check_experts(self.num_experts)
         self._check_lanes()
         self._check_windows()
         self._check_delta_net()
@@ -239,9 +240,9 @@ class ModelConfig(AttentionVariant, ModuleVariant):
                     require_int(name, token, at_least=0, at_most=self.vocab_size - 1)
         self._check_norms()
 
-    def _check_heads(self):
+    def _check_heads(self) -> None:
         if self.compressed_attention is not None:
-            self._check_compressed_attention()
+            self._check_compressed_attention(self.compressed_attention)
         if self.latent_attention is not None:
             self._check_latent_attention()
             return
@@ -270,8 +271,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
                     f"rotary_dim = {self.rotary_dim} must be even; rotary positions rotate pairs of channels"
                 )
 
-    def _check_compressed_attention(self):
-        own = self.compressed_attention
+    def _check_compressed_attention(self, own: CompressedAttention) -> None:
         own.check(self.num_hidden_layers, self.num_attention_heads, self.num_key_value_heads, self.head_size)
         for name in ("latent_attention", "nope_layers", *OF_GROUPED):
             if (value := getattr(self, name)) != getattr(ModelConfig, name):
@@ -279,7 +279,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
                     f"{name} = {value!r} is not an option of compressed attention: remove it or compressed_attention"
                 )
 
-    def _check_delta_net(self):
+    def _check_delta_net(self) -> None:
         if self.delta_net is None:
             if self.delta_layers:
                 raise ConfigError(
@@ -289,7 +289,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
         if len(set(self.delta_layers)) == self.num_hidden_layers:
             raise ConfigError("delta_layers has all layers: leave at least one layer to attention")
 
-    def _check_latent_attention(self):
+    def _check_latent_attention(self) -> None:
         if self.num_key_value_heads != self.num_attention_heads:
             raise ConfigError(
                 f"num_key_value_heads = {self.num_key_value_heads} with latent_attention must be num_attention_heads ="
@@ -301,28 +301,26 @@ class ModelConfig(AttentionVariant, ModuleVariant):
                     f"{name} = {value!r} is an option of grouped-query attention: remove it or latent_attention"
                 )
 
-    def _check_experts(self):
-        if self.num_experts is None:
-            for name in (
-                *("moe_intermediate_size", "mlp_only_layers", "router_bias", "expert_bias", "swiglu_limit"),
-                *("shared_expert_intermediate_size", "shared_expert_gate", "scoring_func", *OF_SCORES),
-            ):
-                if getattr(self, name) != getattr(ModelConfig, name):
-                    raise ConfigError(
-                        f"{name} = {getattr(self, name)!r} requires num_experts; set the experts per layer"
-                    )
-            return
-        require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1, at_most=self.num_experts)
-        if (all_experts := self.num_hidden_layers * self.num_experts) > MOST_MATRICES:
+    def _check_without_experts(self) -> None:
+        for name in (
+            *("moe_intermediate_size", "mlp_only_layers", "router_bias", "expert_bias", "swiglu_limit"),
+            *("shared_expert_intermediate_size", "shared_expert_gate", "scoring_func", *OF_SCORES),
+        ):
+            if getattr(self, name) != getattr(ModelConfig, name):
+                raise ConfigError(f"{name} = {getattr(self, name)!r} requires num_experts; set the experts per layer")
+
+    def _check_experts(self, experts: int) -> None:
+        require_int("num_experts_per_tok", self.num_experts_per_tok, at_least=1, at_most=experts)
+        if (all_experts := self.num_hidden_layers * experts) > MOST_MATRICES:
             raise ConfigError(
-                f"num_experts = {self.num_experts:,} in num_hidden_layers = {self.num_hidden_layers:,} layers are"
+                f"num_experts = {experts:,} in num_hidden_layers = {self.num_hidden_layers:,} layers are"
                 f" {all_experts:,} experts; use at most {MOST_MATRICES:,}"
             )
         if not self.gated_mlp:
             raise ConfigError(
                 "gated_mlp = false with num_experts is not supported: experts have a gate; remove gated_mlp"
             )
-        self._check_router()
+        self._check_router(experts)
         if self.shared_expert_gate and self.shared_expert_intermediate_size is None:
             raise ConfigError(
                 "shared_expert_gate = true requires shared_expert_intermediate_size; set the shared expert's columns"
@@ -332,7 +330,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
             if self.hidden_act != "silu":
                 raise ConfigError(f"swiglu_limit requires hidden_act = 'silu', got {self.hidden_act!r}")
 
-    def _check_router(self):
+    def _check_router(self, experts: int) -> None:
         require_int("hash_layers", self.hash_layers, at_least=0, at_most=self.num_hidden_layers)
         if self.scoring_func == "softmax":
             for name in OF_SCORES:
@@ -340,21 +338,19 @@ class ModelConfig(AttentionVariant, ModuleVariant):
                     raise ConfigError(f"{name} = {value!r} requires another scoring_func than 'softmax'")
         elif self.router_bias:
             raise ConfigError("router_bias = true requires scoring_func = 'softmax'; did you mean router_correction?")
-        require_int("n_group", self.n_group, at_least=1, at_most=self.num_experts)
+        require_int("n_group", self.n_group, at_least=1, at_most=experts)
         require_int("topk_group", self.topk_group, at_least=1, at_most=self.n_group)
         if self.n_group == 1:
             return
-        if self.num_experts % self.n_group or self.num_experts < 2 * self.n_group:
-            raise ConfigError(
-                f"n_group = {self.n_group} must divide num_experts = {self.num_experts} into groups of at least 2"
-            )
-        if self.num_experts_per_tok > (fits := self.num_experts // self.n_group * self.topk_group):
+        if experts % self.n_group or experts < 2 * self.n_group:
+            raise ConfigError(f"n_group = {self.n_group} must divide num_experts = {experts} into groups of at least 2")
+        if self.num_experts_per_tok > (fits := experts // self.n_group * self.topk_group):
             raise ConfigError(
                 f"num_experts_per_tok = {self.num_experts_per_tok} exceeds the {fits} experts in topk_group ="
                 f" {self.topk_group} groups; lower num_experts_per_tok or raise topk_group"
             )
 
-    def _check_lanes(self):
+    def _check_lanes(self) -> None:
         divided = ["num_attention_heads"]
         sparse = self.num_experts is not None and self.moe_intermediate_size is not None
         divided += ["moe_intermediate_size"] if sparse else ["intermediate_size"]
@@ -388,7 +384,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
                 " lane"
             )
 
-    def _check_norms(self):
+    def _check_norms(self) -> None:
         if self.qk_norm and self.qk_norm_over == "projection" and self.num_lanes > 1:
             raise ConfigError(
                 f"num_lanes = {self.num_lanes} with qk_norm_over = 'projection' is not supported: every lane would need"
@@ -400,7 +396,7 @@ class ModelConfig(AttentionVariant, ModuleVariant):
         if reason := self.unfit(self.layout, self.num_lanes == 1 or schedule.adds_whole_sums):
             raise ConfigError(reason)
 
-    def _check_windows(self):
+    def _check_windows(self) -> None:
         if self.sliding_window is not None:
             require_int("sliding_window", self.sliding_window, at_least=1)
         for name in LAYER_LISTS:
@@ -446,44 +442,51 @@ class ModelConfig(AttentionVariant, ModuleVariant):
     @property
     def layers(self) -> tuple[LayerOptions, ...]:
         """The options of each layer's blocks."""
-        size = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes}
         if self.latent_attention is not None:
             latent = LatentAttentionOptions(
-                **size,
+                hidden_size=self.hidden_size,
+                num_lanes=self.num_lanes,
                 **dataclasses.asdict(self.latent_attention),
                 heads=self.num_attention_heads // self.num_lanes,
                 scale=self.head_size**-0.5 * (self.rope_scaling.score_factor if self.rope_scaling else 1.0),
             )
             return tuple(LayerOptions(latent, self._feed_forward(n)) for n in range(self.num_hidden_layers))
-        if self.compressed_attention is not None:
+        if (own := self.compressed_attention) is not None:
             return tuple(
-                LayerOptions(self._compressed(n), self._feed_forward(n)) for n in range(self.num_hidden_layers)
+                LayerOptions(self._compressed(own, n), self._feed_forward(n)) for n in range(self.num_hidden_layers)
             )
-        heads = {
-            "heads": self.num_attention_heads // self.num_lanes,
-            "kv_heads": max(1, self.num_key_value_heads // self.num_lanes),
-            "head_dim": self.head_size,
-        }
-        qk_norm = self.qk_norm_over if self.qk_norm else None
-        variant = {"qkv_bias": self.qkv_bias, "qk_norm": qk_norm, "norm_eps": self.norm_eps, **self.attention_variant}
-        variant |= {"out_bias": self.out_bias, "sinks": self.attention_sinks}
-        variant |= {"norm_plus_one": self.norm_plus_one}
-
-        def mixer(layer: int, window: int | None) -> AttentionOptions | DeltaNetOptions:
-            if layer in self.delta_layers:
-                return DeltaNetOptions(**size, sizes=self._delta_net_of_lane, norm_eps=self.norm_eps)
-            return AttentionOptions(**size, **heads, **variant, window=window, rotary=layer not in self.nope_layers)
-
         return tuple(
-            LayerOptions(mixer(layer, window), self._feed_forward(layer))
+            LayerOptions(self._mixer(layer, window), self._feed_forward(layer))
             for layer, window in enumerate(self.layer_windows)
         )
 
-    def _compressed(self, layer: int) -> CompressedAttentionOptions:
-        own, lanes = self.compressed_attention, self.num_lanes
-        ratio = own.ratios[layer]
-        names = ("window", "q_lora_rank", "qk_rope_head_dim", "o_lora_rank")
-        names += ("index_heads", "index_head_dim", "index_topk")
+    def _mixer(self, layer: int, window: int | None) -> AttentionOptions | DeltaNetOptions:
+        if self.delta_net is not None and layer in self.delta_layers:
+            return DeltaNetOptions(
+                hidden_size=self.hidden_size,
+                num_lanes=self.num_lanes,
+                sizes=_of_lane(self.delta_net, self.num_lanes),
+                norm_eps=self.norm_eps,
+            )
+        return AttentionOptions(
+            hidden_size=self.hidden_size,
+            num_lanes=self.num_lanes,
+            heads=self.num_attention_heads // self.num_lanes,
+            kv_heads=max(1, self.num_key_value_heads // self.num_lanes),
+            head_dim=self.head_size,
+            window=window,
+            rotary=layer not in self.nope_layers,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            sinks=self.attention_sinks,
+            qk_norm=self.qk_norm_over if self.qk_norm else None,
+            norm_eps=self.norm_eps,
+            norm_plus_one=self.norm_plus_one,
+            **self.attention_variant,
+        )
+
+    def _compressed(self, own: CompressedAttention, layer: int) -> CompressedAttentionOptions:
+        ratio, lanes = own.ratios[layer], self.num_lanes
         rope = own if ratio else self
         return CompressedAttentionOptions(
             hidden_size=self.hidden_size,
@@ -492,33 +495,39 @@ class ModelConfig(AttentionVariant, ModuleVariant):
             head_dim=self.head_size,
             ratio=ratio,
             overlaps=ratio == own.overlap_ratio,
+            window=own.window,
+            q_lora_rank=own.q_lora_rank,
+            qk_rope_head_dim=own.qk_rope_head_dim,
             o_groups=own.o_groups // lanes,
+            o_lora_rank=own.o_lora_rank,
+            index_heads=own.index_heads,
+            index_head_dim=own.index_head_dim,
+            index_topk=own.index_topk,
             rope_theta=rope.rope_theta,
             rope_scaling=rope.rope_scaling,
             norm_eps=self.norm_eps,
-            **{name: getattr(own, name) for name in names},
         )
 
-    @property
-    def _delta_net_of_lane(self) -> DeltaNetSizes:
-        own = {name: getattr(self.delta_net, name) // self.num_lanes for name in ("key_heads", "value_heads")}
-        return dataclasses.replace(self.delta_net, **own)
-
     def _feed_forward(self, layer: int) -> MlpOptions | ExpertsOptions:
-        shared = {
-            "hidden_size": self.hidden_size,
-            "num_lanes": self.num_lanes,
-            "activation": Activation[self.hidden_act.upper()],
-        }
+        activation = Activation[self.hidden_act.upper()]
 
         def mlp(columns: int, limit: float | None = None) -> MlpOptions:
-            return MlpOptions(**shared, columns=columns // self.num_lanes, gated=self.gated_mlp, limit=limit)
+            return MlpOptions(
+                hidden_size=self.hidden_size,
+                num_lanes=self.num_lanes,
+                activation=activation,
+                columns=columns // self.num_lanes,
+                gated=self.gated_mlp,
+                limit=limit,
+            )
 
         if self.num_experts is None or layer in self.mlp_only_layers:
             return mlp(self.intermediate_size)
         beside = self.shared_expert_intermediate_size
         return ExpertsOptions(
-            **shared,
+            hidden_size=self.hidden_size,
+            num_lanes=self.num_lanes,
+            activation=activation,
             columns=(self.moe_intermediate_size or self.intermediate_size) // self.num_lanes,
             experts=self.num_experts,
             used=self.num_experts_per_tok,
@@ -541,9 +550,15 @@ class ModelConfig(AttentionVariant, ModuleVariant):
     @property
     def norms(self) -> Norms:
         """The norms in the layers, the final norm, and the options of several residual streams."""
-        shared = {"hidden_size": self.hidden_size, "num_lanes": self.num_lanes, "eps": self.norm_eps}
         in_layers, final = (
-            NormOptions(**shared, per_lane=own, plus_one=self.norm_plus_one) for own in self.lane_norm_scales
+            NormOptions(
+                hidden_size=self.hidden_size,
+                num_lanes=self.num_lanes,
+                eps=self.norm_eps,
+                per_lane=own,
+                plus_one=self.norm_plus_one,
+            )
+            for own in self.lane_norm_scales
         )
         streams = None
         if self.residual_streams is not None:
@@ -562,33 +577,17 @@ class ModelConfig(AttentionVariant, ModuleVariant):
         """When each module's output is added to its lane, and when the other lanes' outputs land."""
         return make_schedule(self)
 
-    def replace(self, **changes) -> "ModelConfig":
+    def replace(self, **changes: Any) -> "ModelConfig":
         """A validated copy with some fields changed."""
         return dataclasses.replace(self, **changes)
 
 
-def _choices(kind) -> tuple:
-    """The values of a field whose type is a Literal, or one or None; empty for any other type."""
-    values = [value for one in (kind, *get_args(kind)) if get_origin(one) is Literal for value in get_args(one)]
-    return (*values, None) if values and NoneType in get_args(kind) else tuple(values)
+def _of_lane(sizes: DeltaNetSizes, lanes: int) -> DeltaNetSizes:
+    """The sizes of one lane's share."""
+    return dataclasses.replace(sizes, key_heads=sizes.key_heads // lanes, value_heads=sizes.value_heads // lanes)
 
 
-def _part_of(name: str, kind: type, value):
-    """The part `name` of a config: an instance of `kind`, made from a mapping if it comes from JSON, or None. Raises
-    ConfigError.
-    """
-    if isinstance(value, kind | None):
-        return value
-    names = ", ".join(field.name for field in dataclasses.fields(kind))
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{name} = {value!r} must be an object with {names}")
-    try:
-        return kind(**value)
-    except TypeError as error:
-        raise ConfigError(f"{name} = {dict(value)!r}: give {names} ({error})") from None
-
-
-def recorded_fields(config) -> dict[str, object]:
+def recorded_fields(config: Any) -> dict[str, object]:
     """Name -> value of a dataclass's fields, for records and digests. Fields marked LATER are included only if they
     differ from their default, so that records made before these fields existed stay equal.
     """

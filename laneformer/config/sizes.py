@@ -53,7 +53,7 @@ class RopeScaling:
         """yarn: 0.1 mscale ln(factor) + 1."""
         return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.type not in ("linear", "llama3", "yarn"):
             raise ConfigError(
                 f"unknown rope_scaling.type {self.type!r}; choose linear, llama3 or yarn, or remove rope_scaling"
@@ -96,7 +96,7 @@ class DeltaNetSizes:
     conv_kernel: int = 4
     """Tokens that the convolution of q, k and v covers, including the current one."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             require_int(f"delta_net.{field.name}", getattr(self, field.name), at_least=1, at_most=2**16)
         if self.value_heads % self.key_heads:
@@ -127,7 +127,7 @@ class LatentAttention:
     latent_norm_eps: float = 1e-6
     """Added to the mean square in the norms of the latent vectors."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name in ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if name != "q_lora_rank" or self.q_lora_rank is not None:
                 require_int(name, getattr(self, name), at_least=1, at_most=LARGEST["head_dim"])
@@ -171,7 +171,7 @@ class CompressedAttention:
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies in layers with entries."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         # Lists and mappings come from JSON.
         if isinstance(self.ratios, list):
             object.__setattr__(self, "ratios", tuple(self.ratios))
@@ -227,7 +227,7 @@ class ResidualStreams:
     eps: float = 1e-6
     """Added to the sigmoids of the read weights, to the softmax of the matrix, and to the sums that divide it."""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         require_int("residual_streams.count", self.count, at_least=1, at_most=64)
         require_int("residual_streams.iterations", self.iterations, at_least=1, at_most=1000)
         require_number("residual_streams.eps", self.eps, above=0.0)
