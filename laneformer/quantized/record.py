@@ -8,11 +8,13 @@ Floating Point Specification 1.0.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
+from numpy.typing import DTypeLike
 
 from laneformer.formats import FORMATS, Format
 
@@ -40,21 +42,44 @@ def _e4m3() -> np.ndarray:
 
 E2M1, E4M3 = _e2m1(), _e4m3()
 """Value of each code, float32 [16] and [256]."""
+_VALUES: dict[str | None, np.ndarray] = {"e2m1": E2M1, "e4m3": E4M3}  # by Format.code
+
+
+class Array(Protocol):
+    """What a record needs to know about NumPy's and JAX's arrays."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def ndim(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+
+
+B = TypeVar("B", bound=Array)
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar as _TypeVar  # before Python 3.13, typing's has no default
+
+    A = _TypeVar("A", bound=Array, default=np.ndarray)
+else:
+    A = TypeVar("A")
 
 
 @dataclass(frozen=True, eq=False)
-class Quantized:
+class Quantized(Generic[A]):
     """A quantized matrix [*lanes, rows, columns], where `lanes` is no axis, a lane axis, or a lane and an expert axis.
-    The arrays are NumPy arrays, or JAX arrays in a model.
+    The arrays are NumPy arrays, or in a model, as the type Quantized[jax.Array] says, JAX arrays.
     """
 
     kind: str
     """A row of laneformer/formats.py: int4, int8, fp8, mxfp4 or nvfp4."""
-    codes: np.ndarray
+    codes: A
     """4 bits: uint8 [*lanes, rows, ceil(columns / 2)], with the even column in the low half of a byte, and 0 in a half
     without a column. int8: int8 [*lanes, rows, columns]. fp8: the bits of E4M3, uint8 [*lanes, rows, columns].
     """
-    scales: np.ndarray
+    scales: A
     """[*lanes, ceil(rows / group[0]), ceil(columns / group[1])] in float32, bfloat16 or float16. mxfp4: the bits of
     E8M0, uint8. nvfp4: the bits of E4M3, uint8.
     """
@@ -63,13 +88,13 @@ class Quantized:
     columns) for a single scale. The last group of a row or column may be smaller.
     """
     columns: int
-    zero_points: np.ndarray | None = None
+    zero_points: A | None = None
     """Zero points in the shape of the scales. int4: code of the integer 0, uint8 0 to 15; None for 8. int8: int8; None
     for 0.
     """
-    global_scale: np.ndarray | None = None
+    global_scale: A | None = None
     """nvfp4: divisor of all weights, float32 []."""
-    order: np.ndarray | None = None
+    order: A | None = None
     """Permutation of the columns, int32 [columns]: column j multiplies entry order[j] of the vector. None for the
     identity.
     """
@@ -94,14 +119,20 @@ class Quantized:
         return self.codes.nbytes + self.scales.nbytes + zeros + rest
 
     @property
-    def arrays(self) -> dict[str, np.ndarray]:
+    def arrays(self) -> dict[str, A]:
         """Field name -> array, without the fields that are None."""
         names = ("codes", "scales", "zero_points", *WHOLE)
         return {name: array for name in names if (array := getattr(self, name)) is not None}
 
+    def with_arrays(self, arrays: Mapping[str, B]) -> "Quantized[B]":
+        """The record with some arrays changed, by field name. To change their type, give all."""
+        record: Any = self
+        changed: Quantized[B] = replace(record, **arrays)
+        return changed
+
     def on_host(self) -> "Quantized":
         """The record with NumPy arrays, which the methods that decode and cut it require."""
-        return replace(self, **{name: np.asarray(array) for name, array in self.arrays.items()})
+        return self.with_arrays({name: np.asarray(array) for name, array in self.arrays.items()})
 
     @property
     def name(self) -> str:
@@ -114,13 +145,13 @@ class Quantized:
             shared = "tensor" if whole else f"block {rows} x {columns}"
         return f"{self.kind} {shared}{'' if self.zero_points is None else ', zero points'}"
 
-    def problem(self) -> str | None:
+    def problem(self: "Quantized") -> str | None:
         """What is wrong with the record's shapes, dtypes or values; None if nothing is."""
         if self.kind not in DTYPES:
             return f"kind {self.kind!r} is not one of {', '.join(DTYPES)}"
         return self._wrong_shape() or self._wrong_value()
 
-    def _wrong_shape(self) -> str | None:
+    def _wrong_shape(self: "Quantized") -> str | None:
         codes, scales, (rows, columns) = self.codes, self.scales, self.group
         if codes.dtype != DTYPES[self.kind] or codes.ndim not in (2, 3, 4):
             return f"codes are {codes.dtype} {list(codes.shape)}, not {DTYPES[self.kind]} of 2, 3 or 4 axes"
@@ -138,15 +169,14 @@ class Quantized:
                 return f"{self.kind} has no zero points"
             if (zeros.dtype, zeros.shape) != (codes.dtype, grid):
                 return f"zero points are {zeros.dtype} {list(zeros.shape)}, not {codes.dtype} {list(grid)}"
-        if (one := self.global_scale) is not None and (
-            self.kind != "nvfp4" or (one.dtype, one.shape) != ("float32", ())
-        ):
+        one, order = self.global_scale, self.order
+        if one is not None and (self.kind != "nvfp4" or one.dtype != "float32" or one.shape != ()):
             return f"the global scale is {one.dtype} {list(one.shape)} of {self.kind}, not float32 [] of nvfp4"
-        if self.order is not None and (self.order.dtype, self.order.shape) != ("int32", (self.columns,)):
-            return f"the order is {self.order.dtype} {list(self.order.shape)}, not int32 [{self.columns}]"
+        if order is not None and (order.dtype != "int32" or order.shape != (self.columns,)):
+            return f"the order is {order.dtype} {list(order.shape)}, not int32 [{self.columns}]"
         return None
 
-    def _wrong_value(self) -> str | None:
+    def _wrong_value(self: "Quantized") -> str | None:
         if self.kind == "fp8" and (place := _first(self.codes & 0x7F == NAN_E4M3)):
             return f"code {self.codes[place]:#04x} at {list(place)} is not a number"
         if place := _first(~np.isfinite(self.scale_values())):
@@ -161,23 +191,28 @@ class Quantized:
             return f"the order must have each of the {self.columns} columns once"
         return None
 
-    def each(self) -> np.ndarray:
+    def each(self: "Quantized") -> np.ndarray:
         """The codes as one number per weight, [*lanes, rows, columns]: int8 for kind int8, otherwise uint8."""
         return self.format.unpack(self.codes, self.columns)
 
-    def scale_values(self) -> np.ndarray:
+    def _packed(self: "Quantized", codes: np.ndarray) -> np.ndarray:
+        """The inverse of `each`, for codes of this record."""
+        return self.format.pack(codes)
+
+    def scale_values(self: "Quantized") -> np.ndarray:
         """The scales in float32, not divided by the global scale."""
         if self.kind == "mxfp4":
             return e8m0_values(self.scales)
         return E4M3[self.scales] if self.kind == "nvfp4" else self.scales.astype(np.float32)
 
-    def dequantize(self, dtype=np.float64) -> np.ndarray:
+    def dequantize(self: "Quantized", dtype: DTypeLike = np.float64) -> np.ndarray:
         """The weights [*lanes, rows, columns], with columns in the order of the vector.
 
         Without a global scale, float64 is exact, and so is float32 for E2M1 and for other codes with 16-bit scales.
         Other dtypes are rounded from float32.
         """
-        real = np.float64 if np.dtype(dtype) == np.float64 else np.float32
+        real = np.dtype(np.float64 if np.dtype(dtype) == np.float64 else np.float32)
+        values: np.ndarray
         if self.format.code == "int":
             values = self.each().astype(real)
             if self.zero_points is not None:
@@ -185,10 +220,10 @@ class Quantized:
             elif self.format.zero:
                 values -= self.format.zero
         else:
-            values = {"e2m1": E2M1, "e4m3": E4M3}[self.format.code].astype(real)[self.each()]
-        scales = self.scale_values().astype(real)
+            values = _VALUES[self.format.code].astype(real)[self.each()]
+        scales: np.ndarray = self.scale_values().astype(real)
         if self.global_scale is not None:
-            scales /= real(self.global_scale)
+            scales /= self.global_scale.astype(real)
         values *= self._spread(scales)
         if self.order is not None:
             in_order = np.empty_like(values)
@@ -196,7 +231,7 @@ class Quantized:
             values = in_order
         return values.astype(dtype, copy=False)
 
-    def _spread(self, grid: np.ndarray) -> np.ndarray:
+    def _spread(self: "Quantized", grid: np.ndarray) -> np.ndarray:
         """An array shaped like the scales, repeated to one value per weight."""
         rows, columns = self.group
         grid = np.repeat(grid, rows, -2)[..., : self.shape[-2], :]
@@ -204,12 +239,15 @@ class Quantized:
 
     # ---- the same weights, cut or in another order
 
-    def regrouped(self, rows: int, columns: int) -> "Quantized":
+    def _with_grids(self: "Quantized", change: Callable[[np.ndarray], np.ndarray], **others: Any) -> "Quantized":
+        """The record with changed scales and zero points. others: other fields that change."""
+        zeros = None if self.zero_points is None else change(self.zero_points)
+        return replace(self, scales=change(self.scales), zero_points=zeros, **others)
+
+    def regrouped(self: "Quantized", rows: int, columns: int) -> "Quantized":
         """The record with smaller groups, whose sizes divide the present sizes or span whole rows or columns."""
 
-        def finer(grid: np.ndarray | None) -> np.ndarray | None:
-            if grid is None:
-                return None
+        def finer(grid: np.ndarray) -> np.ndarray:
             for axis, (old, new, size) in enumerate(
                 zip(self.group, (rows, columns), self.shape[-2:], strict=True), grid.ndim - 2
             ):
@@ -218,18 +256,18 @@ class Quantized:
                     grid = np.take(grid, places, axis)
             return grid
 
-        return replace(self, scales=finer(self.scales), zero_points=finer(self.zero_points), group=(rows, columns))
+        return self._with_grids(finer, group=(rows, columns))
 
-    def split_rows(self, lanes: int) -> "Quantized":
+    def split_rows(self: "Quantized", lanes: int) -> "Quantized":
         """The record with its rows cut into lanes: [..., rows, columns] -> [lanes, ..., rows / lanes, columns]."""
         rows = self.shape[-2] // lanes
         found = self._dividing(0, rows)
         arrays = {name: array for name, array in found.arrays.items() if name not in WHOLE}
-        return replace(
-            found, **{name: np.ascontiguousarray(split_axis(array, -2, lanes)) for name, array in arrays.items()}
+        return found.with_arrays(
+            {name: np.ascontiguousarray(split_axis(array, -2, lanes)) for name, array in arrays.items()}
         )
 
-    def split_columns(self, lanes: int) -> "Quantized":
+    def split_columns(self: "Quantized", lanes: int) -> "Quantized":
         """The record with its columns cut into lanes: [..., rows, columns] -> [lanes, ..., rows, columns / lanes].
         Raises ValueError for several lanes if the record has an order.
         """
@@ -238,43 +276,29 @@ class Quantized:
         columns = self.columns // lanes
         found = self._dividing(1, columns)
 
-        def split(array: np.ndarray | None) -> np.ndarray | None:
-            return None if array is None else np.ascontiguousarray(split_axis(array, -1, lanes))
+        def split(array: np.ndarray) -> np.ndarray:
+            return np.ascontiguousarray(split_axis(array, -1, lanes))
 
-        codes = split(found.each())
-        return replace(
-            found,
-            codes=self.format.pack(codes),
-            scales=split(found.scales),
-            zero_points=split(found.zero_points),
-            columns=columns,
-        )
+        return found._with_grids(split, codes=self._packed(split(found.each())), columns=columns)
 
-    def join_columns(self) -> "Quantized":
+    def join_columns(self: "Quantized") -> "Quantized":
         """The inverse of `split_columns`: [lanes, rows, columns] -> [rows, lanes * columns]."""
         lanes, _, columns = self.shape
         found = self.regrouped(self.group[0], columns) if self.group[1] > columns else self
         if columns % found.group[1]:
             found = found.regrouped(found.group[0], math.gcd(columns, found.group[1]))
 
-        def join(array: np.ndarray | None) -> np.ndarray | None:
-            return None if array is None else array.swapaxes(0, 1).reshape(array.shape[1], -1)
+        def join(array: np.ndarray) -> np.ndarray:
+            return array.swapaxes(0, 1).reshape(array.shape[1], -1)
 
-        codes = join(found.each())
-        return replace(
-            found,
-            codes=self.format.pack(codes),
-            scales=join(found.scales),
-            zero_points=join(found.zero_points),
-            columns=lanes * columns,
-        )
+        return found._with_grids(join, codes=self._packed(join(found.each())), columns=lanes * columns)
 
-    def cut(self, parts: int, first: int, count: int, transposed: bool) -> "Quantized":
+    def cut(self: "Quantized", parts: int, first: int, count: int, transposed: bool) -> "Quantized":
         """`count` rows, from row `first` on, of each of `parts` equal parts of the rows: [..., rows, columns] ->
         [..., parts, count, columns], or [..., parts, columns, count] if transposed.
         """
         each = self.shape[-2] // parts
-        found = self if self.order is None or not transposed else self._in_order()
+        found = self._in_order(self.order) if self.order is not None and transposed else self
         found = found._dividing(0, each) if parts > 1 else found
         group = min(found.group[0], each)
         if first % group:
@@ -282,40 +306,28 @@ class Quantized:
         if group != found.group[0]:
             found = found.regrouped(group, found.group[1])
 
-        def take(array: np.ndarray | None, of_each: int, start: int, stop: int) -> np.ndarray | None:
-            if array is None:
-                return None
+        def take(array: np.ndarray, of_each: int, start: int, stop: int) -> np.ndarray:
             some = array.reshape(*array.shape[:-2], parts, of_each, array.shape[-1])[..., start:stop, :]
             return np.ascontiguousarray(some.swapaxes(-1, -2) if transposed else some)
 
-        codes = take(found.each(), each, first, first + count)
         groups = -(-each // group), first // group, -(-(first + count) // group)
-        return replace(
-            found,
-            codes=self.format.pack(codes),
-            scales=take(found.scales, *groups),
-            zero_points=take(found.zero_points, *groups),
+        return found._with_grids(
+            lambda grid: take(grid, *groups),
+            codes=self._packed(take(found.each(), each, first, first + count)),
             group=found.group[::-1] if transposed else found.group,
             columns=count if transposed else self.columns,
         )
 
-    def _in_order(self) -> "Quantized":
-        """The record with its columns in the order of the vector, one scale per column."""
-        places, found = np.argsort(self.order), self.regrouped(self.group[0], 1)
+    def _in_order(self: "Quantized", order: np.ndarray) -> "Quantized":
+        """The record with its columns in the order of the vector, one scale per column. order: the record's."""
+        places, found = np.argsort(order), self.regrouped(self.group[0], 1)
 
-        def sort(array: np.ndarray | None) -> np.ndarray | None:
-            return None if array is None else array[..., places]
+        def sort(array: np.ndarray) -> np.ndarray:
+            return array[..., places]
 
-        codes = sort(found.each())
-        return replace(
-            found,
-            codes=self.format.pack(codes),
-            scales=sort(found.scales),
-            zero_points=sort(found.zero_points),
-            order=None,
-        )
+        return found._with_grids(sort, codes=self._packed(sort(found.each())), order=None)
 
-    def _dividing(self, axis: int, share: int) -> "Quantized":
+    def _dividing(self: "Quantized", axis: int, share: int) -> "Quantized":
         """The record with groups that do not cross multiples of `share` rows (axis 0) or columns (axis 1)."""
         size, group = self.shape[axis - 2], self.group[axis]
         if share == size or share % group == 0:
@@ -323,7 +335,7 @@ class Quantized:
         fitting = share if group >= size else math.gcd(share, group)
         return self.regrouped(*((fitting, self.group[1]) if axis == 0 else (self.group[0], fitting)))
 
-    def take_rows(self, rows: np.ndarray) -> "Quantized":
+    def take_rows(self: "Quantized", rows: np.ndarray) -> "Quantized":
         """The record with the given rows in the given order. rows: row numbers, int [n]."""
         found = self
         if self.group[0] > 1 and (
@@ -331,12 +343,10 @@ class Quantized:
         ):
             found = self.regrouped(1, self.group[1])
 
-        def take(grid: np.ndarray | None) -> np.ndarray | None:
-            return grid if grid is None or found.group[0] > 1 else grid[..., rows, :]
+        def take(grid: np.ndarray) -> np.ndarray:
+            return grid if found.group[0] > 1 else grid[..., rows, :]
 
-        return replace(
-            found, codes=found.codes[..., rows, :], scales=take(found.scales), zero_points=take(found.zero_points)
-        )
+        return found._with_grids(take, codes=found.codes[..., rows, :])
 
 
 def e8m0_values(codes: np.ndarray) -> np.ndarray:
@@ -364,15 +374,15 @@ def stack(records: Sequence[Quantized]) -> Quantized:
             raise ValueError(f"{first.name} and {record.name} cannot be stacked")
         if any(name in record.arrays for name in WHOLE):
             raise ValueError(f"{' or '.join(name for name in WHOLE if name in record.arrays)} cannot be stacked")
-    names = ("codes", "scales", "zero_points")
     usual = first.codes.dtype.type(first.format.zero)
     if any(record.zero_points is not None for record in records):
         records = [
             replace(record, zero_points=np.full(record.scales.shape, usual)) if record.zero_points is None else record
             for record in records
         ]
-    arrays = {name: [getattr(record, name) for record in records] for name in names}
-    return replace(first, **{name: np.stack(each) for name, each in arrays.items() if each[0] is not None})
+    return first.with_arrays(
+        {name: np.stack([record.arrays[name] for record in records]) for name in records[0].arrays}
+    )
 
 
 def narrow_scales(scales: np.ndarray) -> np.ndarray:

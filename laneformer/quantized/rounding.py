@@ -41,7 +41,7 @@ class Arrays(NamedTuple):
     """numpy or jax.numpy."""
     as_dtype: Callable[[Any, np.dtype], Any] = lambda x, dtype: x.astype(dtype).astype(np.float32)
     """Rounds float32 values to values of a dtype, and returns them in float32."""
-    fold: Callable[[Callable, np.ndarray, Any], Any] = reduce
+    fold: Callable[[Callable[[Any, Any], Any], np.ndarray, Any], Any] = reduce
     """functools.reduce, or an equivalent of it in JAX."""
 
 
@@ -55,7 +55,11 @@ def group_of(kind: Kind, shared: Shared | None, shape: tuple[int, ...]) -> tuple
     rows, columns = shape[-2:]
     if kind in ("int4", "int8") and isinstance(shared, int):
         shared = min(shared, columns)
-    return {"row": (1, columns), "block": (BLOCK, BLOCK), "tensor": (rows, columns)}.get(shared, (1, shared))
+    if shared == "block":
+        return BLOCK, BLOCK
+    if shared == "tensor":
+        return rows, columns
+    return 1, columns if shared == "row" else shared
 
 
 def round_to(weights: np.ndarray, kind: Kind, shared: Shared | None = None, search: bool = True) -> Quantized:
@@ -193,7 +197,8 @@ def _codes(numbers: np.ndarray, kind: Kind) -> np.ndarray:
 def _stored(scales: np.ndarray, kind: Kind, group: tuple[int, int], columns: int) -> np.ndarray:
     """The scales of a record, from float32 scales [groups of rows, groups of columns]."""
     if kind == "mxfp4":
-        return (np.frexp(scales)[1] + 126).astype(np.uint8)  # 2^(bits - 127)
+        exponents: np.ndarray = np.frexp(scales)[1]
+        return (exponents + 126).astype(np.uint8)  # 2^(bits - 127)
     if kind == "nvfp4":
         return scales.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return scales.astype(stored_dtype(group, columns))
@@ -202,4 +207,4 @@ def _stored(scales: np.ndarray, kind: Kind, group: tuple[int, int], columns: int
 def relative_error(weights: np.ndarray, record: Quantized) -> float:
     """Root mean square of the rounding error, divided by the root mean square of the weights."""
     exact = weights.astype(np.float32)
-    return float(np.linalg.norm(record.dequantize(np.float32) - exact) / max(np.linalg.norm(exact), 1e-30))
+    return float(np.linalg.norm(record.dequantize(np.float32) - exact) / max(float(np.linalg.norm(exact)), 1e-30))
