@@ -4,11 +4,12 @@ import ctypes
 import math
 import os
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from laneformer.errors import ConfigError
@@ -66,14 +67,16 @@ def keep_freed_memory() -> None:
         mallopt(m_top_pad, 2**28)
 
 
-def make_mesh(num_lanes: int, *, data: int = 1, lane: int | None = None, devices=None) -> Mesh:
+def make_mesh(
+    num_lanes: int, *, data: int = 1, lane: int | None = None, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
     """A (data, lane) mesh for a model of `num_lanes` lanes.
 
     lane: devices on the lane axis, a divisor of num_lanes; by default the largest that fits the devices. data: size of
     the data axis, over which batches and weights (FSDP) are split. Raises ConfigError for too few devices or a `lane`
     that does not divide the lanes.
     """
-    devices = list(jax.devices() if devices is None else devices)
+    devices = [*(jax.devices() if devices is None else devices)]
     if data < 1 or data > len(devices):
         raise ConfigError(f"data = {data} must be 1 to {len(devices)}, the number of devices")
     if lane is None:
@@ -111,10 +114,10 @@ def check_mesh(num_lanes: int, mesh: Mesh | None, stream: str = "float32") -> No
         raise ConfigError("precision.stream = 'bfloat16' cannot be summed over CPU devices; use float32, or one device")
 
 
-def fit_spec(spec: P, shape: tuple[int, ...], mesh: Mesh) -> P:
+def fit_spec(spec: P, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> P:
     """The spec without the mesh axes that do not divide their dimension. These dimensions are whole on every device."""
 
-    def keep(axes, size: int):
+    def keep(axes: Any, size: int) -> Any:
         count = math.prod(mesh.shape[axis] for axis in ([axes] if isinstance(axes, str) else axes or []))
         return axes if size % count == 0 else None
 
@@ -131,15 +134,17 @@ def sharding(spec: P, shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, fit_spec(spec, shape, mesh))
 
 
-def put_weight(weight: np.ndarray | Quantized, spec: P, mesh: Mesh | None) -> jax.Array | Quantized:
+def put_weight(weight: np.ndarray | Quantized, spec: P, mesh: Mesh | None) -> jax.Array | Quantized[jax.Array]:
     """Puts a weight on the devices of the mesh; None: on one device. A quantized weight is not split by columns."""
 
     def put(array: np.ndarray, spec: P) -> jax.Array:
-        return jax.block_until_ready(jax.device_put(array, None if mesh is None else sharding(spec, array.shape, mesh)))
+        where = None if mesh is None else sharding(spec, array.shape, mesh)
+        placed: jax.Array = jax.device_put(array, where)
+        return placed.block_until_ready()
 
     if not isinstance(weight, Quantized):
         return put(weight, spec)
     if weight.ndim == 2 and mesh is not None:  # devices have shares of its rows
         weight = weight.regrouped(1, weight.group[1])
     arrays = weight.arrays.items()
-    return replace(weight, **{name: put(array, P() if name in WHOLE else lane_spec(spec)) for name, array in arrays})
+    return weight.with_arrays({name: put(array, P() if name in WHOLE else lane_spec(spec)) for name, array in arrays})

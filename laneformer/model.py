@@ -19,8 +19,8 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Memory, hold
-from laneformer.blocks.layer import Layer, within
+from laneformer.blocks.block import Memory, hold, within
+from laneformer.blocks.layer import Layer
 from laneformer.blocks.norm import RMSNorm
 from laneformer.blocks.rotary import rotary_tables
 from laneformer.blocks.streams import Streams

@@ -3,9 +3,11 @@
 import re
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from laneformer.quantized import Quantized
 
@@ -28,15 +30,17 @@ class Precision:
     """Dtype in which devices send each other additions to the streams, and their gradients. No wider than `stream`."""
 
     @classmethod
-    def default(cls, param="float32", platform: str | None = None) -> "Precision":
+    def default(cls, param: DTypeLike = "float32", platform: str | None = None) -> "Precision":
         """A Precision that multiplies in the weights' dtype; on a CPU in float32, because XLA converts a whole bfloat16
         matrix for every product there. platform: by default JAX's default backend.
         """
         platform = platform or jax.default_backend()
-        param = jnp.dtype(param).name
-        return cls(param=param, compute="float32" if platform == "cpu" else param)
+        name = jnp.dtype(param).name
+        return cls(param=name, compute="float32" if platform == "cpu" else name)
 
-    def einsum(self, subscripts: str, x: jax.Array, w: jax.Array | Quantized, result: str | None = None) -> jax.Array:
+    def einsum(
+        self, subscripts: str, x: jax.Array, w: jax.Array | Quantized[jax.Array], result: str | None = None
+    ) -> jax.Array:
         """The einsum of x and w, which may be quantized, with operands in the compute dtype. Float32 is never TF32.
 
         result: dtype of the result, by default the accumulate dtype.
@@ -58,7 +62,7 @@ class Precision:
         """Whether blocks keep results of products in a dtype (activation) with fewer bits than accumulate has."""
         return jnp.finfo(self.activation).bits < jnp.finfo(self.accumulate).bits
 
-    def block_einsum(self, subscripts: str, x: jax.Array, w: jax.Array | Quantized) -> jax.Array:
+    def block_einsum(self, subscripts: str, x: jax.Array, w: jax.Array | Quantized[jax.Array]) -> jax.Array:
         """`einsum` for a product in a block, with the result in the activation dtype if that is narrow."""
         if not self.narrow:
             return self.einsum(subscripts, x, w)
@@ -73,7 +77,10 @@ class Precision:
         return y.astype(jnp.promote_types(y.dtype, self.accumulate))
 
 
-def widen(w: Quantized, x: jax.Array) -> jax.Array:
+_FLOATS: dict[str | None, Any] = {"e2m1": jnp.float4_e2m1fn, "e4m3": jnp.float8_e4m3fn}  # by Format.code
+
+
+def widen(w: Quantized[jax.Array], x: jax.Array) -> jax.Array:
     """The weights of a record in float32, made to depend on x. A program that multiplies by several records then has
     only one of them in float32 at a time, and a loop does not keep them.
     """
@@ -88,14 +95,14 @@ def widen(w: Quantized, x: jax.Array) -> jax.Array:
         zeros = w.format.zero if w.zero_points is None else _spread(w, w.zero_points.astype(jnp.int32))
         values = (codes.astype(jnp.int32) - zeros).astype(jnp.float32)
     else:
-        dtype = {"e2m1": jnp.float4_e2m1fn, "e4m3": jnp.float8_e4m3fn}[w.format.code]
+        dtype = _FLOATS[w.format.code]
         values = jax.lax.bitcast_convert_type(codes.astype(jnp.uint4) if dtype == jnp.float4_e2m1fn else codes, dtype)
         values = values.astype(jnp.float32)
     values = values * _spread(w, _scales(w))
     return values if w.order is None else values[..., jnp.argsort(w.order)]
 
 
-def _scales(w: Quantized) -> jax.Array:
+def _scales(w: Quantized[jax.Array]) -> jax.Array:
     """The scales of a record in float32, divided by its global scale."""
     if w.kind not in ("mxfp4", "nvfp4"):
         return w.scales.astype(jnp.float32)
@@ -104,7 +111,7 @@ def _scales(w: Quantized) -> jax.Array:
     return scales if w.global_scale is None else scales / w.global_scale
 
 
-def _spread(w: Quantized, grid: jax.Array) -> jax.Array:
+def _spread(w: Quantized[jax.Array], grid: jax.Array) -> jax.Array:
     """An array shaped like the scales, repeated to one value per weight; axes of size 1 stay, to be broadcast."""
     for axis, group, size in ((-2, w.group[0], w.codes.shape[-2]), (-1, w.group[1], w.columns)):
         if grid.shape[axis] == 1:

@@ -6,22 +6,21 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Block, KeptArray, Memory, Weight, hold, weight_of_op
+from laneformer.blocks.block import Group, Held, Initial, KeptArray, Memory, Mixer, Vector, Weight, weight_of_op
 from laneformer.blocks.norm import rms_norm
-from laneformer.blocks.rotary import rotate
+from laneformer.blocks.rotary import Tables, rotate
 from laneformer.blocks.tiled_attention import attend
 from laneformer.config import AttentionOptions
 from laneformer.ops import Attend, Matrix, Norm, Op, Product, ProductName, Rotary, Value
-from laneformer.precision import Precision
 
 
-class Attention(Block):
+class Attention(Mixer):
     """o[l] = wo[l] (attend(q[l], k[l], v[l]) * sigmoid(g[l])); without a gate, the factor sigmoid(g[l]) is absent."""
 
-    def __init__(self, weights: dict[str, jax.Array], options: AttentionOptions, precision: Precision):
-        for name, weight in weights.items():
-            setattr(self, name, hold(weight))
-        self.options, self.precision = options, precision
+    options: AttentionOptions
+    sinks: Vector
+    wo: Held
+    wo_bias: Vector
 
     def project(self, names: str, h_lbsd: jax.Array) -> list[jax.Array]:
         """The projections of h that `names` lists by letter (queries q, keys k, values v, gate g), each
@@ -32,7 +31,8 @@ class Attention(Block):
 
     def _heads(self, name: str, y: jax.Array) -> jax.Array:
         if self.options.qkv_bias:
-            y = y + getattr(self, f"w{name}_bias")[:, None, None, :]
+            bias: Vector = getattr(self, f"w{name}_bias")
+            y = y + bias[:, None, None, :]
         heads = (*y.shape[:-1], -1, self.options.head_dim)
         if self.options.qk_norm is None or name not in "qk":
             return y.reshape(heads)
@@ -40,7 +40,9 @@ class Attention(Block):
         gain, plus_one = getattr(self, f"{name}_norm")[...], self.options.norm_plus_one
         return rms_norm(y, gain, self.options.norm_eps, plus_one=plus_one).reshape(heads)
 
-    def __call__(self, h_lbsd, rotary, memory: Memory | None = None, segments_bs=None):
+    def __call__(
+        self, h_lbsd: jax.Array, rotary: Tables, memory: Memory | None = None, segments_bs: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """h [l, b, s, d] -> o [l, b, s, d], and the keys and values to keep.
 
         memory: the cache, with keys and values [l, b, t, n, k] that are filled before position `start`. segments: see
@@ -72,9 +74,11 @@ class Attention(Block):
     def table(options: AttentionOptions, path: str) -> dict[str, Weight]:
         l, d, e = options.num_lanes, options.hidden_size, options.head_dim
         queries, keys = options.heads * e, options.kv_heads * e
-        found = {}
+        found: dict[str, Weight] = {}
 
-        def add(name: str, file_name: str, shape: tuple[int, ...], spec: P, initial: str, group: str = "vector"):
+        def add(
+            name: str, file_name: str, shape: tuple[int, ...], spec: P, initial: Initial, group: Group = "vector"
+        ) -> None:
             file_name = f"model.{path}.{file_name}"
             part = "norms" if name in ("q_norm", "k_norm") else "attention"
             found[f"{path}.{name}"] = Weight(
@@ -133,8 +137,11 @@ class Attention(Block):
     @staticmethod
     def state(options: AttentionOptions) -> tuple[KeptArray, ...]:
         """The keys (after the rotation) and the values of every position."""
-        entry = {"num_lanes": options.num_lanes, "shape": (options.kv_heads, options.head_dim)}
-        return tuple(KeptArray(name=name, window=options.window, **entry) for name in ("keys", "values"))
+        shape = (options.kv_heads, options.head_dim)
+        return tuple(
+            KeptArray(name=name, num_lanes=options.num_lanes, shape=shape, window=options.window)
+            for name in ("keys", "values")
+        )
 
     @staticmethod
     def context_flops(options: AttentionOptions, length: int) -> float:

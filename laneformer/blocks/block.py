@@ -3,9 +3,9 @@
 import itertools
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +14,22 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from laneformer import ops
+from laneformer.blocks.rotary import Tables
 from laneformer.formats import FORMATS
 from laneformer.ops import Norm, Op, Rotary
+from laneformer.precision import Precision
 from laneformer.quantized import Quantized
 from laneformer.routing import Routing
 
 PARTS = ("attention", "MLP", "norms", "head")
 """The parts of a model in reports of bytes, in the order of the reports."""
+
+Initial = Literal["normal", "output", "embedding", "ones", "zeros", "convolution", "decay", "step", "experts"]
+"""Rule for fresh values: normal for a matrix that reads the stream, output for one that writes to it. The last four
+rules are defined in laneformer/blocks/delta_net.py and experts.py.
+"""
+Group = Literal["matrix", "embedding", "vector"]
+"""Optimizer group: matrix of a layer; embedding table or head; vector (norm or bias), without weight decay."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +42,8 @@ class Weight:
     """Shape. The first axis is the lane if every lane has its own share."""
     spec: P
     """Mesh axis of each dimension: lane, data or None."""
-    initial: Literal["normal", "output", "embedding", "ones", "zeros", "convolution", "decay", "step", "experts"]
-    """Rule for fresh values: normal for a matrix that reads the stream, output for one that writes to it. The last four
-    rules are defined in laneformer/blocks/delta_net.py and experts.py.
-    """
-    group: Literal["matrix", "embedding", "vector"]
-    """Optimizer group: matrix of a layer; embedding table or head; vector (norm or bias), without weight decay."""
+    initial: Initial
+    group: Group
     part: str
     """Part in reports of bytes, one of PARTS."""
     share: float = 1.0
@@ -75,13 +80,15 @@ def weight_of_op(
     return ops.Weight(path, shape[of_experts:], lane_sharded, shape[0] if of_experts else None, plus, small=small)
 
 
-def attention_weight(path: str, shape: tuple[int, ...], spec: P, initial: str, group: str, **others) -> Weight:
+def attention_weight(
+    path: str, shape: tuple[int, ...], spec: P, initial: Initial, group: Group, dtype: str | None = None
+) -> Weight:
     """A weight of an attention block at `path`. Its name in a checkpoint follows its path. A weight that starts as ones
     counts as a norm.
     """
     part = "norms" if initial == "ones" else "attention"
     file_name = f"model.{path}.weight"
-    return Weight(file_name=file_name, shape=shape, spec=spec, initial=initial, group=group, part=part, **others)
+    return Weight(file_name=file_name, shape=shape, spec=spec, initial=initial, group=group, part=part, dtype=dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +125,9 @@ class KeptArray:
         return self.values_per_token(context) * (FORMATS[self.dtype].bytes if self.dtype else bytes_per_value)
 
 
-class Memory(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Memory:
     """The state of a layer that a block reads before it computes new tokens."""
 
     arrays: dict[str, jax.Array]
@@ -134,35 +143,59 @@ class Memory(NamedTuple):
 class QuantizedParam(nnx.Module):
     """A quantized weight. `weight[...]` is its `Quantized` record, as `param[...]` of an nnx.Param is its array."""
 
-    def __init__(self, record: Quantized):
+    def __init__(self, record: Quantized[jax.Array]):
         for name, array in record.arrays.items():
             setattr(self, name, nnx.Param(array))
         self.facts = (record.kind, record.group, record.columns)
         self.names = tuple(record.arrays)
 
-    def __getitem__(self, index) -> Quantized:
+    def __getitem__(self, index: Any) -> Quantized[jax.Array]:
         kind, group, columns = self.facts
         return Quantized(kind, group=group, columns=columns, **{name: getattr(self, name)[...] for name in self.names})
 
 
-def hold(weight: jax.Array | Quantized) -> nnx.Param | QuantizedParam:
+Weights = Mapping[str, jax.Array | Quantized[jax.Array]]
+"""Weights by their names in a module, or by their paths in a model."""
+Vector = nnx.Param[jax.Array]
+"""A weight as an attribute of a module; `weight[...]` is its array."""
+Held = Vector | QuantizedParam
+"""A weight that may be quantized, as an attribute of a module."""
+
+
+def hold(weight: jax.Array | Quantized[jax.Array]) -> Held:
     """Wraps a weight so that a module can have it as an attribute."""
     return QuantizedParam(weight) if isinstance(weight, Quantized) else nnx.Param(weight)
 
 
-class Block(nnx.Module):
-    """Base class of all blocks. A block is constructed from its weights by name, its options and a Precision.
+def within(weights: Weights, prefix: str) -> Weights:
+    """The weights whose paths begin with the prefix and a dot, keyed by the rest of their paths."""
+    return {
+        path.removeprefix(prefix + "."): weight for path, weight in weights.items() if path.startswith(prefix + ".")
+    }
 
-    Attributes: `options`, `precision`, and each weight under its name. The static methods describe a block with given
-    options, without an instance. A subclass must define the abstract ones.
+
+def plain(weight: jax.Array | Quantized[jax.Array]) -> jax.Array:
+    """The array of a weight that cannot be quantized. Raises TypeError if it is."""
+    if isinstance(weight, Quantized):
+        raise TypeError(f"a weight that cannot be quantized is {weight.name}")
+    return weight
+
+
+class Block(nnx.Module):
+    """Base class of all blocks. Each weight is an attribute under its name, whose type the subclass states.
+
+    The static methods describe a block with given options, without an instance. A subclass must define the abstract
+    ones.
     """
 
-    def routed(self, h_lbsd: jax.Array, ids_bs: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
-        """The block's output [l, b, s, d], and its router's decisions (None without a router). ids: tokens, int [b, s].
+    options: Any
+    precision: Precision
 
-        A block with a router overrides this method.
-        """
-        return self(h_lbsd), None
+    def __init__(self, weights: Weights, options: Any, precision: Precision):
+        """weights: by name."""
+        for name, weight in weights.items():
+            setattr(self, name, hold(weight))
+        self.options, self.precision = options, precision
 
     def products(self, names: Sequence[str], h_lbsd: jax.Array) -> list[jax.Array]:
         """h times each of the named matrices [l, rows, d]: a list of [l, b, s, rows] in the accumulate dtype.
@@ -170,16 +203,17 @@ class Block(nnx.Module):
         The backward pass keeps them in the activation dtype. If that is narrow and no matrix is quantized, one product
         computes the rows of all matrices: h is read once, and one gradient of h is written.
         """
-        weights = [getattr(self, name)[...] for name in names]
+        weights: list[jax.Array | Quantized[jax.Array]] = [getattr(self, name)[...] for name in names]
 
-        def kept(weight: jax.Array | Quantized) -> jax.Array:
+        def kept(weight: jax.Array | Quantized[jax.Array]) -> jax.Array:
             y = self.precision.block_einsum("lbsd,lod->lbso", h_lbsd, weight)
             return self.precision.widened(checkpoint_name(y, "product"))
 
-        if not self.precision.narrow or any(isinstance(weight, Quantized) for weight in weights):
+        arrays = [weight for weight in weights if not isinstance(weight, Quantized)]
+        if not self.precision.narrow or len(arrays) < len(weights):
             return [kept(weight) for weight in weights]
-        ends = list(itertools.accumulate(weight.shape[1] for weight in weights))
-        return jnp.split(kept(jnp.concatenate(weights, 1)), ends[:-1], -1)
+        ends = list(itertools.accumulate(weight.shape[1] for weight in arrays))
+        return jnp.split(kept(jnp.concatenate(arrays, 1)), ends[:-1], -1)
 
     @staticmethod
     @abstractmethod
@@ -203,3 +237,32 @@ class Block(nnx.Module):
     def context_flops(options: Any, length: int) -> float:
         """FLOPs per token other than products with weights, in a forward pass over a sequence of `length` tokens."""
         return 0.0
+
+
+class Mixer(Block):
+    """A block in which tokens read earlier ones: the attention of a layer, or what it has instead."""
+
+    @abstractmethod
+    def __call__(
+        self, h_lbsd: jax.Array, rotary: Tables, memory: Memory | None = None, segments_bs: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """h [l, b, s, d] -> o [l, b, s, d], and the arrays that `state` lists; {} without a memory.
+
+        rotary: cos and sin of the positions. memory: the state before the first token, if there is one. segments: see
+        `Laneformer.__call__`.
+        """
+
+
+class FeedForward(Block):
+    """A block that computes each token alone."""
+
+    @abstractmethod
+    def __call__(self, h_lbsd: jax.Array) -> jax.Array:
+        """h [l, b, s, d] -> o [l, b, s, d]."""
+
+    def routed(self, h_lbsd: jax.Array, ids_bs: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
+        """The block's output [l, b, s, d], and its router's decisions (None without a router). ids: tokens, int [b, s].
+
+        A block with a router overrides this method.
+        """
+        return self(h_lbsd), None

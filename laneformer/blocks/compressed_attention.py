@@ -19,10 +19,24 @@ from jax.sharding import PartitionSpec as P
 
 from laneformer import ops
 from laneformer.blocks.attention import keys_seen
-from laneformer.blocks.block import Block, KeptArray, Memory, Weight, attention_weight, hold, weight_of_op
+from laneformer.blocks.block import (
+    Group,
+    Held,
+    Initial,
+    KeptArray,
+    Memory,
+    Mixer,
+    Vector,
+    Weight,
+    Weights,
+    attention_weight,
+    hold,
+    weight_of_op,
+    within,
+)
 from laneformer.blocks.compressor import Compressor, rotary_op, rotations
 from laneformer.blocks.norm import rms_norm
-from laneformer.blocks.rotary import rotate_last
+from laneformer.blocks.rotary import Tables, rotate_last
 from laneformer.config import CompressedAttentionOptions
 from laneformer.errors import InputError
 from laneformer.ops import Blocks, Matrix, Norm, Op, Product, ProductName, Rotary, Value
@@ -33,18 +47,19 @@ QUERIES = 64  # largest number of queries that are computed together
 SCORES = 2**24  # largest number of scores in memory, over all heads
 
 
-class CompressedAttention(Block):
+class CompressedAttention(Mixer):
     """o[l] = wo_b[l] y[l], where y[l] joins each group's wo_a[l] times the results of its heads."""
 
-    def __init__(self, weights: dict[str, jax.Array], options: CompressedAttentionOptions, precision: Precision):
-        parts = {name: {} for name in ("compressor", "indexer", "index_compressor")}
-        for path, weight in weights.items():
-            part, _, name = path.rpartition(".")
-            if part:
-                parts[part][name] = weight
-            else:
-                setattr(self, name, hold(weight))
-        self.options, self.precision = options, precision
+    options: CompressedAttentionOptions
+    q_norm: Vector
+    kv_norm: Vector
+    sinks: Vector
+    wo_a: Held
+    wo_b: Held
+
+    def __init__(self, weights: Weights, options: CompressedAttentionOptions, precision: Precision):
+        parts = {name: within(weights, name) for name in ("compressor", "indexer", "index_compressor")}
+        super().__init__({name: weight for name, weight in weights.items() if "." not in name}, options, precision)
         if options.ratio:
             self.compressor = Compressor(parts["compressor"], options, options.head_dim, precision)
         if options.overlaps:
@@ -52,7 +67,9 @@ class CompressedAttention(Block):
             own = parts["index_compressor"]
             self.index_compressor = Compressor(own, options, options.index_head_dim, precision)
 
-    def __call__(self, h_lbsd, rotary, memory: Memory | None = None, segments_bs=None):
+    def __call__(
+        self, h_lbsd: jax.Array, rotary: Tables, memory: Memory | None = None, segments_bs: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """h [l, b, s, d] -> o [l, b, s, d], and the arrays that `state` lists. Raises InputError for segments, because
         an entry may combine positions of several documents.
         """
@@ -96,9 +113,16 @@ class CompressedAttention(Block):
         y = self.precision.block_einsum(formula, x, getattr(self, name)[...])
         return self.precision.widened(checkpoint_name(y, "product"))
 
-    def _attend(self, q_lbshk, newest_lbtk, entries_lbek, index, start) -> jax.Array:
+    def _attend(
+        self,
+        q_lbshk: jax.Array,
+        newest_lbtk: jax.Array,
+        entries_lbek: jax.Array | None,
+        index: tuple[jax.Array, jax.Array, jax.Array] | None,
+        start: jax.Array,
+    ) -> jax.Array:
         """The heads' results, float32 [l, b, s, h, k], computed for a few queries at a time so that the scores fit in
-        memory.
+        memory. index: what `chosen_entries` needs, its queries, weights and keys; None: all entries are chosen.
         """
         options, (lanes, batch, tokens) = self.options, q_lbshk.shape[:3]
         count = 0 if entries_lbek is None else entries_lbek.shape[2]
@@ -114,7 +138,7 @@ class CompressedAttention(Block):
         positions = newest_lbtk.shape[2]
         reach = min(size + options.window - 1, positions)
 
-        def block(_, inputs):
+        def block(_: tuple[()], inputs: tuple[jax.Array, ...]) -> tuple[tuple[()], jax.Array]:
             first, q, *of_index = inputs
             at = start + first + jnp.arange(size)
             oldest = jnp.clip(at[0] - options.window + 1, 0, positions - reach)
@@ -123,8 +147,9 @@ class CompressedAttention(Block):
             seen = [jnp.broadcast_to((behind >= 0) & (behind < options.window), (lanes, batch, size, reach))]
             if entries_lbek is not None:
                 closed = jnp.broadcast_to(closed_before(at, count, options.ratio), (lanes, batch, size, count))
-                if of_index:
-                    closed = chosen_entries(*of_index, index[2], closed, options.index_topk)
+                if index is not None:
+                    index_q, index_weights = of_index
+                    closed = chosen_entries(index_q, index_weights, index[2], closed, options.index_topk)
                 keys, seen = [*keys, entries_lbek], [*seen, closed]
             return (), self._of_keys(q, keys, seen)
 
@@ -147,16 +172,19 @@ class CompressedAttention(Block):
         p = jnp.exp(scores - top)
         p = p / (p.sum(-1, keepdims=True) + jnp.exp(sinks - top))
         parts = jnp.split(p.astype(keys[0].dtype), [own.shape[2] for own in keys[:-1]], -1)
-        return sum(_product("lbhst,lbtk->lbshk", part, own) for part, own in zip(parts, keys, strict=True))
+        results = [_product("lbhst,lbtk->lbshk", part, own) for part, own in zip(parts, keys, strict=True)]
+        return sum(results[1:], results[0])
 
     @staticmethod
     def table(options: CompressedAttentionOptions, path: str) -> dict[str, Weight]:
-        l, d, heads, size, found = options.num_lanes, options.hidden_size, options.heads, options.head_dim, {}
+        l, d, heads, size = options.num_lanes, options.hidden_size, options.heads, options.head_dim
         rank, rows = options.q_lora_rank, options.o_groups * options.o_lora_rank
+        found: dict[str, Weight] = {}
 
-        def add(name: str, shape: tuple[int, ...], spec: P, initial: str = "normal", dtype: str | None = None) -> None:
-            vector = len(shape) == 1 or name == "sinks"
-            group = "vector" if vector else "matrix"
+        def add(
+            name: str, shape: tuple[int, ...], spec: P, initial: Initial = "normal", dtype: str | None = None
+        ) -> None:
+            group: Group = "vector" if len(shape) == 1 or name == "sinks" else "matrix"
             found[f"{path}.{name}"] = attention_weight(f"{path}.{name}", shape, spec, initial, group, dtype=dtype)
 
         shared = P(None, "data")
@@ -180,7 +208,9 @@ class CompressedAttention(Block):
     def state(options: CompressedAttentionOptions) -> tuple[KeptArray, ...]:
         """The vector of every position, and the arrays of the compressors."""
         size, lanes = (options.head_dim,), options.num_lanes
-        found = (KeptArray(name="positions", num_lanes=lanes, shape=size, window=options.window),)
+        found: tuple[KeptArray, ...] = (
+            KeptArray(name="positions", num_lanes=lanes, shape=size, window=options.window),
+        )
         if options.ratio:
             most = options.index_topk if options.overlaps else None
             found += Compressor.state(options, "entries", options.head_dim, most)
@@ -198,24 +228,34 @@ class CompressedAttention(Block):
         def inner(name: str) -> Norm:
             return Norm(weight_of_op(table, f"{path}.{name}"), options.norm_eps)
 
+        def of_rank(name: ProductName, weight: str, writes: Value) -> Product:
+            return Product(name, matrices(weight), reads=Value.HIDDEN, writes=writes, norm=inner("q_norm"))
+
         rotary, size = rotary_op(options), options.head_dim
         entries = index_keys = index = None
-        projected, rank = matrices("wkv"), {"reads": Value.HIDDEN, "norm": inner("q_norm")}
-        queries = [Product(ProductName.QUERIES, matrices("wq_b"), writes=Value.QUERIES, **rank)]
+        projected = [*matrices("wkv")]
+        queries = [of_rank(ProductName.QUERIES, "wq_b", Value.QUERIES)]
+        first = size  # channel of PROJECTED
         if options.ratio:
-            entries = Compressor.op(options, f"{path}.compressor", size, size)
+            entries = Compressor.op(options, f"{path}.compressor", size, first)
             projected += matrices("compressor.wkv", "compressor.wgate")
+            first += 2 * entries.width
         if options.overlaps:
-            first, each = size + 2 * entries.width, options.index_head_dim
+            each = options.index_head_dim
             index_keys = Compressor.op(options, f"{path}.index_compressor", each, first)
             index = ops.Index(options.index_heads, each, first + 2 * index_keys.width, options.index_topk)
             projected += matrices("index_compressor.wkv", "index_compressor.wgate", "indexer.weights")
-            queries.append(Product(ProductName.INDEX, matrices("indexer.wq"), writes=Value.INDEX, **rank))
+            queries.append(of_rank(ProductName.INDEX, "indexer.wq", Value.INDEX))
         wo_a = weight_of_op(table, f"{path}.wo_a")
-        cut = {"path": f"{path}.wo_a_groups", "shape": (options.o_lora_rank, wo_a.shape[1])}
-        of_groups = Matrix(dataclasses.replace(wo_a, **cut, experts=groups, cut_from=wo_a.path))
+        of_groups = dataclasses.replace(
+            wo_a,
+            path=f"{path}.wo_a_groups",
+            shape=(options.o_lora_rank, wo_a.shape[1]),
+            experts=groups,
+            cut_from=wo_a.path,
+        )
         return (
-            Product(ProductName.LATENTS, projected, reads=Value.STREAM, writes=Value.PROJECTED, norm=norm),
+            Product(ProductName.LATENTS, (*projected,), reads=Value.STREAM, writes=Value.PROJECTED, norm=norm),
             Product(ProductName.QUERY_RANK, matrices("wq_a"), reads=Value.STREAM, writes=Value.HIDDEN, norm=norm),
             *queries,
             ops.CompressedKeep(size, inner("kv_norm"), rotary, entries, index_keys),
@@ -232,7 +272,7 @@ class CompressedAttention(Block):
             ),
             Product(
                 ProductName.GROUPS,
-                (of_groups,),
+                (Matrix(of_groups),),
                 reads=Value.ATTENDED,
                 writes=Value.PROJECTED,
                 blocks=Blocks(groups, wo_a.shape[1]),
@@ -255,12 +295,15 @@ class Indexer(nnx.Module):
     [l, b, s, i].
     """
 
-    def __init__(self, weights: dict[str, jax.Array], options: CompressedAttentionOptions, precision: Precision):
+    wq: Held
+    weights: Held
+
+    def __init__(self, weights: Weights, options: CompressedAttentionOptions, precision: Precision):
         for name, weight in weights.items():
             setattr(self, name, hold(weight))
         self.options, self.precision = options, precision
 
-    def __call__(self, h_lbsd: jax.Array, rank_lbsr: jax.Array, turns) -> tuple[jax.Array, jax.Array]:
+    def __call__(self, h_lbsd: jax.Array, rank_lbsr: jax.Array, turns: Tables) -> tuple[jax.Array, jax.Array]:
         options, einsum = self.options, self.precision.einsum
         q = einsum("lbsr,kr->lbsk", rank_lbsr, self.wq[...]).reshape(*h_lbsd.shape[:3], options.index_heads, -1)
         weights = einsum("lbsd,id->lbsi", h_lbsd, self.weights[...]).astype(jnp.float32)
@@ -275,7 +318,9 @@ def closed_before(at_s: jax.Array, count: int, ratio: int) -> jax.Array:
     return ratio * (jnp.arange(count) + 1) <= at_s[:, None] + 1
 
 
-def chosen_entries(q_lbsic, weights_lbsi, keys_lbec, closed_lbse, count: int) -> jax.Array:
+def chosen_entries(
+    q_lbsic: jax.Array, weights_lbsi: jax.Array, keys_lbec: jax.Array, closed_lbse: jax.Array, count: int
+) -> jax.Array:
     """Whether an entry is among the `count` closed ones with the largest sums over the heads of weight * relu(q . k),
     bool [l, b, s, e]. Of equal sums, the entry with the lower number is chosen.
     """

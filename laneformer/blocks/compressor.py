@@ -18,9 +18,20 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from laneformer import ops
-from laneformer.blocks.block import KeptArray, Memory, Weight, attention_weight, hold, weight_of_op
+from laneformer.blocks.block import (
+    Group,
+    Initial,
+    KeptArray,
+    Memory,
+    Vector,
+    Weight,
+    Weights,
+    attention_weight,
+    hold,
+    weight_of_op,
+)
 from laneformer.blocks.norm import rms_norm
-from laneformer.blocks.rotary import rotate_last, stretched_frequencies, tables_of
+from laneformer.blocks.rotary import Tables, rotate_last, stretched_frequencies, tables_of
 from laneformer.config import CompressedAttentionOptions
 from laneformer.ops import EntrySize
 from laneformer.precision import Precision
@@ -29,7 +40,10 @@ from laneformer.precision import Precision
 class Compressor(nnx.Module):
     """`entries, kept = compressor(h, memory, name)`: all entries so far, [l, b, w, c], and the arrays to keep."""
 
-    def __init__(self, weights: dict, options: CompressedAttentionOptions, channels: int, precision: Precision):
+    positions: Vector
+    norm: Vector
+
+    def __init__(self, weights: Weights, options: CompressedAttentionOptions, channels: int, precision: Precision):
         for name, weight in weights.items():
             setattr(self, name, hold(weight))
         self.options, self.channels, self.precision = options, channels, precision
@@ -61,7 +75,8 @@ class Compressor(nnx.Module):
 
     def _product(self, h_lbsd: jax.Array, name: str) -> jax.Array:
         y = self.precision.block_einsum("lbsd,cd->lbsc", h_lbsd, getattr(self, name)[...])
-        return checkpoint_name(y, "product").astype(jnp.float32)
+        kept: jax.Array = checkpoint_name(y, "product")
+        return kept.astype(jnp.float32)
 
     def _made(self, u_lbuc: jax.Array, start: jax.Array, tokens: int) -> tuple[jax.Array, jax.Array]:
         """The entries of all windows that `tokens` tokens from position `start` on may complete, float32 [l, b, w, c],
@@ -90,7 +105,7 @@ class Compressor(nnx.Module):
     def table(options: CompressedAttentionOptions, path: str, channels: int) -> dict[str, Weight]:
         """Path -> Weight, like `Block.table`. channels: channels of an entry."""
         size, d = size_of(options, channels), options.hidden_size
-        rows = {
+        rows: dict[str, tuple[tuple[int, ...], P, Initial, Group]] = {
             "wkv": ((size.width, d), P(None, "data"), "normal", "matrix"),
             "wgate": ((size.width, d), P(None, "data"), "normal", "matrix"),
             "positions": ((size.ratio, size.width), P(None, None), "zeros", "vector"),
@@ -132,7 +147,7 @@ def rotary_op(options: CompressedAttentionOptions) -> ops.Rotary:
     return ops.Rotary(tuple(frequencies.tolist()), factor)
 
 
-def rotations(options: CompressedAttentionOptions, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rotations(options: CompressedAttentionOptions, positions: jax.Array) -> Tables:
     """cos and sin of the layer's rotation at these positions [s], float32 [s, qk_rope_head_dim / 2]."""
     found = stretched_frequencies(options.qk_rope_head_dim, options.rope_theta, options.rope_scaling)
     return tables_of(*found, positions)

@@ -9,6 +9,7 @@ tokens at once.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import jax
@@ -18,25 +19,38 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from laneformer import ops
-from laneformer.blocks.block import Block, KeptArray, Memory, Weight, attention_weight, hold, weight_of_op
+from laneformer.blocks.block import (
+    Group,
+    Held,
+    Initial,
+    KeptArray,
+    Memory,
+    Mixer,
+    Vector,
+    Weight,
+    attention_weight,
+    weight_of_op,
+)
 from laneformer.blocks.norm import rms_norm
+from laneformer.blocks.rotary import Tables
 from laneformer.config import DeltaNetOptions
 from laneformer.ops import Matrix, Norm, Op, Product, ProductName, Rotary, Value
-from laneformer.precision import Precision
 
 CHUNK = 64  # tokens that are computed together, a power of two
 UNIT_EPS = 1e-6  # added to the squared lengths of q and k
 
 
-class DeltaNet(Block):
+class DeltaNet(Mixer):
     """o[l] = wo[l] (norm(recur(q, k, v, g, beta)) * silu(z)), where q, k and v are silu of short convolutions of
     win[l] h.
     """
 
-    def __init__(self, weights: dict[str, jax.Array], options: DeltaNetOptions, precision: Precision):
-        for name, weight in weights.items():
-            setattr(self, name, hold(weight))
-        self.options, self.precision = options, precision
+    options: DeltaNetOptions
+    convolution: Vector
+    decay: Vector
+    step: Vector
+    norm: Vector
+    wo: Held
 
     def project(self, name: str, h_lbsd: jax.Array) -> jax.Array:
         """The matrix `win` or `wba` times h, by key head: [l, b, s, n, rows]."""
@@ -44,7 +58,9 @@ class DeltaNet(Block):
         y = checkpoint_name(self.precision.block_einsum("lbsd,lod->lbso", h_lbsd, weight), "product")
         return self.precision.widened(y).reshape(*y.shape[:-1], self.options.sizes.key_heads, -1)
 
-    def __call__(self, h_lbsd, rotary, memory: Memory | None = None, segments_bs=None):
+    def __call__(
+        self, h_lbsd: jax.Array, rotary: Tables, memory: Memory | None = None, segments_bs: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """h [l, b, s, d] -> o [l, b, s, d], and the arrays that `state` lists. segments: see `Laneformer.__call__`."""
         sizes, compute = self.options.sizes, self.precision.compute
         tokens, ratio = h_lbsd.shape[2], sizes.value_heads // sizes.key_heads
@@ -62,7 +78,7 @@ class DeltaNet(Block):
         q, k = (unit(x.reshape(*x.shape[:3], sizes.key_heads, -1)) for x in (q, k))
         heads = (*v.shape[:3], sizes.key_heads, ratio)
         beta = jax.nn.sigmoid(b)
-        rate, step = (getattr(self, name)[...].astype(jnp.float32) for name in ("decay", "step"))
+        rate, step = (weight[...].astype(jnp.float32) for weight in (self.decay, self.step))
         rate, step = (x.reshape(-1, 1, 1, *heads[3:]) for x in (jnp.exp(rate), step))
         g = -rate * jax.nn.softplus(a + step)
         if memory is not None and memory.count is not None:  # padding neither decays nor writes
@@ -82,7 +98,7 @@ class DeltaNet(Block):
     def table(options: DeltaNetOptions, path: str) -> dict[str, Weight]:
         l, d, sizes = options.num_lanes, options.hidden_size, options.sizes
         read, own, channels = P("lane", None, "data"), P("lane", None), 2 * options.keys + options.values
-        rows = {
+        rows: dict[str, tuple[tuple[int, ...], P, Initial, Group]] = {
             "win": ((l, channels + options.values, d), read, "normal", "matrix"),
             "wba": ((l, 2 * sizes.value_heads, d), read, "normal", "matrix"),
             "convolution": ((l, channels, sizes.conv_kernel), P("lane", None, None), "convolution", "vector"),
@@ -107,13 +123,13 @@ class DeltaNet(Block):
             sizes.key_dim,
             sizes.value_dim,
             weight(f"{path}.convolution", small=True),
-            *(weight(f"{path}.{name}") for name in ("decay", "step")),
+            weight(f"{path}.decay"),
+            weight(f"{path}.step"),
             Norm(weight(f"{path}.norm"), options.norm_eps),
             UNIT_EPS,
         )
-        read = {"reads": Value.STREAM, "writes": Value.PROJECTED, "norm": norm}
         return (
-            Product(ProductName.QKV, matrices("win", "wba"), **read),
+            Product(ProductName.QKV, matrices("win", "wba"), reads=Value.STREAM, writes=Value.PROJECTED, norm=norm),
             rule,
             Product(ProductName.OUT, matrices("wo"), reads=Value.ATTENDED, writes=Value.OUTPUT),
         )
@@ -121,13 +137,12 @@ class DeltaNet(Block):
     @staticmethod
     def state(options: DeltaNetOptions) -> tuple[KeptArray, ...]:
         """The newest inputs of the convolution, and S of every value head."""
-        sizes = options.sizes
+        sizes, lanes = options.sizes, options.num_lanes
         inputs = (sizes.conv_kernel - 1, 2 * options.keys + options.values)
         matrix = (sizes.key_heads, sizes.value_heads // sizes.key_heads, sizes.key_dim, sizes.value_dim)
-        fixed = {"num_lanes": options.num_lanes, "fixed": True}
         return (
-            KeptArray(name="inputs", shape=inputs, **fixed),
-            KeptArray(name="state", shape=matrix, dtype="float32", **fixed),
+            KeptArray(name="inputs", num_lanes=lanes, shape=inputs, fixed=True),
+            KeptArray(name="state", num_lanes=lanes, shape=matrix, fixed=True, dtype="float32"),
         )
 
     @staticmethod
@@ -166,7 +181,15 @@ def convolve(u_lbtc: jax.Array, weight_lci: jax.Array, segments_bs: jax.Array | 
     return found
 
 
-def recur(q, k, v, g, beta, state=None, segments_bs=None) -> tuple[jax.Array, jax.Array]:
+def recur(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    state: jax.Array | None = None,
+    segments_bs: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
     """The gated delta rule over s tokens, from `state` (by default zero): results [l, b, s, n, r, v], and the state
     after the tokens [l, b, n, r, k, v]. All arrays are float32.
 
@@ -200,9 +223,11 @@ def recur(q, k, v, g, beta, state=None, segments_bs=None) -> tuple[jax.Array, ja
     values = _product("zlbnrct,zlbtnr,zlbtnrv->zlbcnrv", inverse, beta, v)
     kept = since_start[:, :, :, -1]
     if state is None:
-        state = jnp.zeros_like(_product("lbcnk,lbcnrv->lbnrkv", k[0, :, :, :1], v[0, :, :, :1]))
+        begin = jnp.zeros_like(_product("lbcnk,lbcnrv->lbnrkv", k[0, :, :, :1], v[0, :, :, :1]))
+    else:
+        begin = state
 
-    def chunk(state, of):
+    def chunk(state: jax.Array, of: Sequence[jax.Array]) -> tuple[jax.Array, jax.Array]:
         q, k, keys, values, scores, since_start, to_end, kept = of
         u = values - _product("lbcnrk,lbnrkv->lbcnrv", keys, state)
         o = since_start[..., None] * _product("lbcnk,lbnrkv->lbcnrv", q, state)
@@ -212,14 +237,15 @@ def recur(q, k, v, g, beta, state=None, segments_bs=None) -> tuple[jax.Array, ja
 
     of = (q, k, keys, values, qk * left, since_start, to_end, kept)
     if len(q) == 1:
-        state, o = chunk(state, [x[0] for x in of])
-        return o[:, :, :tokens], state
-    state, o = jax.lax.scan(chunk, state, of)
+        end, o = chunk(begin, [x[0] for x in of])
+        return o[:, :, :tokens], end
+    end, o = jax.lax.scan(chunk, begin, of)
     o = jnp.moveaxis(o, 0, 2)
-    return o.reshape(*o.shape[:2], -1, *o.shape[4:])[:, :, :tokens], state
+    return o.reshape(*o.shape[:2], -1, *o.shape[4:])[:, :, :tokens], end
 
 
-_product = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+def _product(formula: str, *arrays: jax.Array) -> jax.Array:
+    return jnp.einsum(formula, *arrays, precision=jax.lax.Precision.HIGHEST)
 
 
 def _chunks(x: jax.Array, size: int, mode: str = "constant") -> jax.Array:

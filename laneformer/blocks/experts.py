@@ -7,16 +7,16 @@ Every lane has an equal share of the columns of every expert, so that all lanes 
 computes in float32, because rounding that changes the chosen experts changes the model.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Block, QuantizedParam, Weight, hold, weight_of_op
+from laneformer.blocks.block import FeedForward, Initial, QuantizedParam, Vector, Weight, Weights, weight_of_op, within
 from laneformer.blocks.mlp import FUNCTIONS, Mlp
 from laneformer.config import ExpertsOptions
 from laneformer.errors import ConfigError
@@ -43,27 +43,35 @@ from laneformer.routing import Routing
 
 MATRICES = ("w1", "w3", "w2")
 SHARED = "shared"
+Leaves = Mapping[str, jax.Array | dict[str, jax.Array]]
+"""Weights of all experts by name: an array, or the arrays of a record by name."""
 BIASES = tuple(f"{name}_bias" for name in MATRICES)
-SCORES = {"sigmoid": jax.nn.sigmoid, "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x))}
+SCORES: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": lambda x: jnp.sqrt(jax.nn.softplus(x)),
+}
 # An expert's mean load is cut into at most PARTS blocks, to reduce padding, of at least LEAST tokens each.
 PARTS, LEAST = 8, 256
 
 
-class Experts(Block):
+class Experts(FeedForward):
     """o[l] = sum over the chosen experts of share * w2[l] (activation(w1[l] h) * w3[l] h).
 
     Options add biases to the router and to each matrix, and clamp gate and up (gpt-oss). A shared expert is an MLP
     whose output is added, times sigmoid(shared_gate h) if it is gated.
     """
 
-    def __init__(self, weights: dict[str, jax.Array], options: ExpertsOptions, precision: Precision):
-        shared = {name: weight for name, weight in weights.items() if name.startswith(f"{SHARED}.")}
-        for name in weights.keys() - shared:
-            setattr(self, name, hold(weights[name]))
-        self.options, self.precision = options, precision
+    options: ExpertsOptions
+    router: Vector
+    router_bias: Vector
+    correction: Vector
+    by_token: Vector
+    shared_gate: Vector
+
+    def __init__(self, weights: Weights, options: ExpertsOptions, precision: Precision):
+        super().__init__({name: weight for name, weight in weights.items() if "." not in name}, options, precision)
         if options.shared:
-            own = {name.removeprefix(f"{SHARED}."): weight for name, weight in shared.items()}
-            self.shared = Mlp(own, options.shared, precision)
+            self.shared = Mlp(within(weights, SHARED), options.shared, precision)
 
     def __call__(self, h_lbsd: jax.Array) -> jax.Array:
         return self.routed(h_lbsd)[0]
@@ -80,7 +88,9 @@ class Experts(Block):
             return o_lbsd
         return o_lbsd * jax.nn.sigmoid(_float32_product("lbsd,od->lbso", h_lbsd, self.shared_gate[...]))
 
-    def _of_lanes(self, h_lbsd, shares_lbsj, chosen_lbsj, weights) -> jax.Array:
+    def _of_lanes(
+        self, h_lbsd: jax.Array, shares_lbsj: jax.Array, chosen_lbsj: jax.Array, weights: Leaves
+    ) -> jax.Array:
         lanes, used = len(h_lbsd), self.options.used
         o_ltd = jax.vmap(self._lane)(
             h_lbsd.reshape(lanes, -1, h_lbsd.shape[-1]),
@@ -136,7 +146,7 @@ class Experts(Block):
         """Names of the experts' weights."""
         return MATRICES + BIASES if self.options.biases else MATRICES
 
-    def _lane(self, h_td, shares_tj, chosen_tj, weights: dict) -> jax.Array:
+    def _lane(self, h_td: jax.Array, shares_tj: jax.Array, chosen_tj: jax.Array, weights: Leaves) -> jax.Array:
         """The output of one lane [t, d], given its weights by name.
 
         Uses are sorted by expert into blocks of equal size, padded with uses of no token. A block reads each matrix of
@@ -165,13 +175,18 @@ class Experts(Block):
     @staticmethod
     def table(options: ExpertsOptions, path: str) -> dict[str, Weight]:
         l, e, d, f = options.num_lanes, options.experts, options.hidden_size, options.columns
-        found = {}
+        found: dict[str, Weight] = {}
 
-        def add(name: str, shape: tuple[int, ...], spec: P, initial: str, share: float, biased: bool) -> None:
-            usual = {"part": "MLP", "share": share}
+        def add(name: str, shape: tuple[int, ...], spec: P, initial: Initial, share: float, biased: bool) -> None:
             file_name = f"model.{path}.{name}"
             found[f"{path}.{name}"] = Weight(
-                file_name=f"{file_name}.weight", shape=shape, spec=spec, initial=initial, group="matrix", **usual
+                file_name=f"{file_name}.weight",
+                shape=shape,
+                spec=spec,
+                initial=initial,
+                group="matrix",
+                part="MLP",
+                share=share,
             )
             if biased:
                 found[f"{path}.{name}_bias"] = Weight(
@@ -180,7 +195,8 @@ class Experts(Block):
                     spec=P(*spec[:-2], None),
                     initial="zeros",
                     group="vector",
-                    **usual,
+                    part="MLP",
+                    share=share,
                 )
 
         read, written = P("lane", None, None, "data"), P("lane", None, "data", None)
@@ -250,6 +266,7 @@ class Experts(Block):
         chosen = Chosen(options.used, summed=True)
         down = Product(ProductName.DOWN, (w2,), reads=Value.HIDDEN, writes=Value.OUTPUT, chosen=chosen)
         router = matrix("router", of_experts=False), options.used, options.normalized, norm
+        route: Route | SigmoidRoute | RootRoute
         if options.table_rows or options.scores == "sqrtsoftplus":
             correction = weight_of_op(table, f"{path}.correction") if options.correction else None
             by_token = weight_of_op(table, f"{path}.by_token", small=True) if options.table_rows else None
@@ -276,11 +293,17 @@ def _float32_product(formula: str, x: jax.Array, w: jax.Array) -> jax.Array:
     return jnp.einsum(formula, *(a.astype(jnp.float32) for a in (x, w)), precision=jax.lax.Precision.HIGHEST)
 
 
-def _leaves(weight: jax.Array | Quantized) -> jax.Array | dict[str, jax.Array]:
+def _leaves(weight: jax.Array | Quantized[jax.Array]) -> jax.Array | dict[str, jax.Array]:
     return weight.arrays if isinstance(weight, Quantized) else weight
 
 
-def _by_rows(of_lanes: Callable, h_lbsd, shares_lbsj, chosen_lbsj, weights) -> jax.Array:
+OfLanes = Callable[[jax.Array, jax.Array, jax.Array, Leaves], jax.Array]
+"""`Experts._of_lanes`."""
+
+
+def _by_rows(
+    of_lanes: OfLanes, h_lbsd: jax.Array, shares_lbsj: jax.Array, chosen_lbsj: jax.Array, weights: Leaves
+) -> jax.Array:
     """of_lanes(...), split over the mesh axis "data" if that divides the batch: each device sorts its own tokens and
     gathers the weights once.
     """
@@ -294,27 +317,36 @@ ROWS = P(None, DATA)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _on_devices(of_lanes: Callable, h_lbsd, shares_lbsj, chosen_lbsj, weights) -> jax.Array:
+def _on_devices(
+    of_lanes: OfLanes, h_lbsd: jax.Array, shares_lbsj: jax.Array, chosen_lbsj: jax.Array, weights: Leaves
+) -> jax.Array:
     """`of_lanes` on each device of the data axis. The custom derivative computes of_lanes again, because JAX (0.10)
     cannot differentiate a shard_map inside another.
     """
-    specs = {"in_specs": (ROWS, ROWS, ROWS, P()), "out_specs": ROWS}
-    return jax.shard_map(of_lanes, axis_names={DATA}, **specs)(h_lbsd, shares_lbsj, chosen_lbsj, weights)
+    local = jax.shard_map(of_lanes, axis_names={DATA}, in_specs=(ROWS, ROWS, ROWS, P()), out_specs=ROWS)
+    return local(h_lbsd, shares_lbsj, chosen_lbsj, weights)
 
 
-def _devices_forward(of_lanes, *kept):
+Kept = tuple[jax.Array, jax.Array, jax.Array, Leaves]
+"""The arguments of `_on_devices` after the first."""
+
+
+def _devices_forward(of_lanes: OfLanes, *kept: *Kept) -> tuple[jax.Array, Kept]:
     return _on_devices(of_lanes, *kept), kept
 
 
-def _devices_backward(of_lanes, kept, g_lbsd):
-    def local(h_lbsd, shares_lbsj, chosen_lbsj, weights, g_lbsd):
+def _devices_backward(of_lanes: OfLanes, kept: Kept, g_lbsd: jax.Array) -> tuple[jax.Array, jax.Array, None, Leaves]:
+    def local(
+        h_lbsd: jax.Array, shares_lbsj: jax.Array, chosen_lbsj: jax.Array, weights: Leaves, g_lbsd: jax.Array
+    ) -> tuple[jax.Array, jax.Array, Leaves]:
         weights = jax.tree.map(lambda w: jax.lax.pcast(w, DATA, to="varying"), weights)
         _, pull = jax.vjp(lambda h, shares, w: of_lanes(h, shares, chosen_lbsj, w), h_lbsd, shares_lbsj, weights)
-        *rows, gradients = pull(g_lbsd)
-        return *rows, jax.tree.map(lambda w: jax.lax.psum(w, DATA), gradients)
+        of_h, of_shares, gradients = pull(g_lbsd)
+        return of_h, of_shares, jax.tree.map(lambda w: jax.lax.psum(w, DATA), gradients)
 
-    specs = {"in_specs": (ROWS, ROWS, ROWS, P(), ROWS), "out_specs": (ROWS, ROWS, P())}
-    h_lbsd, shares_lbsj, weights = jax.shard_map(local, axis_names={DATA}, **specs)(*kept, g_lbsd)
+    specs = (ROWS, ROWS, ROWS, P(), ROWS)
+    on_devices = jax.shard_map(local, axis_names={DATA}, in_specs=specs, out_specs=(ROWS, ROWS, P()))
+    h_lbsd, shares_lbsj, weights = on_devices(*kept, g_lbsd)
     return h_lbsd, shares_lbsj, None, weights
 
 
@@ -326,21 +358,21 @@ class Rule(NamedTuple):
 
     precision: Precision
     options: ExpertsOptions
-    facts: tuple[tuple | None, ...]
+    facts: tuple[tuple[str, tuple[int, int], int] | None, ...]
     """For each of MATRICES: kind, group and columns of a quantized weight, which is passed as its arrays by name; None
     for a plain array.
     """
 
-    def own(self, weights: dict, e: jax.Array) -> dict:
-        """The weights of expert e, from the weights of all experts."""
-        found = jax.tree.map(lambda w: w[e], weights)
+    def own(self, weights: Leaves, e: jax.Array) -> dict[str, Any]:
+        """The weights of expert e, from the weights of all experts: arrays and records."""
+        found: dict[str, Any] = jax.tree.map(lambda w: w[e], weights)
         for name, facts in zip(MATRICES, self.facts, strict=True):
             if facts is not None:
                 kind, group, columns = facts
                 found[name] = Quantized(kind, group=group, columns=columns, **found[name])
         return found
 
-    def times(self, name: str, own: dict, x_c: jax.Array) -> jax.Array:
+    def times(self, name: str, own: dict[str, Any], x_c: jax.Array) -> jax.Array:
         y_c = self.precision.einsum("ci,oi->co", x_c, own[name])
         return y_c + own[f"{name}_bias"] if self.options.biases else y_c
 
@@ -354,7 +386,9 @@ class Rule(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def expert_sum(rule: Rule, h_td, shares_p, weights: dict, use_nc, expert_n) -> jax.Array:
+def expert_sum(
+    rule: Rule, h_td: jax.Array, shares_p: jax.Array, weights: Leaves, use_nc: jax.Array, expert_n: jax.Array
+) -> jax.Array:
     """Each token's sum over its experts, [t, d] in the accumulate dtype. It is computed block by block, so that only
     one matrix at a time is widened, and the vectors of all uses are never in memory together.
 
@@ -374,10 +408,16 @@ def _add_rows(x: jax.Array, index_c: jax.Array, rows: jax.Array) -> jax.Array:
     return x.at[index_c].add(rows.astype(x.dtype), mode="drop", indices_are_sorted=True)
 
 
-def _forward(rule, h_td, shares_p, weights, use_nc, expert_n):
+Residuals = tuple[jax.Array, jax.Array, Leaves, jax.Array, jax.Array, tuple[jax.Array, ...]]
+"""The arguments of `expert_sum` after the first, and the rows of gate and up."""
+
+
+def _forward(
+    rule: Rule, h_td: jax.Array, shares_p: jax.Array, weights: Leaves, use_nc: jax.Array, expert_n: jax.Array
+) -> tuple[jax.Array, Residuals]:
     used = rule.options.used
 
-    def one(o_td, block):
+    def one(o_td: jax.Array, block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         use_c, e = block
         own, token_c = rule.own(weights, e), use_c // used
         x_cd = _rows(h_td, token_c)
@@ -390,7 +430,9 @@ def _forward(rule, h_td, shares_p, weights, use_nc, expert_n):
     return o_td, (h_td, shares_p, weights, use_nc, expert_n, products)
 
 
-def _backward(rule, kept, g_td):
+def _backward(
+    rule: Rule, kept: Residuals, g_td: jax.Array
+) -> tuple[jax.Array, jax.Array, dict[str, jax.Array], None, None]:
     """Adds each block's gradients in place; the transpose of the loop would make a gradient of all experts per block.
 
     With o = share * w2 a, the gradient of a share is a . (w2^T g), so o is not needed.
@@ -398,7 +440,7 @@ def _backward(rule, kept, g_td):
     h_td, shares_p, weights, use_nc, expert_n, products = kept
     einsum, used = rule.precision.einsum, rule.options.used
 
-    def one(carry, block):
+    def one(carry: tuple[Any, jax.Array], block: Any) -> tuple[tuple[Any, jax.Array], jax.Array]:
         gradients, gh_td = carry
         use_c, e, (gate_cf, up_cf) = block
         own, token_c = rule.own(weights, e), use_c // used

@@ -15,17 +15,28 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from laneformer.blocks.attention import keys_seen
-from laneformer.blocks.block import Block, KeptArray, Memory, Weight, attention_weight, hold, weight_of_op
+from laneformer.blocks.block import (
+    Group,
+    Held,
+    Initial,
+    KeptArray,
+    Memory,
+    Mixer,
+    Vector,
+    Weight,
+    attention_weight,
+    weight_of_op,
+)
 from laneformer.blocks.norm import rms_norm
-from laneformer.blocks.rotary import rotate
+from laneformer.blocks.rotary import Tables, rotate
 from laneformer.blocks.tiled_attention import attend
 from laneformer.config import LatentAttentionOptions
 from laneformer.ops import Blocks, LatentAttend, LatentKeep, Matrix, Norm, Op, Product, ProductName, Rotary, Value
-from laneformer.precision import Precision, widen
+from laneformer.precision import widen
 from laneformer.quantized import Quantized
 
 
-class LatentAttention(Block):
+class LatentAttention(Mixer):
     """Keys and values of all heads are computed from one latent vector per position.
 
     All heads share x = norm(first c rows of wkv_a h) [c] and z = rotate(last r rows of wkv_a h) [r]. A head's keys are
@@ -39,12 +50,15 @@ class LatentAttention(Block):
     hold the keys and values of all positions and heads in memory and recompute them for each part of a prompt.
     """
 
-    def __init__(self, weights: dict[str, jax.Array], options: LatentAttentionOptions, precision: Precision):
-        for name, weight in weights.items():
-            setattr(self, name, hold(weight))
-        self.options, self.precision = options, precision
+    options: LatentAttentionOptions
+    q_norm: Vector
+    kv_norm: Vector
+    wkv_b: Held
+    wo: Held
 
-    def __call__(self, h_lbsd, rotary, memory: Memory | None = None, segments_bs=None):
+    def __call__(
+        self, h_lbsd: jax.Array, rotary: Tables, memory: Memory | None = None, segments_bs: jax.Array | None = None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """h [l, b, s, d] -> o [l, b, s, d], and the latents to keep.
 
         memory: the cache, with latents [l, b, t, c + r] that are filled before `start`, the position of the first
@@ -87,7 +101,7 @@ class LatentAttention(Block):
             q = self._product("lbsj,lij->lbsi", y, "wq_b")
         return q.reshape(*q.shape[:3], self.options.heads, -1)
 
-    def _latents(self, h_lbsd: jax.Array, rotary) -> tuple[jax.Array, jax.Array]:
+    def _latents(self, h_lbsd: jax.Array, rotary: Tables) -> tuple[jax.Array, jax.Array]:
         """The normed latents x [l, b, s, c] and the rotated keys z [l, b, s, r]."""
         y = self._product("lbsd,id->lbsi", h_lbsd, "wkv_a")
         x_lbsc, z_lbsr = jnp.split(y, [self.options.kv_lora_rank], -1)
@@ -104,10 +118,11 @@ class LatentAttention(Block):
     def table(options: LatentAttentionOptions, path: str) -> dict[str, Weight]:
         l, d, heads = options.num_lanes, options.hidden_size, options.heads
         nope, rotated, values = options.qk_nope_head_dim, options.qk_rope_head_dim, options.v_head_dim
-        queries, rank, found = heads * (nope + rotated), options.q_lora_rank, {}
+        queries, rank = heads * (nope + rotated), options.q_lora_rank
+        found: dict[str, Weight] = {}
 
-        def add(name: str, shape: tuple[int, ...], spec: P, initial: str = "normal") -> None:
-            group = "vector" if initial == "ones" else "matrix"
+        def add(name: str, shape: tuple[int, ...], spec: P, initial: Initial = "normal") -> None:
+            group: Group = "vector" if initial == "ones" else "matrix"
             found[f"{path}.{name}"] = attention_weight(f"{path}.{name}", shape, spec, initial, group)
 
         shared, by_head = P(None, "data"), P("lane", None, "data")
@@ -134,26 +149,38 @@ class LatentAttention(Block):
             return Norm(weight_of_op(table, f"{path}.{name}"), options.latent_norm_eps)
 
         def of_heads(name: str, first: int, rows: int, transposed: bool = False) -> Matrix:
-            shape = (rank, rows) if transposed else (rows, rank)
-            own = {"path": f"{path}.{name}", "shape": shape, "experts": heads}
-            cut = {"cut_from": f"{path}.wkv_b", "first_row": first, "transposed": transposed}
-            return Matrix(dataclasses.replace(weight_of_op(table, f"{path}.wkv_b"), **own, **cut))
+            weight = dataclasses.replace(
+                weight_of_op(table, f"{path}.wkv_b"),
+                path=f"{path}.{name}",
+                shape=(rank, rows) if transposed else (rows, rank),
+                experts=heads,
+                cut_from=f"{path}.wkv_b",
+                first_row=first,
+                transposed=transposed,
+            )
+            return Matrix(weight)
+
+        def of_stream(name: ProductName, weight: str, writes: Value) -> Product:
+            return Product(name, (matrix(weight),), reads=Value.STREAM, writes=writes, norm=norm)
 
         rotary = Rotary(rotary.frequencies[: options.qk_rope_head_dim // 2], rotary.factor)  # other pairs do not rotate
         heads, rank = options.heads, options.kv_lora_rank
         still, values = options.qk_nope_head_dim, options.v_head_dim
-        stream = {"reads": Value.STREAM, "norm": norm}
-        latents = Product(ProductName.LATENTS, (matrix("wkv_a"),), writes=Value.PROJECTED, **stream)
         if options.q_lora_rank is None:
-            queries = (Product(ProductName.QUERIES, (matrix("wq"),), writes=Value.QUERIES, **stream),)
+            queries = [of_stream(ProductName.QUERIES, "wq", Value.QUERIES)]
         else:
-            inside = {"reads": Value.HIDDEN, "writes": Value.QUERIES, "norm": inner("q_norm")}
-            queries = (
-                Product(ProductName.QUERY_RANK, (matrix("wq_a"),), writes=Value.HIDDEN, **stream),
-                Product(ProductName.QUERIES, (matrix("wq_b"),), **inside),
-            )
+            queries = [
+                of_stream(ProductName.QUERY_RANK, "wq_a", Value.HIDDEN),
+                Product(
+                    ProductName.QUERIES,
+                    (matrix("wq_b"),),
+                    reads=Value.HIDDEN,
+                    writes=Value.QUERIES,
+                    norm=inner("q_norm"),
+                ),
+            ]
         return (
-            latents,
+            of_stream(ProductName.LATENTS, "wkv_a", Value.PROJECTED),
             *queries,
             LatentKeep(rank, inner("kv_norm"), rotary),
             Product(

@@ -7,8 +7,9 @@ from flax import nnx
 
 from laneformer import ops
 from laneformer.blocks import BLOCKS
-from laneformer.blocks.block import Weight, weight_of_op
+from laneformer.blocks.block import FeedForward, Memory, Mixer, Weight, Weights, weight_of_op, within
 from laneformer.blocks.norm import RMSNorm
+from laneformer.blocks.rotary import Tables
 from laneformer.blocks.streams import Mixture, Streams
 from laneformer.config import LayerOptions, NormOptions, Norms
 from laneformer.ops import Norm, Rotary
@@ -29,7 +30,10 @@ class Layer(nnx.Module):
     The static methods describe a layer at `path` in the module tree, without an instance.
     """
 
-    def __init__(self, weights: dict[str, jax.Array], options: LayerOptions, norms: Norms, precision: Precision):
+    attention: Mixer
+    feed_forward: FeedForward
+
+    def __init__(self, weights: Weights, options: LayerOptions, norms: Norms, precision: Precision):
         for name, own in zip(options._fields, options, strict=True):
             for norm, path in ((before(norms), BEFORE[name]), (after(norms), AFTER[name])):
                 setattr(self, path, RMSNorm(weights[path], norm) if norm else None)
@@ -43,13 +47,16 @@ class Layer(nnx.Module):
         """The input of a block, [l, b, s, d], read from several residual streams [l, b, s, m, d], and the Mixture by
         which the block's output joins them. With one stream: x [l, b, s, d] and None.
         """
-        return getattr(self, STREAMS[name]).read(x) if self.has_streams else (x, None)
+        if not self.has_streams:
+            return x, None
+        streams: Streams = getattr(self, STREAMS[name])
+        return streams.read(x)
 
-    def attend(self, x_lbsd: jax.Array, *args):
-        """The attention's output [l, b, s, d] and the arrays to keep. args: the other arguments of the attention block,
-        see `Attention.__call__`.
-        """
-        o_lbsd, kept = self.attention(self._read(x_lbsd, "attention"), *args)
+    def attend(
+        self, x_lbsd: jax.Array, rotary: Tables, memory: Memory | None, segments_bs: jax.Array | None
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The attention's output [l, b, s, d] and the arrays to keep; see `Mixer.__call__`."""
+        o_lbsd, kept = self.attention(self._read(x_lbsd, "attention"), rotary, memory, segments_bs)
         return self._write(o_lbsd, "attention"), kept
 
     def feed(self, x_lbsd: jax.Array, ids_bs: jax.Array | None = None) -> tuple[jax.Array, Routing | None]:
@@ -60,11 +67,11 @@ class Layer(nnx.Module):
         return self._write(o_lbsd, "feed_forward"), routing
 
     def _read(self, x_lbsd: jax.Array, name: str) -> jax.Array:
-        norm = getattr(self, BEFORE[name])
+        norm: RMSNorm | None = getattr(self, BEFORE[name])
         return norm(x_lbsd) if norm else x_lbsd
 
     def _write(self, o_lbsd: jax.Array, name: str) -> jax.Array:
-        norm = getattr(self, AFTER[name])
+        norm: RMSNorm | None = getattr(self, AFTER[name])
         return norm(o_lbsd) if norm and not self.after_sum else o_lbsd
 
     def receive(self, total_lbsd: jax.Array, o_lbsd: jax.Array, name: str) -> tuple[jax.Array, jax.Array]:
@@ -75,7 +82,7 @@ class Layer(nnx.Module):
         """
         if not self.after_sum:
             return total_lbsd, o_lbsd
-        norm = getattr(self, AFTER[name])
+        norm: RMSNorm = getattr(self, AFTER[name])
         return norm(total_lbsd).astype(total_lbsd.dtype), norm(o_lbsd, of=total_lbsd).astype(o_lbsd.dtype)
 
     @staticmethod
@@ -132,10 +139,3 @@ def after_sum(norms: Norms) -> bool:
 def norm_op(options: NormOptions, path: str) -> Norm:
     """The norm at `path` as an op refers to it."""
     return Norm(weight_of_op(RMSNorm.table(options, path), path, plus=float(options.plus_one)), options.eps)
-
-
-def within(weights: dict[str, jax.Array], prefix: str) -> dict[str, jax.Array]:
-    """The weights whose paths begin with the prefix and a dot, keyed by the rest of their paths."""
-    return {
-        path.removeprefix(prefix + "."): weight for path, weight in weights.items() if path.startswith(prefix + ".")
-    }

@@ -2,17 +2,17 @@
 laneformer/model.py.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Block, Weight, hold, weight_of_op
+from laneformer.blocks.block import FeedForward, Held, Initial, Weight, weight_of_op
 from laneformer.config import MlpOptions
-from laneformer.ops import QUICK_GELU_FACTOR, Activation, Matrix, Norm, Op, Product, ProductName, Rotary, Value
-from laneformer.precision import Precision
+from laneformer.ops import QUICK_GELU_FACTOR, Activation, Matrix, Norm, Product, ProductName, Rotary, Value
 
-FUNCTIONS = {
+FUNCTIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     Activation.SILU: jax.nn.silu,
     Activation.GELU: partial(jax.nn.gelu, approximate=False),
     Activation.GELU_PYTORCH_TANH: partial(jax.nn.gelu, approximate=True),
@@ -21,13 +21,13 @@ FUNCTIONS = {
 }
 
 
-class Mlp(Block):
+class Mlp(FeedForward):
     """o[l] = w2[l] (activation(w1[l] h) * w3[l] h); without a gate, o[l] = w2[l] activation(w1[l] h)."""
 
-    def __init__(self, weights: dict[str, jax.Array], options: MlpOptions, precision: Precision):
-        for name, weight in weights.items():
-            setattr(self, name, hold(weight))
-        self.options, self.precision = options, precision
+    options: MlpOptions
+    w1: Held
+    w3: Held
+    w2: Held
 
     def __call__(self, h_lbsd: jax.Array) -> jax.Array:
         return self.precision.block_einsum("lbsf,ldf->lbsd", self.hidden(h_lbsd), self.w2[...])
@@ -44,7 +44,7 @@ class Mlp(Block):
     def table(options: MlpOptions, path: str) -> dict[str, Weight]:
         l, d, f = options.num_lanes, options.hidden_size, options.columns
 
-        def matrix(name: str, shape: tuple[int, ...], spec: P, initial: str) -> Weight:
+        def matrix(name: str, shape: tuple[int, ...], spec: P, initial: Initial) -> Weight:
             file_name = f"model.{path}.{name}.weight"
             return Weight(file_name=file_name, shape=shape, spec=spec, initial=initial, group="matrix", part="MLP")
 
@@ -53,7 +53,7 @@ class Mlp(Block):
         return {f"{path}.{name}": weight for name, weight in (read | written).items()}
 
     @staticmethod
-    def ops(options: MlpOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
+    def ops(options: MlpOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Product, ...]:
         table = Mlp.table(options, path)
         *first, down = (Matrix(weight_of_op(table, f"{path}.{name}")) for name in (*_read_by(options), "w2"))
         hidden = Product(

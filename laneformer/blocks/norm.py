@@ -5,8 +5,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Weight
+from laneformer.blocks.block import Weight, plain
 from laneformer.config import NormOptions
+from laneformer.quantized import Quantized
 
 
 def rms_norm(
@@ -24,8 +25,8 @@ def rms_norm(
 class RMSNorm(nnx.Module):
     """RMSNorm of every lane's stream. The scale is [d], shared by the lanes, or [l, d], one per lane."""
 
-    def __init__(self, scale: jax.Array, options: NormOptions):
-        self.scale, self.eps, self.plus_one = nnx.Param(scale), options.eps, options.plus_one
+    def __init__(self, scale: jax.Array | Quantized[jax.Array], options: NormOptions):
+        self.scale, self.eps, self.plus_one = nnx.Param(plain(scale)), options.eps, options.plus_one
 
     def __call__(self, x_lbsd: jax.Array, of: jax.Array | None = None) -> jax.Array:
         """The normed stream in float32, with the shape of x. of: see `rms_norm`."""
@@ -35,10 +36,13 @@ class RMSNorm(nnx.Module):
     @staticmethod
     def table(options: NormOptions, path: str) -> dict[str, Weight]:
         """Path -> Weight of a norm at `path` in the module tree, like `Block.table`."""
-        name, shape, spec = "weight", (options.hidden_size,), P(None)
-        if options.per_lane:
-            name, shape, spec = "scale", (options.num_lanes, *shape), P("lane", None)
-        file_name = f"model.{path}.{name}"
-        initial = "zeros" if options.plus_one else "ones"
-        kind = {"initial": initial, "group": "vector", "part": "norms"}
-        return {path: Weight(file_name=file_name, shape=shape, spec=spec, **kind)}
+        d = options.hidden_size
+        weight = Weight(
+            file_name=f"model.{path}.{'scale' if options.per_lane else 'weight'}",
+            shape=(options.num_lanes, d) if options.per_lane else (d,),
+            spec=P("lane", None) if options.per_lane else P(None),
+            initial="zeros" if options.plus_one else "ones",
+            group="vector",
+            part="norms",
+        )
+        return {path: weight}

@@ -10,6 +10,9 @@ import numpy as np
 
 from laneformer.config import ModelConfig, RopeScaling
 
+Tables = tuple[jax.Array, jax.Array]
+"""cos and sin of each position's angles, float32 [s, pairs of channels]."""
+
 
 def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
     """The frequency of each pair of rotated channels in radians per position, float32 [rotary_size / 2], and the factor
@@ -23,7 +26,7 @@ def stretched_frequencies(size: int, theta: float, scaling: RopeScaling | None) 
     sin. theta: base of the frequencies. scaling: their scaling to longer contexts, or None.
     """
     half = size // 2
-    frequencies = theta ** (-np.arange(half, dtype=np.float64) / half)
+    frequencies: np.ndarray = theta ** (-np.arange(half, dtype=np.float64) / half)
     factor = 1.0
     if scaling is not None:
         frequencies = _STRETCH[scaling.type](frequencies, scaling, theta)
@@ -41,7 +44,8 @@ def _llama3(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.n
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     keep = np.clip((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor), 0.0, 1.0)
-    return keep * frequencies + (1 - keep) * frequencies / scaling.factor
+    blended: np.ndarray = keep * frequencies + (1 - keep) * frequencies / scaling.factor
+    return blended
 
 
 def _yarn(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.ndarray:
@@ -56,7 +60,8 @@ def _yarn(frequencies: np.ndarray, scaling: RopeScaling, theta: float) -> np.nda
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, 2 * len(frequencies) - 1)
     stretched = np.clip((np.arange(len(frequencies)) - low) / ((high - low) or 1e-3), 0.0, 1.0)
-    return (1 - stretched) * frequencies + stretched * frequencies / scaling.factor
+    blended: np.ndarray = (1 - stretched) * frequencies + stretched * frequencies / scaling.factor
+    return blended
 
 
 def _yarn_attention_factor(scaling: RopeScaling) -> float:
@@ -70,18 +75,18 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
 _STRETCH = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
-def rotary_tables(config: ModelConfig, positions_s: jax.Array) -> tuple[jax.Array, jax.Array]:
+def rotary_tables(config: ModelConfig, positions_s: jax.Array) -> Tables:
     """cos and sin of each position's angles, float32 [s, rotary_size / 2]."""
     return tables_of(*rotary_frequencies(config), positions_s)
 
 
-def tables_of(frequencies: np.ndarray, factor: float, positions_s: jax.Array) -> tuple[jax.Array, jax.Array]:
+def tables_of(frequencies: np.ndarray, factor: float, positions_s: jax.Array) -> Tables:
     """cos and sin of each position's angles for the given frequencies, times the factor, float32 [s, frequencies]."""
     angles = positions_s.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
 
 
-def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: jax.Array, tables: Tables) -> jax.Array:
     """Rotates the pairs (x[2i], x[2i+1]) of x [..., s, heads, head_dim] by the angles of their positions, in float32.
     The tables [s, pairs] cover the first 2 * pairs channels; the others are unchanged.
     """
@@ -93,7 +98,7 @@ def rotate(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
     return turned.reshape(x.shape).astype(x.dtype)
 
 
-def rotate_last(x: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate_last(x: jax.Array, tables: Tables) -> jax.Array:
     """Like `rotate`, but the tables cover the last channels instead of the first."""
     still = x.shape[-1] - 2 * tables[0].shape[-1]
     return jnp.concatenate([x[..., :still], rotate(x[..., still:], tables)], -1)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Weight, weight_of_op
+from laneformer.blocks.block import Initial, Vector, Weight, Weights, plain, weight_of_op
 from laneformer.config import StreamsOptions
 from laneformer.ops import GatherStreams, Matrix
 
@@ -34,9 +34,13 @@ class Streams(nnx.Module):
     the streams after the module. Both compute in float32 and return the dtype of the streams.
     """
 
-    def __init__(self, weights: dict[str, jax.Array], options: StreamsOptions):
+    mix: Vector
+    factors: Vector
+    offsets: Vector
+
+    def __init__(self, weights: Weights, options: StreamsOptions):
         for name, weight in weights.items():
-            setattr(self, name, nnx.Param(weight))
+            setattr(self, name, nnx.Param(plain(weight)))
         self.options = options
 
     def read(self, x_lbsmd: jax.Array) -> tuple[jax.Array, Mixture | None]:
@@ -60,11 +64,12 @@ class Streams(nnx.Module):
         between = jax.nn.softmax(rows_lbsw.reshape(*rows_lbsw.shape[:-1], m, m), -1) + eps
         between = between / (between.sum(-2, keepdims=True) + eps)
 
-        def again(_, between):
+        def again(_: int, between: jax.Array) -> jax.Array:
             between = between / (between.sum(-1, keepdims=True) + eps)
             return between / (between.sum(-2, keepdims=True) + eps)
 
-        return jax.lax.fori_loop(0, self.options.iterations - 1, again, between)
+        found: jax.Array = jax.lax.fori_loop(0, self.options.iterations - 1, again, between)
+        return found
 
     @staticmethod
     def write(x_lbsmd: jax.Array, o_lbsd: jax.Array, mixture: Mixture) -> jax.Array:
@@ -78,7 +83,7 @@ class Streams(nnx.Module):
         """Path -> Weight, like `Block.table`. of_head: only what reads the streams, without what writes them."""
         m = options.count
         rows = m if of_head else 2 * m + m * m
-        shapes = {
+        shapes: dict[str, tuple[tuple[int, ...], Initial]] = {
             "mix": ((rows, m * options.hidden_size), "normal"),
             "factors": ((1 if of_head else 3,), "ones"),
             "offsets": ((rows,), "zeros"),

@@ -6,7 +6,9 @@ has one row for each of its positions and each of the h / n query heads that rea
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,8 @@ from jax.sharding import PartitionSpec as P
 from laneformer.mesh import DATA, fit_spec
 
 _UNSEEN = -1e30  # finite: inf - inf in a row without visible keys so far would be nan
+Two = tuple[jax.Array, jax.Array]
+Three = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def attend(
@@ -48,13 +52,14 @@ def attend(
     if usual and start is None and segments is None and sinks is None and _has_cudnn_kernel(q):
         if jax.sharding.get_abstract_mesh().size > 1:
             return _attend_on_mesh(window, q, k, v)
-        return jax.vmap(_cudnn_kernel(window))(q, k, v)
+        by_lane: jax.Array = jax.vmap(_cudnn_kernel(window))(q, k, v)
+        return by_lane
     start = jnp.int32(0) if start is None else start
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     return _attend_in_tiles(_block_sizes(q.shape[2], k.shape[2]), window, scale, q, k, v, segments, start, sinks)
 
 
-def _device():
+def _device() -> Any:
     """A device of the program: one of the mesh, otherwise JAX's first. This machine may lack the mesh's devices."""
     return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
 
@@ -65,34 +70,35 @@ def _has_cudnn_kernel(q: jax.Array) -> bool:
     return on_nvidia and q.dtype != jnp.float32 and q.shape[-1] % 8 == 0 and q.shape[-1] <= 128
 
 
-def _cudnn_kernel(window: int | None):
+def _cudnn_kernel(window: int | None) -> Callable[..., jax.Array]:
     local = None if window is None else (window - 1, 0)
     return partial(jax.nn.dot_product_attention, is_causal=True, local_window_size=local, implementation="cudnn")
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend_on_mesh(window, q, k, v):
+def _attend_on_mesh(window: int | None, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     """cuDNN's kernel where the lane axis of a mesh is manual.
 
     XLA (jaxlib 0.10) cannot partition jax.nn's call over the data axis, so that axis becomes manual too, for the kernel
     alone. The custom gradient is needed because JAX (0.10) cannot differentiate a shard_map inside another: it assumes
     that the residuals are split over the axes of both.
     """
-    return _by_sequence(_cudnn_kernel(window), q, k, v)
+    o: jax.Array = _by_sequence(_cudnn_kernel(window), q, k, v)
+    return o
 
 
-def _on_mesh_forward(window, q, k, v):
+def _on_mesh_forward(window: int | None, q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
     return _by_sequence(partial(jax.vjp, _cudnn_kernel(window)), q, k, v)
 
 
-def _on_mesh_backward(window, pull, do):
+def _on_mesh_backward(window: int | None, pull: Any, do: jax.Array) -> Any:
     return _by_sequence(lambda pull, do: pull(do), pull, do)
 
 
 _attend_on_mesh.defvjp(_on_mesh_forward, _on_mesh_backward)
 
 
-def _by_sequence(function, *args):
+def _by_sequence(function: Callable[..., Any], *args: Any) -> Any:
     """Maps `function` over lanes and sequences, on the devices of the data axis. All arrays are [l, b, ...]."""
     mesh = jax.sharding.get_abstract_mesh()
     spec = fit_spec(P(None, DATA), jax.tree.leaves(args)[0].shape, mesh)
@@ -113,19 +119,43 @@ def _block_sizes(s: int, t: int) -> tuple[int, int]:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _attend_in_tiles(sizes, window, scale, q, k, v, segments, start, sinks):
+def _attend_in_tiles(
+    sizes: tuple[int, int],
+    window: int | None,
+    scale: float,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    start: jax.Array,
+    sinks: jax.Array | None,
+) -> jax.Array:
     return _forward(sizes, window, scale, q, k, v, segments, start, sinks)[0]
 
 
-def _forward(sizes, window, scale, q, k, v, segments, start, sinks):
+Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array | None, jax.Array, jax.Array]
+"""q, k, v, segments, start, sinks, output, log-sum-exp."""
+
+
+def _forward(
+    sizes: tuple[int, int],
+    window: int | None,
+    scale: float,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array | None,
+    start: jax.Array,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, Residuals]:
     """The output and the residuals, which include the log-sum-exp of every query's scores [i, l, b, n, r, 1]."""
     tiles = _Tiles(sizes, window, scale, q, k, segments, start)
     keys, values = tiles.key_blocks(k), tiles.key_blocks(v)
 
-    def block(_, inputs):
+    def block(_: tuple[()], inputs: tuple[jax.Array, jax.Array]) -> tuple[tuple[()], tuple[jax.Array, jax.Array]]:
         i, q_i = inputs
 
-        def tile(j, carry):
+        def tile(j: jax.Array, carry: Three) -> Three:
             top, total, o = carry
             scores, seen = tiles.scores(i, j, q_i, keys[j])
             new_top = jnp.maximum(top, jnp.where(seen, scores, _UNSEEN).max(-1, keepdims=True))
@@ -146,7 +176,9 @@ def _forward(sizes, window, scale, q, k, v, segments, start, sinks):
     return o, (q, k, v, segments, start, sinks, o, checkpoint_name(lse, "product"))
 
 
-def _backward(sizes, window, scale, kept, do):
+def _backward(
+    sizes: tuple[int, int], window: int | None, scale: float, kept: Residuals, do: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, None, None, jax.Array | None]:
     """With p = exp(scale q k^T - lse): dv = p^T do, ds = p (do v^T - sum(do o)), dq = ds k, dk = ds^T q.
 
     dk and dv are summed as [k, t], because XLA:CPU multiplies several times slower when it transposes a tile of p or
@@ -157,11 +189,11 @@ def _backward(sizes, window, scale, kept, do):
     keys, values = tiles.key_blocks(k), tiles.key_blocks(v)
     do_o = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1, keepdims=True)
 
-    def block(carry, inputs):
+    def block(carry: Two, inputs: tuple[jax.Array, ...]) -> tuple[Two, jax.Array]:
         i, q_i, do_i, do_o_i, lse_i = inputs
         q_kr, do_kr = q_i.swapaxes(-1, -2), do_i.swapaxes(-1, -2)
 
-        def tile(j, carry):
+        def tile(j: jax.Array, carry: Three) -> Three:
             dq, dk, dv = carry
             scores, seen = tiles.scores(i, j, q_i, keys[j])
             p = jnp.where(seen, jnp.exp(scores - lse_i), 0.0)
@@ -173,9 +205,9 @@ def _backward(sizes, window, scale, kept, do):
         dq, dk, dv = jax.lax.fori_loop(*tiles.range_of(i), tile, (jnp.zeros_like(q_i, jnp.float32), *carry))
         return (dk, dv), dq
 
-    zeros = (jnp.zeros_like(blocks.swapaxes(-1, -2), jnp.float32) for blocks in (keys, values))
+    zero_k, zero_v = (jnp.zeros_like(blocks.swapaxes(-1, -2), jnp.float32) for blocks in (keys, values))
     inputs = (jnp.arange(tiles.rows), tiles.query_blocks(q), tiles.query_blocks(do), tiles.query_blocks(do_o), lse)
-    (dk, dv), dq = jax.lax.scan(block, (*zeros,), inputs)
+    (dk, dv), dq = jax.lax.scan(block, (zero_k, zero_v), inputs)
     dq, dk, dv = (
         tiles.queries(dq) * tiles.scale,
         tiles.keys(dk.swapaxes(-1, -2)) * tiles.scale,
@@ -194,7 +226,16 @@ _attend_in_tiles.defvjp(_forward, _backward)
 class _Tiles:
     """Positions cut into blocks of `sizes` (queries, keys), and the keys that each query attends to."""
 
-    def __init__(self, sizes, window, scale, q, k, segments, start):
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        window: int | None,
+        scale: float,
+        q: jax.Array,
+        k: jax.Array,
+        segments: jax.Array | None,
+        start: jax.Array,
+    ):
         self.size, self.key_size = sizes
         self.s, self.t, self.n, self.group = q.shape[2], k.shape[2], k.shape[3], q.shape[3] // k.shape[3]
         self.rows, self.columns = math.ceil(self.s / self.size), math.ceil(self.t / self.key_size)
@@ -223,7 +264,7 @@ class _Tiles:
         rows = jnp.repeat(x.astype(jnp.float32).reshape(len(x), self.n, self.group), self.size, -1)
         return rows[:, None, :, :, None]
 
-    def range_of(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def range_of(self, i: jax.Array) -> tuple[jax.Array | int, jax.Array]:
         """The first block of keys with positions visible to block i of queries, and one past the last."""
         first, last = self.start + i * self.size, self.start + (i + 1) * self.size - 1
         lowest = 0 if self.window is None else jnp.maximum(first - self.window + 1, 0) // self.key_size
