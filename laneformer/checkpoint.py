@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 from jax.sharding import Mesh, SingleDeviceSharding
+from jax.typing import DTypeLike
 
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError, one_line
@@ -29,9 +30,9 @@ PARAMS, META = "params", "meta"  # Orbax items of a step
 
 def load(
     path: str | Path,
-    dtype=None,
+    dtype: DTypeLike | None = None,
     *,
-    mesh=None,
+    mesh: Mesh | None = None,
     num_lanes: int | None = None,
     precision: Precision | None = None,
     weights: Literal["bfloat16"] | None = None,
@@ -50,7 +51,10 @@ def load(
 
 
 def open_checkpoint(
-    path: str | Path, dtype=None, num_lanes: int | None = None, weights: Literal["bfloat16"] | None = None
+    path: str | Path,
+    dtype: DTypeLike | None = None,
+    num_lanes: int | None = None,
+    weights: Literal["bfloat16"] | None = None,
 ) -> "HfFolder | SavedStep":
     """The checkpoint in `path`, validated without reading weights. Arguments and errors are those of `load`.
 
@@ -63,7 +67,9 @@ def open_checkpoint(
     return HfFolder(path, dtype, num_lanes, weights) if step is None else SavedStep(step, dtype, num_lanes)
 
 
-def open_plain(path: str | Path, dtype=None, num_lanes: int | None = None) -> "HfFolder | SavedStep":
+def open_plain(
+    path: str | Path, dtype: DTypeLike | None = None, num_lanes: int | None = None
+) -> "HfFolder | SavedStep":
     """Like `open_checkpoint`, for programs that change weights. Raises CheckpointError if any weight is quantized."""
     found = open_checkpoint(path, dtype, num_lanes)
     if found.quantized:
@@ -79,7 +85,7 @@ class SavedStep:
 
     quantized: tuple[str, ...] = ()
 
-    def __init__(self, step: Path, dtype=None, num_lanes: int | None = None):
+    def __init__(self, step: Path, dtype: DTypeLike | None = None, num_lanes: int | None = None):
         meta = read_meta(step)
         self.step, self.config = step, config_from_hf(meta["config"])
         if num_lanes not in (None, self.config.num_lanes):
@@ -146,7 +152,7 @@ def _step_folder(path: Path) -> Path | None:
     return step
 
 
-def _check_dtype(dtype) -> None:
+def _check_dtype(dtype: DTypeLike) -> None:
     try:
         known = jnp.dtype(dtype).name in KERNEL_FORMATS
     except TypeError:
@@ -183,7 +189,7 @@ def newest_step(run: Path) -> Path:
     return Path(run) / STEPS / str(steps[-1])
 
 
-def read_meta(step: Path) -> dict:
+def read_meta(step: Path) -> dict[str, Any]:
     """A step's record: config, step, versions, tokenizer. Raises CheckpointError if it is unreadable."""
     try:
         meta = parse_json(read_file(step / META / "metadata"))
@@ -210,7 +216,7 @@ def restore_params(step: Path, config: ModelConfig, dtype: str, mesh: Mesh | Non
     }
     try:
         with ocp.StandardCheckpointer() as reader:
-            weights = reader.restore((step / PARAMS).absolute(), wanted)
+            weights: dict[str, jax.Array] = reader.restore((step / PARAMS).absolute(), wanted)
     except Exception as error:  # Orbax raises the errors of its threads, even a plain Exception
         raise _damaged(step, f"is damaged or does not fit its config ({one_line(error)})") from None
     if dtype == meta["param_dtype"] and fingerprint(weights) != meta["fingerprint"][PARAMS]:
@@ -226,7 +232,7 @@ def _damaged(step: Path, what: str) -> CheckpointError:
     )
 
 
-def fingerprint(tree) -> int:
+def fingerprint(tree: Any) -> int:
     """A 32-bit checksum of the arrays in `tree`, which any single changed bit changes, and which is the same on every
     mesh.
 

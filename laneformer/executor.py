@@ -1,6 +1,6 @@
 """Runs the modules and exchanges of any layout in laneformer/layout.py."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ def run_schedule(
     num_lanes: int,
     observe: Callable[[jax.Array, jax.Array, jax.Array], None] | None = None,
     receive: Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]] = lambda m, total, o: (total, o),
-    mix: Callable[[int, jax.Array, jax.Array], jax.Array] | None = None,
+    mix: Callable[[int, jax.Array, jax.Array], jax.Array] = lambda m, x, total: x + total,
 ) -> jax.Array:
     """Runs all modules over the lanes' streams. Returns the streams before the final norm, [l, b, s, d] in the stream
     dtype.
@@ -30,13 +30,17 @@ def run_schedule(
         streams before it, the lanes' own additions, and the streams after it.
     receive(m, total, o): returns what the streams receive of the sum that module m completes, and of the module's
         output on every local lane; by default both are unchanged.
-    mix(m, x, total): returns the streams after the sum of module m has joined them, if the schedule mixes.
+    mix(m, x, total): returns the streams after the sum of module m has joined them, if the schedule mixes; by default
+        the sum is added.
     """
-    x, outputs, sums = x_lbsd, {}, {}
+    x = x_lbsd
+    outputs: dict[int, jax.Array] = {}
+    sums: dict[Payload, jax.Array] = {}
 
-    def combine(payload: Payload, modules) -> jax.Array:
+    def combine(payload: Payload, modules: Sequence[tuple[int, float]]) -> jax.Array:
         width = round(payload.channels * x_lbsd.shape[-1])
-        return sum(w * outputs[m][..., :width] if w != 1.0 else outputs[m][..., :width] for m, w in modules)
+        first, *others = (w * outputs[m][..., :width] if w != 1.0 else outputs[m][..., :width] for m, w in modules)
+        return sum(others, first)
 
     def land(x: jax.Array, landing: Landing) -> jax.Array:
         payload = landing.payload

@@ -24,6 +24,10 @@ class TokenLoss(NamedTuple):
     """Log sum exp of every token's logits over the vocabulary, float32 [b, s]."""
 
 
+Gradients = tuple[jax.Array, jax.Array, jax.Array]
+"""Gradients of the total for y, w and weights."""
+
+
 def cross_entropy(
     y_lbsd: jax.Array,
     head_lvd: jax.Array,
@@ -58,7 +62,8 @@ def cross_entropy(
     batch, data = targets_bs.shape[0], jax.sharding.get_abstract_mesh().shape.get(DATA, 1)
     head = _Head(precision, axis, add_lanes, data if batch % data == 0 else 1)
     with jax.named_scope("loss"):
-        return _cross_entropy(head, chunk, z_loss, y_lbsd, head_lvd, targets_bs, weights_bs)
+        found: TokenLoss = _cross_entropy(head, chunk, z_loss, y_lbsd, head_lvd, targets_bs, weights_bs)
+    return found
 
 
 @dataclass(frozen=True)
@@ -105,11 +110,11 @@ class _Head:
         first = 0 if self.axis is None else jax.lax.axis_index(self.axis) * slices
         return targets_gbs - (first + jnp.arange(slices)[:, None, None, None]) * width
 
-    def over_devices(self, reduce: Callable, x: jax.Array) -> jax.Array:
+    def over_devices(self, reduce: Callable[[jax.Array, str], jax.Array], x: jax.Array) -> jax.Array:
         """x reduced over the mesh axis, if there is one."""
         return x if self.axis is None else reduce(x, self.axis)
 
-    def _in_groups(self, collective: Callable, x_gbsv: jax.Array) -> jax.Array:
+    def _in_groups(self, collective: Callable[[jax.Array], jax.Array], x_gbsv: jax.Array) -> jax.Array:
         """Applies the collective within each group; otherwise the compiler would gather x over the data axis first."""
         if self.groups == 1:
             return collective(x_gbsv)
@@ -117,12 +122,28 @@ class _Head:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _cross_entropy(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs):
+def _cross_entropy(
+    head: _Head,
+    chunk: int,
+    z_loss: float,
+    y_lbsd: jax.Array,
+    w_lvd: jax.Array,
+    targets_bs: jax.Array,
+    weights_bs: jax.Array,
+) -> TokenLoss:
     # The compiler drops the operations that only the gradient needs.
     return _sweep(head, chunk, z_loss, y_lbsd, w_lvd, targets_bs, weights_bs)[0]
 
 
-def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, weights_bs):
+def _sweep(
+    head: _Head,
+    chunk: int,
+    z_loss: float,
+    y_lbsd: jax.Array,
+    w_lvd: jax.Array,
+    targets_bs: jax.Array,
+    weights_bs: jax.Array,
+) -> tuple[TokenLoss, Gradients]:
     """The TokenLoss, and the gradient of its total for y, w and weights."""
     b, s = targets_bs.shape
     l, v, d = w_lvd.shape
@@ -148,7 +169,9 @@ def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, we
     if head.axis is not None:
         dw = jax.lax.pcast(dw, head.axis, to="varying")
 
-    def step(dw, of_chunk):
+    def step(
+        dw: jax.Array, of_chunk: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
         y, targets, weights = of_chunk
         logits = head.logits(y, w)
         columns = head.columns(targets, logits.shape[0], logits.shape[-1])
@@ -173,7 +196,9 @@ def _sweep(head: _Head, chunk: int, z_loss: float, y_lbsd, w_lvd, targets_bs, we
     return TokenLoss((weights_bs * cost).sum(), nll, lse), (dy, dw, cost)
 
 
-def _times_cotangent(head, chunk, z_loss, gradient, cotangent: TokenLoss):
+def _times_cotangent(
+    head: _Head, chunk: int, z_loss: float, gradient: Gradients, cotangent: TokenLoss
+) -> tuple[jax.Array, jax.Array, None, jax.Array]:
     dy, dw, dweights = (cotangent.total.astype(x.dtype) * x for x in gradient)
     return dy, dw, None, dweights
 

@@ -8,8 +8,9 @@ Every lane has an equal share of each matrix, [l, out, in], and its own residual
 `psum`, so the same code runs 8 lanes on 1, 2, 4 or 8 devices.
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial, reduce
+from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -19,11 +20,11 @@ from flax import nnx
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Memory, hold, within
+from laneformer.blocks.block import Memory, Weights, hold, plain, within
 from laneformer.blocks.layer import Layer
 from laneformer.blocks.norm import RMSNorm
 from laneformer.blocks.rotary import rotary_tables
-from laneformer.blocks.streams import Streams
+from laneformer.blocks.streams import Mixture, Streams
 from laneformer.config import LayerOptions, ModelConfig
 from laneformer.errors import InputError
 from laneformer.executor import run_schedule
@@ -53,18 +54,14 @@ class Laneformer(nnx.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        weights: dict[str, jax.Array | Quantized],
-        precision: Precision | None = None,
-        mesh: Mesh | None = None,
+        self, config: ModelConfig, weights: Weights, precision: Precision | None = None, mesh: Mesh | None = None
     ):
         """Makes a model from its weights. Raises ConfigError for a mesh that does not fit the lanes.
 
         weights: path -> array, or record of a quantized matrix, for every entry of `parameter_table(config)`. The
         embedding table must be an array. precision: by default `Precision.default` of the embedding table's dtype.
         """
-        first = weights["tok_embeddings"]
+        first = plain(weights["tok_embeddings"])
         self.config, self.mesh = config, mesh
         self.precision = precision or Precision.default(first.dtype)
         check_mesh(config.num_lanes, mesh, self.precision.stream)
@@ -93,14 +90,17 @@ class Laneformer(nnx.Module):
         )
         return cls(config, initial_weights(config, seed, precision.param, shardings), precision, mesh)
 
-    def weights(self) -> dict[str, jax.Array | Quantized]:
+    def weights(self) -> dict[str, jax.Array | Quantized[jax.Array]]:
         """Path -> array or record of every weight, in the order of `parameter_table`, as the constructor takes them."""
         flat = {_path(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(self)}
         return {path: flat[path] if path in flat else self._record(path) for path in parameter_table(self.config)}
 
-    def _record(self, path: str) -> Quantized:
-        names = path.split(".")
-        return reduce(lambda at, name: at[int(name)] if name.isdigit() else getattr(at, name), names, self)[...]
+    def _record(self, path: str) -> Quantized[jax.Array]:
+        at: Any = self
+        for name in path.split("."):
+            at = at[int(name)] if name.isdigit() else getattr(at, name)
+        record: Quantized[jax.Array] = at[...]
+        return record
 
     def __call__(self, ids_bs: jax.Array, *, segments_bs: jax.Array | None = None, remat: Remat = "none") -> jax.Array:
         """Logits of every position, float32 [b, s, v], for token ids int [b, s].
@@ -111,7 +111,8 @@ class Laneformer(nnx.Module):
         longer than the context.
         """
         check_ids(self.config, ids_bs)
-        return self._forward(jnp.asarray(ids_bs), None, segments_bs, last_only=False, remat=remat)[0]
+        logits: jax.Array = self._forward(jnp.asarray(ids_bs), None, segments_bs, last_only=False, remat=remat)[0]
+        return logits
 
     def extend(
         self, ids_bs: jax.Array, cache: Cache, *, last_only: bool = False, count: jax.Array | None = None
@@ -134,7 +135,8 @@ class Laneformer(nnx.Module):
                 f"{int(cache.length)} cached + {ids_bs.shape[1]} new tokens exceed the cache of {cache.capacity}"
                 " positions; make it larger"
             )
-        return self._forward(jnp.asarray(ids_bs), cache, count=count, last_only=last_only)
+        found: tuple[jax.Array, Cache] = self._forward(jnp.asarray(ids_bs), cache, count=count, last_only=last_only)
+        return found
 
     def make_cache(self, batch: int = 1, capacity: int | None = None) -> Cache:
         """An empty cache for `extend`, in the compute dtype. capacity: positions, by default the whole context."""
@@ -169,13 +171,21 @@ class Laneformer(nnx.Module):
         config = self.config
         weights_bs = jnp.ones(targets_bs.shape, jnp.float32) if weights_bs is None else weights_bs
 
-        def local(model, ids_bs, targets_bs, weights_bs, segments_bs, load_nle):
-            routings = []
+        def local(
+            model: Laneformer,
+            ids_bs: jax.Array,
+            targets_bs: jax.Array,
+            weights_bs: jax.Array,
+            segments_bs: jax.Array | None,
+            load_nle: jax.Array | None,
+        ) -> tuple[jax.Array, jax.Array, jax.Array, RouterSums | None]:
+            routings: list[Routing] = []
             x_lbsd, _ = model._streams(ids_bs, None, segments_bs, remat, routings=routings)
             with jax.named_scope("head"):
-                operands = model._head_operands(x_lbsd)
-            total, *tokens = cross_entropy(
-                *operands,
+                y_lbsd, head_lvd = model._head_operands(x_lbsd)
+            total, nll_bs, lse_bs = cross_entropy(
+                y_lbsd,
+                plain(head_lvd),
                 targets_bs,
                 weights_bs,
                 chunk=chunk or ids_bs.shape[1],
@@ -186,11 +196,12 @@ class Laneformer(nnx.Module):
             )
             routers = router_sums(routings, weights_bs)
             if routers is None:
-                return total, *tokens, None
+                return total, nll_bs, lse_bs, None
             load_nle = load_of(routers.chosen_nle, config.num_experts_per_tok) if load_nle is None else load_nle
             balance, z = router_losses(routers, load_nle, config.num_lanes)
             more = load_balance * balance + router_z * z
-            return total + (jax.lax.psum(more, LANE) if self._lanes_are_split() else more), *tokens, routers
+            total = total + (jax.lax.psum(more, LANE) if self._split_mesh() is not None else more)
+            return total, nll_bs, lse_bs, routers
 
         total, nll_bs, lse_bs, routers = self._on_lanes(
             local,
@@ -208,12 +219,15 @@ class Laneformer(nnx.Module):
         """The routers' sums for a batch; the head is not computed. Arguments are those of `loss`."""
         weights_bs = jnp.ones(ids_bs.shape, jnp.float32) if weights_bs is None else weights_bs
 
-        def local(model, ids_bs, weights_bs, segments_bs):
-            routings = []
+        def local(
+            model: Laneformer, ids_bs: jax.Array, weights_bs: jax.Array, segments_bs: jax.Array | None
+        ) -> RouterSums | None:
+            routings: list[Routing] = []
             model._streams(ids_bs, None, segments_bs, "none", routings=routings)
             return router_sums(routings, weights_bs)
 
-        return self._on_lanes(local, (ids_bs, weights_bs, segments_bs), out_specs=BY_LANE)
+        sums: RouterSums = self._on_lanes(local, (ids_bs, weights_bs, segments_bs), out_specs=BY_LANE)
+        return sums
 
     def lane_statistics(self, ids_bs: jax.Array, *, segments_bs: jax.Array | None = None) -> dict[str, jax.Array]:
         """Differences between lanes at each time of the schedule (float32, means over all tokens).
@@ -227,15 +241,16 @@ class Laneformer(nnx.Module):
         if config.residual_streams is not None:
             raise InputError("a model with residual_streams has no lane statistics, because its lanes are equal")
 
-        def users(model, routing: Routing) -> jax.Array:
-            used_lbse = jax.nn.one_hot(routing.chosen_lbsj, config.num_experts).sum(-2)
+        def users(model: Laneformer, routing: Routing) -> jax.Array:
+            used_lbse = jax.nn.one_hot(routing.chosen_lbsj, routing.logits_lbse.shape[-1]).sum(-2)
             return model._sum_lanes(used_lbse)[0]
 
-        def local(model, ids_bs, segments_bs):
-            times, routings = [], []
+        def local(model: Laneformer, ids_bs: jax.Array, segments_bs: jax.Array | None) -> dict[str, jax.Array]:
+            times: list[dict[str, jax.Array]] = []
+            routings: list[Routing] = []
 
-            def observe(*seen):
-                times.append(model._lane_statistics(*seen))
+            def observe(before: jax.Array, own: jax.Array, after: jax.Array) -> None:
+                times.append(model._lane_statistics(before, own, after))
 
             model._streams(ids_bs, None, segments_bs, "none", observe, routings)
             found = {name: jnp.stack([values[name] for values in times]) for name in times[0]}
@@ -244,45 +259,76 @@ class Laneformer(nnx.Module):
             shared = [in_common(users(model, x), config.num_lanes, config.num_experts_per_tok) for x in routings]
             return found | {"in_common": jnp.stack(shared)}
 
-        return self._on_lanes(local, (ids_bs, segments_bs))
+        statistics: dict[str, jax.Array] = self._on_lanes(local, (ids_bs, segments_bs))
+        return statistics
 
     # Without jit, shard_map would compile every operation separately.
     @partial(jax.jit, static_argnames=("last_only", "remat"))
-    def _forward(self, ids_bs, cache, segments_bs=None, count=None, *, last_only=False, remat="none"):
-        def local(model, ids_bs, cache, segments_bs, count):
+    def _forward(
+        self,
+        ids_bs: jax.Array,
+        cache: Cache | None,
+        segments_bs: jax.Array | None = None,
+        count: jax.Array | None = None,
+        *,
+        last_only: bool = False,
+        remat: Remat = "none",
+    ) -> Any:
+        def local(
+            model: Laneformer,
+            ids_bs: jax.Array,
+            cache: Cache | None,
+            segments_bs: jax.Array | None,
+            count: jax.Array | None,
+        ) -> tuple[jax.Array, Cache | None]:
             x_lbsd, kept = model._streams(ids_bs, cache, segments_bs, remat, count=count)
             with jax.named_scope("head"):
                 return model._head(x_lbsd[:, :, -1:] if last_only else x_lbsd), kept
 
-        cache_spec = None if cache is None else Cache(P(LANE), P())
+        cache_spec = None if cache is None else Cache(P(LANE), P())  # type: ignore[arg-type]  # a tree of specs
         sliced = self._head_is_split() and self.config.lm_head_type != "lane"  # a lane head's logits are summed
         logits_spec = P(None, None, LANE) if sliced else P()
         in_specs = (P(), cache_spec, P(), P())
         return self._on_lanes(local, (ids_bs, cache, segments_bs, count), in_specs, (logits_spec, cache_spec))
 
-    def _on_lanes(self, local, args, in_specs=None, out_specs=None):
+    def _on_lanes(
+        self,
+        local: Callable[..., Any],
+        args: Sequence[Any],
+        in_specs: Sequence[Any] | None = None,
+        out_specs: Any = None,
+    ) -> Any:
         """Runs local(model, *args) on every device of the lane axis, each with its own lanes. By default all devices
         get the same args and return the same results.
         """
-        if not self._lanes_are_split():
+        mesh = self._split_mesh()
+        if mesh is None:
             with nullcontext() if self.mesh is None else jax.sharding.use_abstract_mesh(self.mesh.abstract_mesh):
                 return local(self, *args)
         table = parameter_table(self.config)
 
-        def weight_spec(keys, _):
+        def weight_spec(keys: Sequence[Any], _: Any) -> P:
             path = _path(keys)
             whole, _, part = path.rpartition(".")  # a record's path and one of its arrays
             weight = table[path if path in table else whole]
-            return P() if part in WHOLE else lane_spec(fit_spec(weight.spec, weight.shape, self.mesh))
+            return P() if part in WHOLE else lane_spec(fit_spec(weight.spec, weight.shape, mesh))
 
         weights = jax.tree_util.tree_map_with_path(weight_spec, self)
-        specs = {
-            "in_specs": (weights, *(in_specs or [P()] * len(args))),
-            "out_specs": P() if out_specs is None else out_specs,
-        }
-        return jax.shard_map(local, mesh=self.mesh, axis_names={LANE}, **specs)(self, *args)
+        specs = (weights, *(in_specs or [P()] * len(args)))
+        out_specs = P() if out_specs is None else out_specs
+        on_devices = jax.shard_map(local, mesh=mesh, axis_names={LANE}, in_specs=specs, out_specs=out_specs)
+        return on_devices(self, *args)
 
-    def _streams(self, ids_bs, cache, segments_bs, remat, observe=None, routings=None, count=None):
+    def _streams(
+        self,
+        ids_bs: jax.Array,
+        cache: Cache | None,
+        segments_bs: jax.Array | None,
+        remat: Remat,
+        observe: Callable[[jax.Array, jax.Array, jax.Array], None] | None = None,
+        routings: list[Routing] | None = None,
+        count: jax.Array | None = None,
+    ) -> tuple[jax.Array, Cache | None]:
         """The streams of this device's lanes before the final norm, [l, b, s, d], and the longer cache.
 
         All exchange between lanes goes through `_sum_lanes` and `_exchange`. observe: see `run_schedule`. routings:
@@ -291,37 +337,40 @@ class Laneformer(nnx.Module):
         config, start = self.config, jnp.zeros((), jnp.int32) if cache is None else cache.length
         with jax.named_scope("embed"):
             x_bsd = self.tok_embeddings[...][ids_bs].astype(self.precision.stream)
-            if self._lanes_are_split():
+            if self._split_mesh() is not None:
                 x_bsd = jax.lax.pcast(x_bsd, (LANE,), to="varying")  # each lane has its own stream from here on
             x_lbsd = self._by_batch(jnp.broadcast_to(x_bsd, (self._local_lanes(), *x_bsd.shape)))
         if config.residual_streams is not None:
             several = (*x_lbsd.shape[:3], config.residual_streams.count, x_lbsd.shape[3])
             x_lbsd = jnp.broadcast_to(x_lbsd[..., None, :], several)
         rotary = rotary_tables(config, start + jnp.arange(ids_bs.shape[1]))
-        kept, mixtures = {}, {}
+        kept: dict[int, dict[str, jax.Array]] = {}
+        mixtures: dict[int, Mixture] = {}
 
-        def attention(layer, x, memory):
+        def attention(layer: Layer, x: jax.Array, memory: Memory | None) -> tuple[jax.Array, dict[str, jax.Array]]:
             return layer.attend(x, rotary, memory, segments_bs)
 
-        def feed_forward(layer, x):
+        def feed_forward(layer: Layer, x: jax.Array) -> tuple[jax.Array, Routing | None]:
             return layer.feed(x, ids_bs)
 
+        attend, feed = attention, feed_forward
         if remat != "none":
-            attention, feed_forward = (
-                jax.checkpoint(module, policy=REMAT[remat]) for module in (attention, feed_forward)
-            )
+            attend = jax.checkpoint(attention, policy=REMAT[remat])
+            feed = jax.checkpoint(feed_forward, policy=REMAT[remat])
 
         def module(m: int, x: jax.Array) -> jax.Array:
             n, layer = m // 2, self.layers[m // 2]
-            x, mixtures[m] = layer.gather(x, LayerOptions._fields[m % 2])
+            x, mixture = layer.gather(x, LayerOptions._fields[m % 2])
+            if mixture is not None:
+                mixtures[m] = mixture
             with jax.named_scope(f"layer_{n}_{'mlp' if m % 2 else 'attention'}"):
                 if m % 2:
-                    o, routing = feed_forward(layer, x)
+                    o, routing = feed(layer, x)
                     if routing is not None and routings is not None:
                         routings.append(routing)
                 else:
                     memory = None if cache is None else Memory(cache.layers[n], start, count)
-                    o, kept[n] = attention(layer, x, memory)
+                    o, kept[n] = attend(layer, x, memory)
                 return self._by_batch(o.astype(x.dtype))
 
         def receive(m: int, total: jax.Array, o: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -347,7 +396,7 @@ class Laneformer(nnx.Module):
         logits = self.precision.einsum("lbsd,lvd->bslv", y_lbsd, w_lvd)
         return logits.reshape(*logits.shape[:2], -1).astype(jnp.float32)
 
-    def _head_operands(self, x_lbsd: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def _head_operands(self, x_lbsd: jax.Array) -> tuple[jax.Array, jax.Array | Quantized[jax.Array]]:
         """The head's operands y [l, b, s, d] and w [l, v, d], with l = 1 if the lanes share them."""
         config = self.config
         if config.lm_head_type != "replicate":
@@ -364,19 +413,19 @@ class Laneformer(nnx.Module):
     def _sum_lanes(self, x_lbsd: jax.Array) -> jax.Array:
         """The sum over all lanes of all devices, [1, b, s, d]."""
         total = x_lbsd.sum(0, keepdims=True)
-        return jax.lax.psum(total, LANE) if self._lanes_are_split() else total
+        return jax.lax.psum(total, LANE) if self._split_mesh() is not None else total
 
     def _exchange(self, x_lbsd: jax.Array) -> jax.Array:
         """`_sum_lanes` of what modules add to the streams. Devices send it, and the gradients of the result, in the
         exchange dtype if that is narrower. XLA:CPU cannot sum 16-bit values; there it sums rounded float32 values.
         """
-        dtype = jnp.dtype(self.precision.exchange)
-        if not self._lanes_are_split() or dtype.itemsize >= x_lbsd.dtype.itemsize:
+        dtype, mesh = jnp.dtype(self.precision.exchange), self._split_mesh()
+        if mesh is None or dtype.itemsize >= x_lbsd.dtype.itemsize:
             return self._sum_lanes(x_lbsd)
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
 
         def narrow(x: jax.Array) -> jax.Array:
             kind = jnp.finfo(dtype)
-            on_cpu = self.mesh.devices.flat[0].platform == "cpu"
             return jax.lax.reduce_precision(x, kind.nexp, kind.nmant) if on_cpu else x.astype(dtype)
 
         total = jax.lax.psum(narrow(x_lbsd.sum(0, keepdims=True)), LANE)
@@ -395,7 +444,7 @@ class Laneformer(nnx.Module):
         together = jnp.square(self._sum_lanes(unit)).sum(-1).mean()
         landed = after_lbsd - before_lbsd - own_lbsd
 
-        def root_mean_square(x_lbsd):
+        def root_mean_square(x_lbsd: jax.Array) -> jax.Array:
             return jnp.sqrt(self._sum_lanes(jnp.square(x_lbsd).sum((1, 2, 3), keepdims=True)).sum() / (lanes * size))
 
         similarity = (together - lanes) / (lanes * (lanes - 1)) if lanes > 1 else jnp.float32(jnp.nan)
@@ -410,24 +459,25 @@ class Laneformer(nnx.Module):
             x_lbsd if data == 1 or x_lbsd.shape[1] % data else jax.lax.with_sharding_constraint(x_lbsd, P(None, DATA))
         )
 
-    def _lanes_are_split(self) -> bool:
-        """Whether the lanes are on several devices. Over an axis of one device, JAX (0.10) drops the shard_map but
+    def _split_mesh(self) -> Mesh | None:
+        """The mesh, if the lanes are on several devices. Over an axis of one device, JAX (0.10) drops the shard_map but
         keeps its sums, which does not compile.
         """
-        return self.mesh is not None and self.mesh.shape[LANE] > 1
+        return None if self.mesh is None or self.mesh.shape[LANE] == 1 else self.mesh
 
     def _local_lanes(self) -> int:
         return self.config.num_lanes // (1 if self.mesh is None else self.mesh.shape[LANE])
 
     def _head_is_split(self) -> bool:
         """Whether each device has only a part of the head: a slice of the vocabulary, or its own lanes."""
-        if not self._lanes_are_split() or self.config.tie_word_embeddings:
+        mesh = self._split_mesh()
+        if mesh is None or self.config.tie_word_embeddings:
             return False
         weight = parameter_table(self.config)["lm_head"]
-        return LANE in fit_spec(weight.spec, weight.shape, self.mesh)
+        return LANE in fit_spec(weight.spec, weight.shape, mesh)
 
 
-def check_ids(config: ModelConfig, ids_bs) -> None:
+def check_ids(config: ModelConfig, ids_bs: Any) -> None:
     """Raises InputError unless ids are integers [b, s] within the vocabulary, and no longer than the context. The
     values of traced ids are not checked.
     """
@@ -450,7 +500,7 @@ def check_ids(config: ModelConfig, ids_bs) -> None:
             )
 
 
-def _path(keys) -> str:
+def _path(keys: Sequence[Any]) -> str:
     """The path of a weight, such as layers.0.attention.wq, from its pytree keys."""
     names = [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", None)))) for key in keys]
     return ".".join(name for name in names if name not in ("value", "scale"))

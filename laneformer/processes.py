@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Any
 from urllib.parse import urlsplit
 
 import jax
@@ -56,7 +58,7 @@ def join_job() -> None:
         return
     named = [os.environ.get(name) for name in JOB]
     try:
-        count, index = (number and int(number) for number in named[1:])
+        count, index = (int(number) if number else None for number in named[1:])
         address, count, index, _ = ClusterEnv.auto_detect_unset_distributed_params(
             named[0], count, index, None, None, JOIN_SECONDS
         )
@@ -92,7 +94,7 @@ def _initialize(address: str | None, count: int | None, index: int | None) -> No
     """
     ended: queue.Queue[Exception | None] = queue.Queue()
 
-    def initialize():
+    def initialize() -> None:
         try:
             jax.distributed.initialize(
                 address, count, index, initialization_timeout=10 * JOIN_SECONDS, heartbeat_timeout_seconds=60
@@ -115,7 +117,7 @@ def _initialize(address: str | None, count: int | None, index: int | None) -> No
         raise error
 
 
-def _answers(address: str) -> bool:
+def _answers(address: str | None) -> bool:
     """Whether a process listens at host:port."""
     place = urlsplit(f"//{address}")
     try:
@@ -160,6 +162,11 @@ def _claims(claim: bool) -> np.ndarray:
 # ---- the processes of a mesh
 
 
+def _store() -> Any:
+    """The key-value store of the job. A process has joined the job before it makes a group of several."""
+    return global_state.client
+
+
 class Group:
     """The processes that have devices of a mesh, for a common task. All of them must make the group at the same point
     of their program. A group of one process never waits.
@@ -198,13 +205,15 @@ class Group:
     def __enter__(self) -> "Group":
         return self
 
-    def __exit__(self, kind, error, trace) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if error is not None and self.several:
             self._failed = True
             with contextlib.suppress(jax.errors.JaxRuntimeError):  # the job has ended
                 self._publish({"error": str(error)})
 
-    def share(self, own: dict, seconds: float | None = None) -> dict[int, dict]:
+    def share(self, own: dict[str, Any], seconds: float | None = None) -> dict[int, dict[str, Any]]:
         """Publishes `own` and returns what every process published at this point: process number -> values. seconds:
         time limit, by default the group's.
 
@@ -225,7 +234,7 @@ class Group:
         finally:
             self._round += 1
         if self._round > 1:  # a process that has published in this round has read the previous one
-            global_state.client.key_value_delete(self._key(self._round - 2, self.index))
+            _store().key_value_delete(self._key(self._round - 2, self.index))
         return shared
 
     def barrier(self) -> bool:
@@ -235,9 +244,7 @@ class Group:
         if self._failed:
             return False
         try:
-            global_state.client.wait_at_barrier(
-                f"{self._name}/end", round(1000 * min(self.seconds, END_SECONDS)), self.processes
-            )
+            _store().wait_at_barrier(f"{self._name}/end", round(1000 * min(self.seconds, END_SECONDS)), self.processes)
         except jax.errors.JaxRuntimeError:
             return False
         return True
@@ -245,16 +252,14 @@ class Group:
     def _key(self, number: int, process: int) -> str:
         return f"{self._name}/{number}/{process}"
 
-    def _publish(self, value: dict) -> None:
-        global_state.client.key_value_set(self._key(self._round, self.index), json.dumps(value))
+    def _publish(self, value: dict[str, Any]) -> None:
+        _store().key_value_set(self._key(self._round, self.index), json.dumps(value))
 
-    def _read(self, process: int, until: float, seconds: float) -> dict:
+    def _read(self, process: int, until: float, seconds: float) -> dict[str, Any]:
         while True:
             left = min(POLL_SECONDS, until - time.monotonic())
             try:
-                text = global_state.client.blocking_key_value_get(
-                    self._key(self._round, process), max(1, round(1000 * left))
-                )
+                text = _store().blocking_key_value_get(self._key(self._round, process), max(1, round(1000 * left)))
                 break
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
@@ -264,6 +269,7 @@ class Group:
                     f"process {process} did not {self._task} within {seconds:g} s: every process of the mesh must do so"
                     " at the same point of its program"
                 )
-        if "error" in (value := json.loads(text)):
+        value: dict[str, Any] = json.loads(text)
+        if "error" in value:
             raise GroupError(f"process {process} could not {self._task}: {value['error']}")
         return value

@@ -69,7 +69,8 @@ def router_sums(routings: Sequence[Routing], weights_bs: jax.Array) -> RouterSum
         used_lbse = jax.nn.one_hot(routing.chosen_lbsj, logits_lbse.shape[-1]).sum(-2)
         return RouterSums(*map(total, (used_lbse, share_lbse, jnp.square(lse_lbs), entropy_lbs)))
 
-    return jax.tree.map(lambda *layers: jnp.stack(layers), *map(of_layer, routings))
+    sums: RouterSums = jax.tree.map(lambda *layers: jnp.stack(layers), *map(of_layer, routings))
+    return sums
 
 
 def load_of(chosen_nle: jax.Array, used: int) -> jax.Array:

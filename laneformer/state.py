@@ -4,7 +4,9 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from laneformer.blocks import BLOCKS
 from laneformer.blocks.block import KeptArray
@@ -35,12 +37,12 @@ class Cache:
     @property
     def batch(self) -> int:
         """Number of sequences."""
-        return jax.tree.leaves(self.layers)[0].shape[1]
+        return next(array.shape[1] for layer in self.layers for array in layer.values())
 
 
 def capacity_of(layers: list[dict[str, jax.Array]]) -> int:
     """Positions that fit into the layers' arrays. At least one layer must keep one entry per position."""
-    return max(array.shape[2] for array in jax.tree.leaves(layers))
+    return max(array.shape[2] for layer in layers for array in layer.values())
 
 
 def kept_arrays(options: LayerOptions) -> dict[str, KeptArray]:
@@ -48,7 +50,9 @@ def kept_arrays(options: LayerOptions) -> dict[str, KeptArray]:
     return {kept.name: kept for own in options for kept in BLOCKS[type(own)].state(own)}
 
 
-def make_cache(config: ModelConfig, batch: int, capacity: int, dtype="float32", mesh=None) -> Cache:
+def make_cache(
+    config: ModelConfig, batch: int, capacity: int, dtype: DTypeLike = "float32", mesh: Mesh | None = None
+) -> Cache:
     """An empty cache for `capacity` positions of `batch` sequences, sharded over the mesh like the lanes."""
 
     def make(kept: KeptArray) -> jax.Array:

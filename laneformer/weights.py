@@ -2,7 +2,7 @@
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 import jax
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.sharding import Sharding
+from jax.typing import DTypeLike
 
 from laneformer.blocks import BLOCKS
 from laneformer.blocks.block import Weight
@@ -79,7 +80,7 @@ def _head(config: ModelConfig) -> Weight | None:
 
 
 def initial_weights(
-    config: ModelConfig, seed: int, dtype="float32", shardings: Mapping[str, Sharding] | None = None
+    config: ModelConfig, seed: int, dtype: DTypeLike = "float32", shardings: Mapping[str, Sharding] | None = None
 ) -> dict[str, jax.Array]:
     """Fresh weights, path -> array, the same on every mesh. Matrices are truncated normals with deviation 0.02, or
     0.02 / sqrt(2N) if they write to the stream (GPT-2's rule, Radford et al. 2019).
@@ -94,7 +95,8 @@ def initial_weights(
         where = shardings and shardings[path]
         own = weight.dtype or dtype
         if weight.initial in ("ones", "zeros"):
-            return getattr(jnp, weight.initial)(weight.shape, own, device=where)
+            fill = jnp.ones if weight.initial == "ones" else jnp.zeros
+            return fill(weight.shape, own, device=where)
         scale = deviation.get(weight.initial)
         if scale is None:
             draw = _draw_other(seed, weight.shape, weight.initial, jnp.dtype(own).name, where, weight.below)
@@ -106,7 +108,9 @@ def initial_weights(
 
 
 @lru_cache(128)  # programs
-def _draw(seed: int, shape: tuple[int, ...], deviation: float, dtype: str, where: Sharding | None):
+def _draw(
+    seed: int, shape: tuple[int, ...], deviation: float, dtype: str, where: Sharding | None
+) -> Callable[[np.uint32], jax.Array]:
     """A function draw(number) that returns truncated normals, with the key of `seed` folded with the number."""
 
     def draw(number: np.uint32) -> jax.Array:
@@ -117,7 +121,9 @@ def _draw(seed: int, shape: tuple[int, ...], deviation: float, dtype: str, where
 
 
 @lru_cache(128)
-def _draw_other(seed: int, shape: tuple[int, ...], initial: str, dtype: str, where: Sharding | None, below: int | None):
+def _draw_other(
+    seed: int, shape: tuple[int, ...], initial: str, dtype: str, where: Sharding | None, below: int | None
+) -> Callable[[np.uint32], jax.Array]:
     """Like `_draw`, for weights whose block has its own rule."""
 
     def draw(number: np.uint32) -> jax.Array:
