@@ -124,10 +124,10 @@ def packed_bytes(path: Path, values: Mapping[str, Any], config: ModelConfig) -> 
     """
     family = find_family(values)
     schemes = read_schemes(path, language_model(values), family.rules)
-    if schemes is None or family.sources is None:
-        return {}
     table = parameter_table(config)
     sources = family.sources(config, table)
+    if schemes is None or not sources:
+        return {}
     return schemes.bytes(
         {
             path: sources[path].names[0]

@@ -178,7 +178,8 @@ class PackedTensor(Tensor):
     def read(self, memory: np.ndarray) -> np.ndarray:
         bits = memory.view(np.uint16).reshape(self.stored.group.lanes, *self.shape[-2:])
         self.stored.group.decode(self.stored.within(MappedFile(self.file).pages), self.name, bits)
-        return memory.view(DTYPES[self.dtype]).reshape(self.shape)
+        values: np.ndarray = memory.view(DTYPES[self.dtype])
+        return values.reshape(self.shape)
 
 
 def unpacked(

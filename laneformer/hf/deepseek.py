@@ -114,8 +114,8 @@ def sources_v3(config: ModelConfig, table: "Mapping[str, Weight]", half_split: b
     half_split: whether the rotary pairs of latent attention are half-split in the files; usually they are interleaved.
     """
     own = {path: source for path, weight in table.items() if (source := _source(path, weight.shape))}
-    if half_split:
-        own |= {path: _interleaved(config.latent_attention, path, source) for path, source in own.items()}
+    if half_split and (sizes := config.latent_attention) is not None:
+        own |= {path: _interleaved(sizes, path, source) for path, source in own.items()}
     rest = {path: weight for path, weight in table.items() if path not in own}
     return llama.sources(config, rest, NAMES) | own
 
@@ -172,4 +172,4 @@ V3 = replace(
     never_packed=(".router",),
 )
 V3 = replace(V3, variant=lambda fields: _variant(V3, fields))
-KIMI_K2 = replace(V3, name="Kimi K2", variant=lambda fields: _variant(KIMI_K2, fields))
+KIMI_K2: Family = replace(V3, name="Kimi K2", variant=lambda fields: _variant(KIMI_K2, fields))

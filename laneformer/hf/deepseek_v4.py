@@ -4,7 +4,7 @@ layers.
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from laneformer.config import CompressedAttention, ModelConfig, ResidualStreams, RopeScaling
 from laneformer.errors import ConfigError
@@ -14,7 +14,7 @@ from laneformer.hf.family import Family
 from laneformer.hf.fields import Fields
 from laneformer.hf.packed.quantization import Rules, Scheme, read_formats
 from laneformer.hf.rope import read_rope, rotated_channels
-from laneformer.hf.safetensors import Source
+from laneformer.hf.safetensors import Cut, Source
 
 if TYPE_CHECKING:
     from laneformer.blocks.block import Weight
@@ -46,7 +46,7 @@ NAMES = {
 STREAMS = {"attention_streams": "hc_attn", "ffn_streams": "hc_ffn", "head_streams": "hc_head"}
 OF_STREAMS = {"mix": "fn", "factors": "scale", "offsets": "base"}
 COMPRESSORS = {"attention.compressor": "attn.compressor", "attention.index_compressor": "attn.indexer.compressor"}
-CUT = {  # tensors of which each lane has its share
+CUT: dict[str, tuple[str, Cut]] = {  # tensors of which each lane has its share
     "attention.wq_b": ("attn.wq_b.weight", "rows"),
     "attention.sinks": ("attn.attn_sink", "rows"),
     "attention.wo_a": ("attn.wo_a.weight", "rows"),
@@ -135,7 +135,7 @@ def _rope(fields: Fields, longest: int) -> tuple[tuple[float, float], RopeScalin
     return (theta, compress_theta), scaling
 
 
-def _ratios(fields: Fields) -> list:
+def _ratios(fields: Fields) -> list[Any]:
     """The ratio of each layer; transformers writes types of layers, and the ratio of each type."""
     ratios, types = fields.sequence("compress_ratios"), fields.sequence("layer_types")
     if ratios is not None:

@@ -22,7 +22,7 @@ class Family:
     """Name for messages, as people write it."""
     config_from: Callable[[Fields, int | None], ModelConfig] | None = None
     """Makes the config; a dense model is cut into the given number of lanes."""
-    sources: "Callable[[ModelConfig, Mapping[str, Weight]], dict[str, Source]] | None" = None
+    sources: "Callable[[ModelConfig, Mapping[str, Weight]], dict[str, Source]]" = lambda config, table: {}
     """Maps each weight's path to the tensor that contains the weight, for a config and its `parameter_table`."""
     ignored: Callable[[Fields], tuple[str, ...]] = lambda fields: ()
     """Prefixes of the names of tensors that the model does not use, such as those that draft further tokens."""

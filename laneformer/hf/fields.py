@@ -48,7 +48,8 @@ NO_EFFECT = frozenset(  # fields without effect on inference, such as bookkeepin
     }
 )
 
-ROUTERS: dict[str, tuple] = {  # fields of several families that choose the kind of router -> values of a softmax router
+# Fields of several families that choose the kind of router -> values of a softmax router
+ROUTERS: dict[str, tuple[Any, ...]] = {
     **{"scoring_func": ("softmax",), "score_func": ("softmax",), "router_activation": ("softmax",)},
     **{
         "router_type": ("softmax", "topk", "top_k"),
@@ -60,7 +61,7 @@ ROUTERS: dict[str, tuple] = {  # fields of several families that choose the kind
 # Fields of other families that change all logits, which no family here computes -> values without effect (null always
 # is one). From the configuration classes of transformers 5.24 and the published code of Granite, Gemma, Cohere,
 # MiniCPM, Falcon-H1, OLMo, Phi, Llama 4, Qwen 1 and Grok.
-UNCOMPUTED: dict[str, tuple] = {
+UNCOMPUTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "logits_scaling", "lm_head_multiplier"), (1,)),
     **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "key_multiplier"), (1,)),
     **dict.fromkeys(("embedding_scale", "logit_scale", "logits_scale", "output_multiplier_scale", "scale_emb"), (1,)),
@@ -133,7 +134,7 @@ class Fields:
     def word(self, name: str, default: str) -> str:
         return str(self.get(name, default))
 
-    def sequence(self, name: str) -> list | None:
+    def sequence(self, name: str) -> list[Any] | None:
         value = self.get(name)
         if value is not None and not isinstance(value, list):
             raise ConfigError(f"{name} = {value!r} must be a list")

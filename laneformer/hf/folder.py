@@ -12,12 +12,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 from safetensors import SafetensorError
 
+from laneformer.blocks.block import plain
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.formats import Bf12Product
 from laneformer.hf import config_to_hf, find_family, language_model, read_hf_config, read_values, tensor_prefixes
@@ -26,7 +27,7 @@ from laneformer.hf.bf12 import GroupPlan, groups_of, metadata_of, unpacked
 from laneformer.hf.experts import with_separate_experts
 from laneformer.hf.llama_files import KIND, config_to_llama, llama_sources, to_llama
 from laneformer.hf.packed.compressed import config_of, settings_of, tensors_of
-from laneformer.hf.packed.packings import REMEDY, QuantizedTensor, with_records
+from laneformer.hf.packed.packings import REMEDY, with_records
 from laneformer.hf.packed.quantization import read_schemes
 from laneformer.hf.safetensors import (
     DTYPES,
@@ -36,6 +37,7 @@ from laneformer.hf.safetensors import (
     Output,
     Source,
     Stack,
+    Tensor,
     check_tensors,
     find_tensors,
     with_stacks,
@@ -63,7 +65,11 @@ class HfFolder:
     """
 
     def __init__(
-        self, path: str | Path, dtype=None, num_lanes: int | None = None, weights: Literal["bfloat16"] | None = None
+        self,
+        path: str | Path,
+        dtype: DTypeLike | None = None,
+        num_lanes: int | None = None,
+        weights: Literal["bfloat16"] | None = None,
     ):
         """Arguments and errors are those of `laneformer.load`."""
         path, values = Path(path), read_values(Path(path) / "config.json")
@@ -111,7 +117,8 @@ class HfFolder:
     def dtype(self) -> str:
         """Name of the dtype in which weights are read; by default the stored dtype of the embedding table."""
         stored = DTYPES.get(self.tensors[self.sources["tok_embeddings"].name].dtype, np.dtype(jnp.bfloat16))
-        return (self._dtype or stored).name
+        dtype = stored if self._dtype is None else self._dtype
+        return dtype.name
 
     @property
     def quantized(self) -> tuple[str, ...]:
@@ -182,7 +189,7 @@ class HfFolder:
     def _is_record(self, path: str) -> bool:
         return self.tensors[self.sources[path].name].dtype == QUANTIZED and not self._widened
 
-    def _record(self, source: Source, tensor: QuantizedTensor | Stack) -> np.ndarray | Quantized:
+    def _record(self, source: Source, tensor: Tensor) -> np.ndarray | Quantized:
         parts = tensor.parts if isinstance(tensor, Stack) else (tensor,)
         if self._widened:
             each = [part.record().dequantize(self.dtype) for part in parts]
@@ -243,7 +250,8 @@ def save_hf(
         path.mkdir(parents=True, exist_ok=True)
         files = list(_bf12_files(model, round_exceptions) if weights == "bf12" else _plain_files(tensors))
         stale = set(path.glob("*.safetensors")) | {path / INDEX}
-        weight_map, total = {}, 0
+        weight_map: dict[str, str] = {}
+        total = 0
         for i, file in enumerate(files):
             name = "model.safetensors" if len(files) == 1 else f"model-{i + 1:05d}-of-{len(files):05d}.safetensors"
             file.write(path / name)
@@ -256,8 +264,8 @@ def save_hf(
             stale.discard(path / INDEX)
         values = tensors.config | {"torch_dtype": dtype} | tensors.quantization
         _write_text(path / "config.json", json.dumps(values, indent=1) + "\n")
-        for file in stale:  # files of an earlier save that was split differently
-            file.unlink(missing_ok=True)
+        for old in stale:  # files of an earlier save that was split differently
+            old.unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot write {path} ({error}): make room or choose another folder") from None
     return path
@@ -287,26 +295,32 @@ class _Tensors:
         files = {path: self._llama[path].name if self._llama else weight.file_name for path, weight in table.items()}
         self.paths = {name: path for path, name in files.items()}
         self.sizes = {name: self._weights[path].nbytes for name, path in self.paths.items()}
-        arrays = {name: path for name, path in self.paths.items() if isinstance(self._weights[path], jax.Array)}
-        self.dtypes = {name: np.dtype(self._weights[path].dtype) for name, path in arrays.items()}
+        weights = {name: self._weights[path] for name, path in self.paths.items()}
+        self.dtypes = {name: weight.dtype for name, weight in weights.items() if not isinstance(weight, Quantized)}
         matrices = {name for name, path in self.paths.items() if table[path].group != "vector"}
         self.matrices = matrices - {files["tok_embeddings"]}
 
-    def __getitem__(self, name: str) -> np.ndarray | Quantized:
-        path, weight = self.paths[name], self._weights[self.paths[name]]
-        if isinstance(weight, Quantized):
-            return own.record_to_file(self._config, path, weight.on_host())
+    def array(self, name: str) -> np.ndarray:
+        """The tensor of a weight that is an array, one of `dtypes`."""
+        path = self.paths[name]
+        weight = np.asarray(plain(self._weights[path]))
         if self._llama:
-            return np.ascontiguousarray(to_llama(self._llama[path], path, np.asarray(weight)))
-        return np.ascontiguousarray(own.to_file(self._config, path, np.asarray(weight)))
+            return np.ascontiguousarray(to_llama(self._llama[path], path, weight))
+        return np.ascontiguousarray(own.to_file(self._config, path, weight))
+
+    def record(self, name: str) -> Quantized:
+        """The record of any other weight, as it is in files."""
+        weight = self._weights[self.paths[name]]
+        if not isinstance(weight, Quantized):
+            raise TypeError(f"{name} is an array")
+        return own.record_to_file(self._config, self.paths[name], weight.on_host())
 
     def written(self, name: str) -> dict[str, np.ndarray]:
         """Name -> array of a weight's tensors, several for a record. name: the weight's name in files."""
-        weight = self[name]
-        if not isinstance(weight, Quantized):
-            return {name: weight}
+        if name in self.dtypes:
+            return {name: self.array(name)}
         module = name.removesuffix(".weight")
-        return {f"{module}.{suffix}": array for suffix, array in tensors_of(weight).items()}
+        return {f"{module}.{suffix}": array for suffix, array in tensors_of(self.record(name)).items()}
 
     def parts(self, name: str) -> list[str]:
         """Names of the tensors of a weight."""
@@ -316,7 +330,7 @@ class _Tensors:
     def quantization(self) -> dict[str, Any]:
         """The `quantization_config` of config.json for the records; empty without records."""
         records = [name for name in self.paths if name not in self.dtypes]
-        settings = {name.removesuffix(".weight"): settings_of(self[name]) for name in records}
+        settings = {name.removesuffix(".weight"): settings_of(self.record(name)) for name in records}
         plain = {name.removesuffix(".weight") for name in self.matrices & {*self.dtypes}}
         return {"quantization_config": config_of(settings, plain)} if settings else {}
 
@@ -332,7 +346,8 @@ def _plain_files(tensors: _Tensors) -> Iterator[_File]:
 
 def _by_file(sizes: dict[str, int]) -> Iterator[list[str]]:
     """Names of the weights in each file. sizes: name -> bytes."""
-    names, total = [], 0
+    names: list[str] = []
+    total = 0
     for name, size in sizes.items():
         if names and total + size > _FILE_BYTES:
             yield names
@@ -344,7 +359,8 @@ def _by_file(sizes: dict[str, int]) -> Iterator[list[str]]:
 
 def _bf12_files(model: Laneformer, round_exceptions: bool) -> Iterator[_File]:
     """Files with groups of few exceptions in 12 bits per weight, and all other weights unchanged."""
-    tensors, plans = _Tensors(model), {}
+    tensors = _Tensors(model)
+    plans: dict[str, GroupPlan] = {}
     for group in groups_of(model.config, own.sources(model.config, parameter_table(model.config))):
         if all(tensors.dtypes.get(name) == jnp.bfloat16 for name in group.shapes):
             plan = GroupPlan.of(group, _bits(tensors, group.shapes), round_exceptions)
@@ -352,14 +368,17 @@ def _bf12_files(model: Laneformer, round_exceptions: bool) -> Iterator[_File]:
     packed = {name for plan in plans.values() for name in plan.group.shapes}
     plain = {name: size for name, size in tensors.sizes.items() if name not in packed}
 
+    def values(name: str) -> list[np.ndarray]:
+        return [tensors.array(name)]
+
     def outputs(names: list[str]) -> dict[str, Output]:
-        found = {}
+        found: dict[str, Output] = {}
         for name in names:
             if name in plans:
                 found |= plans[name].outputs(partial(_bits, tensors, plans[name].group.shapes))
             else:
-                array = tensors[name]
-                found[name] = Output(_NAMES[array.dtype], array.shape, array.nbytes, lambda name=name: [tensors[name]])
+                array = tensors.array(name)
+                found[name] = Output(_NAMES[array.dtype], array.shape, array.nbytes, partial(values, name))
         return found
 
     def write(names: list[str], file: Path) -> None:
@@ -374,7 +393,7 @@ def _bf12_files(model: Laneformer, round_exceptions: bool) -> Iterator[_File]:
 
 def _bits(tensors: _Tensors, names: Collection[str]) -> dict[str, np.ndarray]:
     """Name -> bits of bfloat16, uint16, of these tensors."""
-    return {name: tensors[name].view(np.uint16) for name in names}
+    return {name: tensors.array(name).view(np.uint16) for name in names}
 
 
 def _write_text(file: Path, text: str) -> None:

@@ -11,7 +11,7 @@ from laneformer.hf.dimensions import Dimensions, Part, grouped_attention, head, 
 from laneformer.hf.fields import Fields
 from laneformer.hf.llama import FULL, SLIDING, layer_types, make_family, without_layer
 from laneformer.hf.packed.quantization import read_formats
-from laneformer.hf.safetensors import Source
+from laneformer.hf.safetensors import Cut, Source
 
 if TYPE_CHECKING:
     from laneformer.blocks.block import Weight
@@ -26,7 +26,11 @@ ROPE = {  # default, if the config has neither rope_scaling nor rope_parameters
 }
 NAMES = llama.NAMES | {"feed_forward.router": "mlp.router"}
 # Weight -> tensor of all experts, and its rows (first, step): rows of gate and up alternate.
-EXPERTS = {"w1": ("gate_up_proj", (0, 2)), "w3": ("gate_up_proj", (1, 2)), "w2": ("down_proj", None)}
+EXPERTS: dict[str, tuple[str, tuple[int, int] | None]] = {
+    "w1": ("gate_up_proj", (0, 2)),
+    "w3": ("gate_up_proj", (1, 2)),
+    "w2": ("down_proj", None),
+}
 
 
 def dimensions(fields: Fields) -> Dimensions:
@@ -82,29 +86,31 @@ def windows(fields: Fields) -> tuple[int | None, list[str]]:
 
 def sources(config: ModelConfig, table: "Mapping[str, Weight]") -> dict[str, Source]:
     """The source of each weight, by path: as for a Llama, except for sinks and experts."""
-    own = {path: source for path in table if (source := _source(config, path))}
+    own = {path: source for path, weight in table.items() if (source := _source(path, weight.shape))}
     rest = {path: weight for path, weight in table.items() if path not in own}
     return llama.sources(config, rest, NAMES) | own
 
 
-def _source(config: ModelConfig, path: str) -> Source | None:
-    """The source of one weight; None if it is the same as for a Llama."""
+def _source(path: str, shape: tuple[int, ...]) -> Source | None:
+    """The source of one weight; None if it is the same as for a Llama. shape: shape of the weight, lane-first."""
     prefix, name = without_layer(path)
-    lanes, columns = config.num_lanes, config.moe_intermediate_size
     if name == "attention.sinks":
-        return Source(f"{prefix}self_attn.sinks", (config.num_attention_heads,), cut="rows", lanes=lanes, vector=True)
+        lanes, heads = shape
+        return Source(f"{prefix}self_attn.sinks", (lanes * heads,), cut="rows", lanes=lanes, vector=True)
     matrix = name.removeprefix("feed_forward.").removesuffix("_bias")
     if matrix not in EXPERTS:
         return None
     tensor, every = EXPERTS[matrix]
     file_name, added = f"{prefix}mlp.experts.{tensor}", matrix == "w2"
-    size = (config.hidden_size, columns) if added else (2 * columns, config.hidden_size)
-    shared = {"lanes": lanes, "every": every}
+    lanes, experts, own_rows, *columns = shape
+    rows = own_rows if added else 2 * lanes * own_rows
+    cut: Cut
     if name.endswith("_bias"):
-        shape, cut = (config.num_experts, size[0]), "whole" if added else "rows"
-        return Source(f"{file_name}_bias", shape, cut=cut, vector=True, **shared)
+        cut = "whole" if added else "rows"
+        return Source(f"{file_name}_bias", (experts, rows), cut=cut, lanes=lanes, every=every, vector=True)
     cut = "columns" if added else "rows"
-    return Source(file_name, (config.num_experts, *size), cut=cut, transposed=True, **shared)
+    size = (experts, rows, lanes * columns[0] if added else columns[0])
+    return Source(file_name, size, cut=cut, lanes=lanes, every=every, transposed=True)
 
 
 FAMILY = replace(

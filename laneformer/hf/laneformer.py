@@ -5,7 +5,7 @@ Tensors in files have the names of this project. They are lane-first, like the w
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -45,16 +45,17 @@ def config_from(fields: Fields, num_lanes: int | None) -> ModelConfig:
     return ModelConfig(**found, eos_token_id=fields.end_tokens)
 
 
-def config_to_hf(config: ModelConfig, spelling: str = "laneformer_tp") -> dict:
+def config_to_hf(config: ModelConfig, spelling: str = "laneformer_tp") -> dict[str, Any]:
     """The values of a Laneformer's config.json. `spelling` is the model_type. laneformer_tp has a single switch,
     use_comm, if both kinds of modules are exchanged or neither is.
     """
     if spelling not in ARCHITECTURES:
         raise ConfigError(f"unknown spelling {spelling!r}; choose {', '.join(ARCHITECTURES)}")
-    values = {"model_type": spelling, "architectures": [ARCHITECTURES[spelling]]}
+    values: dict[str, Any] = {"model_type": spelling, "architectures": [ARCHITECTURES[spelling]]}
     for name in SAME_NAME:
         value = getattr(config, name)
-        value = dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = dataclasses.asdict(value)
         values[name] = list(value) if isinstance(value, tuple) else value
     if spelling == "laneformer_tp" and config.use_attention_comm == config.use_mlp_comm:
         del values["use_attention_comm"], values["use_mlp_comm"]

@@ -15,7 +15,7 @@ from laneformer.hf.dimensions import Dimensions
 from laneformer.hf.family import Family
 from laneformer.hf.fields import REQUIRED, Fields
 from laneformer.hf.rope import THETA, read_rope
-from laneformer.hf.safetensors import Source
+from laneformer.hf.safetensors import Cut, Source
 
 if TYPE_CHECKING:
     from laneformer.blocks.block import Weight
@@ -195,7 +195,7 @@ def _source(config: ModelConfig, path: str, shape: tuple[int, ...], names: Mappi
     if of_experts:
         lanes, experts, rows, columns = shape
         size = (rows, lanes * columns) if matrix == "w2" else (lanes * rows, columns)
-        cut = "columns" if matrix == "w2" else "rows"
+        cut: Cut = "columns" if matrix == "w2" else "rows"
         return Source(file_name, (experts, *size), cut=cut, lanes=lanes, experts=experts)
     lanes = config.num_lanes
     match matrix:
@@ -206,15 +206,15 @@ def _source(config: ModelConfig, path: str, shape: tuple[int, ...], names: Mappi
         case "wq" | "wk" | "wv" | "w1" | "w3":
             rotated = config.head_size if matrix in ("wq", "wk") else None
             copies = max(1, lanes // config.num_key_value_heads) if matrix in ("wk", "wv") else 1
-            size = (lanes // copies * shape[1], *shape[2:])
-            return Source(file_name, size, rotated, "rows", lanes, copies, vector=kind == "bias")
+            whole = (lanes // copies * shape[1], *shape[2:])
+            return Source(file_name, whole, rotated, "rows", lanes, copies, vector=kind == "bias")
         case "q_norm" | "k_norm":
             return Source(file_name, shape, config.head_size)
     return Source(file_name, shape)
 
 
 def make_family(
-    name: str, names: Mapping[str, str] = NAMES, dimensions: Callable[[Fields], Dimensions] | None = None, **own
+    name: str, names: Mapping[str, str] = NAMES, dimensions: Callable[[Fields], Dimensions] | None = None, **own: Any
 ) -> Family:
     """A family with these names of tensors. own: fields of its Dialect."""
     return Family(

@@ -145,18 +145,19 @@ def _source(config: ModelConfig, path: str, shape: tuple[int, ...]) -> Source | 
 
 
 def _delta_source(config: ModelConfig, module: str, name: str, shape: tuple[int, ...]) -> Source:
-    lanes, own = config.num_lanes, {"cut": "rows", "lanes": config.num_lanes}
+    lanes = config.num_lanes
     match name:
         case "win" | "wba":
             file_name = {"win": "in_proj_qkvz", "wba": "in_proj_ba"}[name]
-            return Source(f"{module}.{file_name}.weight", (lanes * shape[1], shape[2]), **own)
+            return Source(f"{module}.{file_name}.weight", (lanes * shape[1], shape[2]), cut="rows", lanes=lanes)
         case "convolution":
             rows, kernel = lanes * shape[1], shape[2]
             taken = _channels_by_lane(config.delta_net, lanes)
-            return Source(f"{module}.conv1d.weight", (rows, kernel), taken=taken, stored_shape=(rows, 1, kernel), **own)
+            stored, name = (rows, 1, kernel), f"{module}.conv1d.weight"
+            return Source(name, (rows, kernel), None, "rows", lanes, taken=taken, stored_shape=stored)
         case "decay" | "step":
             file_name = {"decay": "A_log", "step": "dt_bias"}[name]
-            return Source(f"{module}.{file_name}", (lanes * shape[1],), vector=True, **own)
+            return Source(f"{module}.{file_name}", (lanes * shape[1],), cut="rows", lanes=lanes, vector=True)
         case "wo":
             return Source(f"{module}.out_proj.weight", (shape[1], lanes * shape[2]), cut="columns", lanes=lanes)
     return Source(f"{module}.{name}.weight", shape)

@@ -16,7 +16,7 @@ log = logging.getLogger("laneformer")
 THETA = 10000.0
 _NAMES = tuple(field.name for field in dataclasses.fields(RopeScaling))
 TYPES = ("default", "linear", "llama3", "yarn")
-UNCOMPUTED: dict[str, tuple] = {  # fields of a scaling that change all logits -> values without effect
+UNCOMPUTED: dict[str, tuple[Any, ...]] = {  # fields of a scaling that change all logits -> values without effect
     **dict.fromkeys(("attn_factor", "extrapolation_factor"), (1,)),
     **dict.fromkeys(("llama_4_scaling_beta", "alpha"), (0,)),
     **dict.fromkeys(("short_factor", "long_factor", "short_mscale", "long_mscale"), ()),
@@ -54,7 +54,7 @@ def read_rope(
         if name in scaling:
             scaling["original_max_position_embeddings"] = scaling.pop(name)
     original = scaling.get("original_max_position_embeddings")
-    if kind == "yarn" and all(isinstance(size, int) and size > 0 for size in (original, longest)):
+    if kind == "yarn" and isinstance(original, int) and isinstance(longest, int) and min(original, longest) > 0:
         scaling.setdefault("factor", longest / original)
     if kind in ("llama3", "yarn"):
         scaling.setdefault("original_max_position_embeddings", longest)
@@ -62,7 +62,8 @@ def read_rope(
         log.warning("config.json: ignored rope scaling fields %s", ", ".join(unknown))
     if "factor" not in scaling:
         raise ConfigError(f"rope scaling of type {kind!r} has no factor: add it")
-    return theta, RopeScaling(type=kind, **{name: scaling[name] for name in _NAMES if name in scaling})
+    given: dict[str, Any] = {name: scaling[name] for name in _NAMES if name in scaling}
+    return theta, RopeScaling(**{**given, "type": kind})
 
 
 def rotated_channels(fields: Fields, head_dim: int, usual: float) -> int | None:

@@ -5,7 +5,6 @@ bytes of the tensors.
 """
 
 import contextlib
-import dataclasses
 import json
 import math
 import mmap
@@ -16,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -48,6 +47,12 @@ ALIGNMENT = 64
 _IGNORED = ("rotary_emb.inv_freq",)  # buffers of old Llama files, which the config already determines
 
 
+Cut = Literal["rows", "columns", "whole"]
+"""The axis that is cut into the lanes' shares. whole: the first lane has the whole tensor, the others have zeros, for
+weights whose results are summed over the lanes.
+"""
+
+
 @dataclass(frozen=True)
 class Source:
     """The tensor in a file that contains a weight, and how it becomes the weight."""
@@ -58,10 +63,8 @@ class Source:
     """Shape of the tensor: [..., rows, columns] for a matrix, [..., rows] for a vector."""
     head_dim: int | None = None
     """Channels of a head, if the tensor's rotary pairs are half-split; None: there are no such pairs."""
-    cut: Literal["rows", "columns", "whole"] | None = None
-    """The axis that is cut into the lanes' shares. whole: the first lane has the whole tensor, the others have zeros,
-    for weights whose results are summed over the lanes. None: the tensor is already lane-first, or shared.
-    """
+    cut: Cut | None = None
+    """The axis that is cut; None: the tensor is already lane-first, or shared."""
     lanes: int = 1
     copies: int = 1
     """Consecutive lanes that have the same share."""
@@ -119,12 +122,14 @@ class Source:
             record = record.take_rows(np.array(self.taken))
         if self.every:
             record = record.take_rows(np.arange(record.shape[-2])[self.every[0] :: self.every[1]])
-        split = {"rows": record.split_rows, "columns": record.split_columns}.get(self.cut)
-        record = split(self.lanes // self.copies) if split else record
+        if self.cut == "rows":
+            record = record.split_rows(self.lanes // self.copies)
+        elif self.cut == "columns":
+            record = record.split_columns(self.lanes // self.copies)
         if self.copies == 1:
             return record
         arrays = {name: array for name, array in record.arrays.items() if name not in WHOLE}
-        return dataclasses.replace(record, **{name: np.repeat(array, self.copies, 0) for name, array in arrays.items()})
+        return record.with_arrays({name: np.repeat(array, self.copies, 0) for name, array in arrays.items()})
 
 
 @dataclass(frozen=True)
@@ -142,11 +147,19 @@ class Tensor:
 
     def read(self, memory: np.ndarray) -> np.ndarray:
         """Reads the tensor into memory uint8 [size]; returns it in a dtype of PACKED."""
-        return self.read_bytes(memory).view(PACKED[self.dtype]).reshape(self.shape)
+        return self._typed(self.read_bytes(memory))
 
     def values(self) -> np.ndarray:
         """Reads the tensor into new memory; returns it in a dtype of PACKED."""
-        return self.read_bytes(np.empty(self.size, np.uint8)).view(PACKED[self.dtype]).reshape(self.shape)
+        return self._typed(self.read_bytes(np.empty(self.size, np.uint8)))
+
+    def _typed(self, memory: np.ndarray) -> np.ndarray:
+        values: np.ndarray = memory.view(PACKED[self.dtype])
+        return values.reshape(self.shape)
+
+    def record(self) -> Quantized:
+        """Reads the record, if the dtype is QUANTIZED. Raises TypeError for other tensors."""
+        raise TypeError(f"a tensor of dtype {self.dtype} in {self.file} is not packed")
 
     def read_bytes(self, memory: np.ndarray) -> np.ndarray:
         """Reads the tensor's bytes into memory uint8 [size] without mapping the file, because mapped pages that were
@@ -155,7 +168,7 @@ class Tensor:
         try:
             with self.file.open("rb") as file:
                 file.seek(self.start)
-                found = file.readinto(memory)
+                found = file.readinto(memory.data)
         except OSError as error:
             raise _damaged(self.file, error) from None
         if found != self.size:
@@ -181,7 +194,7 @@ class Tensor:
                 files = ((first, self), (second, other))
                 pieces = [np.fromfile(file, DTYPES[each.dtype], min(_PIECE, count - n)) for file, each in files]
                 same_bits = self.dtype == other.dtype and pieces[0].tobytes() == pieces[1].tobytes()  # NaN too
-                if not same_bits and not np.array_equal(*(piece.astype(np.float32) for piece in pieces)):
+                if not same_bits and not np.array_equal(pieces[0].astype(np.float32), pieces[1].astype(np.float32)):
                     return False
         return True
 
@@ -367,7 +380,7 @@ def read_header(file: Path) -> Header:
     return Header(tensors, metadata)
 
 
-def _parse_header(file: Path, text: bytes) -> tuple[dict[str, dict], dict[str, object]]:
+def _parse_header(file: Path, text: bytes) -> tuple[dict[str, dict[str, Any]], dict[str, object]]:
     """The entries of a header by tensor name, and its metadata."""
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -409,10 +422,10 @@ def check_tensors(folder: Path, sources: Mapping[str, Source], tensors: Mapping[
             )
     for source in sources.values():
         tensor = tensors[source.name]
-        if tensor.shape != (wanted := source.shape_as(tensor.dtype)):
+        if tensor.shape != (shape := source.shape_as(tensor.dtype)):
             raise CheckpointError(
                 f"{folder}: tensor {source.name} has shape {list(tensor.shape)}, but config.json gives"
-                f" {list(wanted)}: use the files of one model"
+                f" {list(shape)}: use the files of one model"
             )
         known = INTEGERS if source.integers else tuple(DTYPES)
         if tensor.dtype not in (*known, QUANTIZED):
@@ -445,7 +458,8 @@ def write_outputs(file: Path, tensors: Mapping[str, Output], metadata: Mapping[s
     and at a multiple of ALIGNMENT if its own size is one. Raises OSError.
     """
     tensors = dict(sorted(tensors.items(), key=lambda entry: -math.gcd(entry[1].size, ALIGNMENT)))
-    header, end = {"__metadata__": {"format": "pt", **metadata}}, 0
+    header: dict[str, dict[str, Any]] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
     for name, tensor in tensors.items():
         header[name] = {"dtype": tensor.dtype, "shape": [*tensor.shape], "data_offsets": [end, end + tensor.size]}
         end += tensor.size
@@ -456,7 +470,7 @@ def write_outputs(file: Path, tensors: Mapping[str, Output], metadata: Mapping[s
     first = np.frombuffer(len(text).to_bytes(8, "little") + text, np.uint8)
     with part.open("wb") as opened:
         for joined in _joined(chain([first], pieces)):
-            opened.write(joined)
+            opened.write(joined.data)
     os.replace(part, file)
 
 

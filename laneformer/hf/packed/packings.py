@@ -87,14 +87,23 @@ class Module:
 # ---- packings
 
 
-def _scales(module: Module, suffixes: Iterable[str], dtypes: Iterable[str], shape: Shape, scheme: Scheme):
+def _scales(
+    module: Module, suffixes: Iterable[str], dtypes: Iterable[str], shape: Shape, scheme: Scheme
+) -> tuple[Tensor, Shape, tuple[int, int]]:
     """The tensor with the scales of a weight of this shape, the scales' shape in a record, and the rows and columns
     that share a scale. Raises CheckpointError.
     """
     *lead, rows, columns = shape
-    groups = [scheme.block or (1, scheme.group)] if scheme.block or scheme.group else [(1, columns), (rows, columns)]
-    grids = {(*lead, -(-rows // group[0]), -(-columns // group[1])): group for group in groups}
-    spellings = {grid: grid for grid in grids}
+    if scheme.block:
+        groups = [scheme.block]
+    elif scheme.group:
+        groups = [(1, scheme.group)]
+    else:
+        groups = [(1, columns), (rows, columns)]
+    grids: dict[Shape, tuple[int, int]] = {
+        (*lead, -(-rows // group[0]), -(-columns // group[1])): group for group in groups
+    }
+    spellings: dict[Shape, Shape] = {grid: grid for grid in grids}
     if not lead and not (scheme.block or scheme.group):
         spellings |= {(): (1, 1), (1,): (1, 1), (rows,): (rows, 1)}
     for suffix in suffixes:
@@ -360,8 +369,8 @@ def in_groups(record: Quantized, index: np.ndarray | None, module: Module) -> Qu
         )
     order = np.argsort(index, kind="stable").astype(np.int32)
     if (index[order] != places).any():  # groups of unequal size: a scale per column is exact, but too large to be kept
-        grids = {name: record.arrays[name][..., index] for name in ("scales", "zero_points") if name in record.arrays}
-        return replace(record, group=(1, 1), **grids)
+        grids = {name: grid[..., index] for name, grid in record.arrays.items() if name in ("scales", "zero_points")}
+        return replace(record.with_arrays(grids), group=(1, 1))
     codes = record.each()[..., order]
     return replace(record, codes=record.format.pack(codes), order=order)
 

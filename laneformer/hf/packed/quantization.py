@@ -199,7 +199,7 @@ def _old_values(file: Path) -> dict[str, Any]:
         raise CheckpointError(f"cannot read {file} as JSON ({error}): copy it again") from None
 
 
-def _kept(fields: Fields) -> list:
+def _kept(fields: Fields) -> list[Any]:
     """Patterns of modules that are not packed."""
     return [
         pattern
@@ -237,11 +237,12 @@ def _auto_round(fields: Fields, method: str) -> Rules:
     """The rules of AutoRound, which packs as GPTQ or AWQ do. `extra_config` maps modules to their own settings; modules
     of 16 bits or more are not packed. Only GPTQ's packing stores zero points minus 1.
     """
-    packing, rules = fields.word("packing_format", fields.word("backend", "auto_round")), []
+    packing = fields.word("packing_format", fields.word("backend", "auto_round"))
+    rules: Rules = []
     everything = [("*", fields)]
     for module, changes in (fields.mapping("extra_config") or {}).items():
-        own = changes if isinstance(changes, Mapping) else {}
-        everything.insert(-1, (str(module), Fields({**fields.values, **own})))
+        changed = changes if isinstance(changes, Mapping) else {}
+        everything.insert(-1, (str(module), Fields({**fields.values, **changed})))
     for pattern, own in everything:
         kind = own.word("data_type", "int")
         if own.size("bits", 4) >= 16:
@@ -282,7 +283,8 @@ def _awq(fields: Fields, method: str) -> Rules:
 
 def _compressed_tensors(fields: Fields, method: str) -> Rules:
     """The rules of compressed-tensors. Targets that are names or regular expressions precede classes such as Linear."""
-    named, classes = [], []
+    named: Rules = []
+    classes: Rules = []
     for values in (fields.mapping("config_groups") or {}).values():
         group = Fields(values if isinstance(values, Mapping) else {})
         weights = group.mapping("weights")
