@@ -52,7 +52,8 @@ class Format:
             return codes
         if codes.shape[-1] % 2:
             codes = np.concatenate([codes, np.zeros((*codes.shape[:-1], 1), np.uint8)], -1)
-        return codes[..., ::2] | codes[..., 1::2] << 4
+        packed: np.ndarray = codes[..., ::2] | codes[..., 1::2] << 4
+        return packed
 
     def unpack(self, stored: Any, columns: int, xp: ModuleType = np) -> Any:
         """The inverse of `pack`. xp: numpy, or jax.numpy for JAX arrays."""

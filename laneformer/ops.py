@@ -38,6 +38,14 @@ class size(property):
     not negative. custom_calls/common/plan.h has the sizes of Weight and Rotary.
     """
 
+    if typing.TYPE_CHECKING:  # not imported by name: ops_header.py writes the whole numbers of this file to C++
+
+        @overload
+        def __get__(self, instance: None, owner: type, /) -> "size": ...
+        @overload
+        def __get__(self, instance: Any, owner: type | None = None, /) -> int: ...
+        def __get__(self, instance: Any, owner: type | None = None, /) -> "int | size": ...
+
 
 class KeptDtype(IntEnum):
     """Dtype of a kept array."""
@@ -71,13 +79,13 @@ class kept(property):
     `Kept(...)` or `Kept(...) if self.field else None`, whose numbers are expressions as in a `size`.
     """
 
-    if typing.TYPE_CHECKING:  # not imported by name: ops_header.py writes the whole numbers of this file to C++
+    if typing.TYPE_CHECKING:
 
         @overload
-        def __get__(self, instance: None, owner: type, /) -> "size": ...
+        def __get__(self, instance: None, owner: type, /) -> "kept": ...
         @overload
-        def __get__(self, instance: Any, owner: type | None = None, /) -> int: ...
-        def __get__(self, instance: Any, owner: type | None = None, /) -> "int | size": ...
+        def __get__(self, instance: Any, owner: type | None = None, /) -> Kept | None: ...
+        def __get__(self, instance: Any, owner: type | None = None, /) -> "Kept | kept | None": ...
 
 
 def vector(elements: str) -> dict[str, str]:

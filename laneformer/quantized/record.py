@@ -193,7 +193,8 @@ class Quantized(Generic[A]):
 
     def each(self: "Quantized") -> np.ndarray:
         """The codes as one number per weight, [*lanes, rows, columns]: int8 for kind int8, otherwise uint8."""
-        return self.format.unpack(self.codes, self.columns)
+        codes: np.ndarray = self.format.unpack(self.codes, self.columns)
+        return codes
 
     def _packed(self: "Quantized", codes: np.ndarray) -> np.ndarray:
         """The inverse of `each`, for codes of this record."""
