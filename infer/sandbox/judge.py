@@ -17,7 +17,7 @@ import sys
 import time
 import types
 
-from laneformer.infer.sandbox.wire import HEAD, Reader, WireError, dump, receive, restore, send, write_library
+from laneformer.infer.sandbox.wire import HEAD, Reader, WireError, dump, receive, send, write_library
 
 EXCEPTIONS = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
 EXCEPTIONS = {name: kind for name, kind in EXCEPTIONS.items() if issubclass(kind, BaseException)}
@@ -137,7 +137,7 @@ class Program:
             for number, content in changed:
                 if type(number) is not int or number < 0:
                     raise WireError(f"a container is {number!r}")
-                restore(known[number], reader(content))
+                reader.restore(known[number], reader(content))
         except (MemoryError, Ended):
             raise
         except Exception as error:

@@ -25,6 +25,9 @@ MOST_DEPTH = 100  # levels of nested containers
 # one byte.
 FEWEST_ROWS, MOST_CODES = 4096, 256
 LONGEST_INT = 4096  # in bits; longer ones are written in base 16, which takes linear time
+# Limit on work that grows with the square of a message. A step, which takes less than 1 us, is the comparison of two
+# keys with equal hashes, or 2^STEP_BITS products of bits in a division.
+MOST_STEPS, STEP_BITS = 1 << 20, 18
 HEAD = struct.Struct("<IQ")
 SCALARS = frozenset({int, float, str, bool, type(None)})
 MAPPINGS = frozenset({dict, collections.Counter, collections.OrderedDict, collections.defaultdict})
@@ -220,6 +223,7 @@ class Reader:
 
     def __init__(self, known, unusual, beside=b""):
         self.known, self.unusual, self.beside = [*known], unusual, beside
+        self.left, self.steps = len(beside), MOST_STEPS
 
     def __call__(self, node):
         kind = type(node)
@@ -243,15 +247,56 @@ class Reader:
             raise WireError(f"a list is a {type(nodes).__name__}")
         return nodes if SCALARS.issuperset(map(type, nodes)) else [self(node) for node in nodes]
 
-    def update(self, made, content):
+    def spend(self, steps):
+        """Counts steps; see MOST_STEPS."""
+        self.steps -= steps
+        if self.steps < 0:
+            raise WireError("numbers or keys take too long to read")
+
+    def divide(self, one, other):
+        """Counts the steps of a division, or of the greatest common divisor, of two integers."""
+        self.spend(one.bit_length() * other.bit_length() >> STEP_BITS)
+
+    def keys(self, values):
+        """The keys of a set or mapping. Each is compared with those before it that have the same hash; hashes of
+        numbers are no secret, so a message may have many of them.
+        """
+        if not {str} >= {*map(type, values)}:
+            counts = collections.Counter(map(hash, values)).values()
+            self.spend(sum(count * (count - 1) // 2 for count in counts if count > 1))
+        return values
+
+    def mapping(self, content):
+        """The pairs (key, value) of a mapping."""
         keys, values = content
-        made.update(zip(self.items(keys), self.items(values), strict=True))
+        return zip(self.keys(self.items(keys)), self.items(values), strict=True)
+
+    def update(self, made, content):
+        made.update(self.mapping(content))
         return made
+
+    def restore(self, value, content):
+        """Replaces the content of a container by `content`, in the form of `contents`."""
+        if type(value) in MAPPINGS:
+            half = len(content) // 2
+            value.clear()
+            dict.update(value, zip(self.keys(content[:half]), content[half:], strict=True))
+        elif type(value) in (list, bytearray):
+            value[:] = content
+        else:
+            value.clear()
+            if type(value) is set:
+                value.update(self.keys(content))
+            else:
+                value.extend(content)
 
     def data(self, content):
         start, size = content
         if type(start) is not int or type(size) is not int or not 0 <= start <= start + size <= len(self.beside):
             raise WireError(f"bytes {start!r} to {size!r} do not exist")
+        self.left -= size
+        if self.left < 0:  # a short message that repeats one range would take all memory
+            raise WireError("bytes are used more than once")
         return self.beside[start : start + size]
 
     def rows(self, content):
@@ -273,14 +318,14 @@ class Reader:
 
 
 def _read_counter(reader, content):
-    made, (keys, values) = reader.fresh(collections.Counter()), content
-    dict.update(made, zip(reader.items(keys), reader.items(values), strict=True))  # Counter.update adds
+    made = reader.fresh(collections.Counter())
+    dict.update(made, reader.mapping(content))  # Counter.update adds
     return made
 
 
 def _read_set(reader, nodes):
     made = reader.fresh(set())
-    made.update(reader.items(nodes))
+    made.update(reader.keys(reader.items(nodes)))
     return made
 
 
@@ -308,7 +353,20 @@ def _read_fraction(reader, content):
     parts = [*map(reader, content)]
     if {*map(type, parts)} != {int}:  # text such as 1e999999999 would take all memory
         raise WireError("a fraction is not two integers")
+    reader.divide(*parts)
     return fractions.Fraction(*parts)
+
+
+def _read_range(reader, content):
+    start, stop, step = map(reader, content)
+    reader.divide(stop - start, step)  # for its length
+    return range(start, stop, step)
+
+
+def _read_items(reader, nodes):
+    pairs = reader.items(nodes)
+    reader.keys([key for key, _ in pairs])
+    return dict(pairs).items()
 
 
 def _read_reference(reader, number):
@@ -324,19 +382,19 @@ READERS = {
     "rows": lambda r, content: r.rows(content),
     "tuple": lambda r, nodes: tuple(r.items(nodes)),
     "set": _read_set,
-    "frozenset": lambda r, nodes: frozenset(r.items(nodes)),
+    "frozenset": lambda r, nodes: frozenset(r.keys(r.items(nodes))),
     "dict": lambda r, content: r.update(r.fresh({}), content),
     "Counter": _read_counter,
     "OrderedDict": lambda r, content: r.update(r.fresh(collections.OrderedDict()), content),
     "defaultdict": _read_default,
     "deque": _read_deque,
-    "keys": lambda r, nodes: dict.fromkeys(r.items(nodes)).keys(),
+    "keys": lambda r, nodes: dict.fromkeys(r.keys(r.items(nodes))).keys(),
     "values": lambda r, nodes: dict(enumerate(r.items(nodes))).values(),
-    "items": lambda r, nodes: dict(r.items(nodes)).items(),
+    "items": _read_items,
     "bytes": lambda r, content: r.data(content),
     "bytearray": lambda r, content: r.fresh(bytearray(r.data(content))),
     "complex": lambda r, parts: complex(*parts),
-    "range": lambda r, parts: range(*map(r, parts)),
+    "range": _read_range,
     "ellipsis": lambda r, _: ...,
     "notimplemented": lambda r, _: NotImplemented,
     "array": lambda r, content: r.array(content),
@@ -349,16 +407,3 @@ READERS = {
 def contents(value):
     """The content of a mutable container as a flat tuple; for a mapping the keys, then the values."""
     return (*value, *value.values()) if type(value) in MAPPINGS else (*value,)
-
-
-def restore(value, content):
-    """Replaces the content of a container by `content`, in the form of `contents`."""
-    if type(value) in MAPPINGS:
-        half = len(content) // 2
-        value.clear()
-        dict.update(value, zip(content[:half], content[half:], strict=True))
-    elif type(value) in (list, bytearray):
-        value[:] = content
-    else:
-        value.clear()
-        (value.update if type(value) is set else value.extend)(content)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 
 from laneformer.infer.sandbox import wire
-from laneformer.infer.sandbox.wire import HEAD, MOST_DEPTH, Reader, WireError, contents, dump, receive, restore, send
+from laneformer.infer.sandbox.wire import HEAD, MOST_DEPTH, Reader, WireError, contents, dump, receive, send
 
 
 def unusual(writer, value, depth):
@@ -139,9 +139,9 @@ def test_shared_containers_stay_shared():
 )
 def test_contents_are_restored(container):
     other = type(container)()
-    restore(other, contents(container))
+    Reader((), None).restore(other, contents(container))
     assert other == container
-    restore(container, contents(type(container)()))
+    Reader((), None).restore(container, contents(type(container)()))
     assert len(container) == 0
 
 
@@ -165,6 +165,7 @@ BAD = (
     b'{"builtin": "exec"}', b'{"builtin": "eval"}', b'{"eval": "1"}', b'{"range": [1, 2, 0]}', b'{"deque": ["a", []]}',
     b'{"defaultdict": ["print", [], []]}', b'{"Fraction": [1, 0]}', b'{"Fraction": ["1e999999999"]}',
     b'{"rows": [711111111, [], [0, 0]]}', b'{"Decimal": [1]}', b'{"complex": ["a"]}',
+    b'[{"bytes": [0, 7]}, {"bytes": [1, 7]}]', b'[{"array": ["<f8", false, [1], [0, 8]]}, {"bytearray": [0, 1]}]',
 )  # fmt: skip
 
 
@@ -175,6 +176,36 @@ def test_malformed_data_is_refused(text):
 
     with pytest.raises((WireError, ValueError, TypeError, LookupError, ArithmeticError)):
         Reader((), refuse, b"\xff" * 8)(wire._value_of(text.decode()))
+
+
+P = 2**61 - 1  # the modulus of hashes of numbers
+SAME = [n * P for n in range(1, 3000)]  # integers with one hash
+LONG = {"int": "0x" + "fd" * 100_000}
+SLOW = (
+    {"set": SAME}, {"frozenset": SAME}, {"keys": SAME}, {"dict": [SAME, SAME]}, {"Counter": [SAME, SAME]},
+    {"OrderedDict": [SAME, SAME]}, {"defaultdict": [None, SAME, SAME]}, {"items": [{"tuple": [n, n]} for n in SAME]},
+    {"set": [{"tuple": [n]} for n in SAME]}, {"set": [{"Fraction": [1, n]} for n in SAME]},
+    {"set": [{"Decimal": str(n)} for n in SAME]}, [{"set": SAME[:1000]}, {"set": SAME[:1000]}, {"set": SAME[:1000]}],
+    {"Fraction": [LONG, {"int": "0x" + "eb" * 100_000}]}, {"range": [0, LONG, {"int": "0x" + "eb" * 50_000}]},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("node", SLOW, ids=range(len(SLOW)))
+def test_quadratic_work_is_refused(node):
+    with pytest.raises(WireError, match="too long to read"):
+        Reader((), None)(node)
+
+
+@pytest.mark.parametrize("container", [set(), {}], ids=["set", "dict"])
+def test_quadratic_work_is_refused_in_changes(container):
+    with pytest.raises(WireError, match="too long to read"):
+        Reader((), None).restore(container, (*SAME, *SAME))
+
+
+def test_large_honest_numbers_survive():
+    powers = {2**n for n in range(4000)}
+    harmonic = sum(fractions.Fraction(1, n) for n in range(1, 2000))
+    assert through([powers, harmonic, range(1 << 5000)])[0] == [powers, harmonic, range(1 << 5000)]
 
 
 @pytest.mark.parametrize(
