@@ -250,20 +250,26 @@ double Schedule::spent(const Pass& pass, double time) {
   return found;
 }
 
+// The cost of a pass of this many rows, to decide whether a call joins. Other processes may have raised a measured
+// price, and only shared passes can correct it. So after kConfirmed passes without sharing, the list's price is enough.
+bool Schedule::allowed(int rows) const {
+  const double found = price(rows);
+  return (unshared_ < kConfirmed ? found : std::min(found, (double)prices_.listed(rows))) <= most_slowdown_;
+}
+
 // Admits waiting calls in the order of their arrival while a pass with a row of each call costs at most most_slowdown_.
-// Other processes may have raised a measured price, and only shared passes can correct it. So after kConfirmed passes
-// without sharing, the list's price is enough to admit a call. Also ends waiting calls that are cancelled.
+// Calls that still have to read more than a block do not count, so that a short call does not wait for a long prompt;
+// `prompts_in_order` holds them up before they draw. Also ends waiting calls that are cancelled.
 void Schedule::admit() {
   const std::lock_guard<std::mutex> lock(lock_);
-  const auto slowdown = [&](int rows) {
-    const double found = price(rows);
-    return unshared_ < kConfirmed ? found : std::min(found, (double)prices_.listed(rows));
-  };
+  int rows = (int)std::count_if(running_.begin(), running_.end(), [](Slot* slot) { return slot->draws_soon(); });
   for (auto at = waiting_.begin(); at != waiting_.end();) {
     Slot* const slot = *at;
     if (running_.empty()) prices_.begin(slot->call->speculation);
-    if (running_.empty() || slowdown((int)running_.size() + 1) <= most_slowdown_) {
+    if (rows == 0 || allowed(rows + 1)) {
       running_.push_back(slot);
+      slot->joined = slot->draws_soon();
+      rows += slot->joined;
       if (slot->call->speculation.most > 0) slot->drafts.begin(slot->call->speculation, prices_);
     } else if (slot->cancel.load(std::memory_order_relaxed)) {
       slot->stopped = true, slot->end = End::cancelled;
@@ -295,8 +301,27 @@ int Schedule::prompt_rows(int beside) {
   return over <= credit_ ? best : 1;
 }
 
+// Calls whose prompt is read, in the order in which their positions join the next pass. The prompt that arrived first
+// and the one with the shortest rest take turns: a short prompt does not wait for a long one, nor a long one for many.
+// A call that was admitted with a long prompt reads its last block when a pass with its row costs at most
+// most_slowdown_. drawing: number of calls that draw in the pass.
+std::vector<Slot*> Schedule::prompts_in_order(int drawing) {
+  std::vector<Slot*> found;
+  for (Slot* slot : running_) {
+    if (slot->deferred || slot->draws() || slot->from) continue;
+    if (!slot->joined && slot->draws_soon()) slot->joined = drawing == 0 || allowed(drawing + 1);
+    drawing += slot->joined;
+    if (slot->joined || !slot->draws_soon()) found.push_back(slot);
+  }
+  if (found.size() < 2) return found;
+  shortest_first_ = !shortest_first_;
+  if (shortest_first_)
+    std::stable_sort(found.begin(), found.end(), [](Slot* a, Slot* b) { return a->unread() < b->unread(); });
+  return found;
+}
+
 // Plans the next pass. A call whose mask is missing gets no positions, and neither does one that waits for the keys and
-// values of another call. Priority: the next token of each call, positions of the prompt that arrived first, drafts.
+// values of another call. Priority: the next token of each call, positions of prompts, drafts.
 void Schedule::plan(const Slot& leader, const Pass& last, Pass& next) {
   for (int i = 0; i < last.runs; i++) {
     Slot& slot = *last.run[i].slot;
@@ -342,10 +367,9 @@ void Schedule::plan(const Slot& leader, const Pass& last, Pass& next) {
     rows += drafts;
     next.add(*slot, tokens, 1 + drafts, call.start + (int64_t)call.prompt.size() + slot->drawn - 1, 1 + drafts);
   }
-  for (Slot* slot : running_) {
-    if (slot->deferred || slot->draws() || slot->from) continue;
+  for (Slot* slot : prompts_in_order(drawing)) {
     const Call& call = *slot->call;
-    const int64_t rest = (int64_t)call.prompt.size() - slot->absorbed;
+    const int64_t rest = slot->unread();
     const int count = (int)std::min<int64_t>(rest, drawing ? prompt_rows(drawing) : kBlock - next.positions);
     if (count == 0) break;
     const int32_t* const tokens = call.prompt.data() + slot->absorbed;

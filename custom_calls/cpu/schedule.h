@@ -85,6 +85,7 @@ struct Slot {
   int64_t absorbed = 0;    // tokens of the prompt that are in the cache
   int64_t known = 0;       // tokens of the prompt that drafts may be copied from
   bool cancelled = false;  // `cancel` as it was before the tokens of a pass were drawn
+  bool joined = false;     // whether passes may have a row of it
   bool deferred = false;   // the call drew nothing in its last pass, because its mask was missing
   bool stopped = false;    // the last token is drawn; `end` has the reason
   End end = End::length;
@@ -93,7 +94,9 @@ struct Slot {
   bool finished() const { return done.load(std::memory_order_acquire); }
   int32_t drawn_tokens() const { return (int32_t)count.value.load(std::memory_order_acquire); }
   bool mask_given() const { return masks.reached((uint32_t)drawn + 1); }
-  bool draws() const { return absorbed == (int64_t)call->prompt.size(); }  // the whole prompt is in the cache
+  int64_t unread() const { return (int64_t)call->prompt.size() - absorbed; }
+  bool draws() const { return unread() == 0; }  // the whole prompt is in the cache
+  bool draws_soon() const { return unread() <= kBlock; }
   int64_t filled() const { return call->start + absorbed + (drawn > 0 ? drawn - 1 : 0); }  // positions in its caches
 };
 
@@ -180,6 +183,8 @@ class Schedule {
   double price(int rows) const;
   double spent(const Pass& pass, double time);
   int prompt_rows(int beside);
+  bool allowed(int rows) const;
+  std::vector<Slot*> prompts_in_order(int drawing);
 
   std::vector<std::unique_ptr<Slot>> slots_;
   const double most_slowdown_;
@@ -198,11 +203,12 @@ class Schedule {
   std::vector<Slot*> stopped_;  // calls that have stopped but are not published yet
   Speculation usual_;           // drafts and prices of `speculate`
   Prices prices_;
-  double long_ = 1;         // time of passes of more than kMostRows rows over what their list extrapolates to
-  double credit_ = 0;       // by how much passes with prompts have stayed below most_slowdown_
-  double most_credit_ = 0;  // limit of credit_: what the best pass with positions of a prompt needs
-  int64_t ended_ns_ = 0;    // when the last pass ended
-  int64_t unshared_ = 0;    // passes since the last one that calls shared
+  double long_ = 1;              // time of passes of more than kMostRows rows over what their list extrapolates to
+  double credit_ = 0;            // by how much passes with prompts have stayed below most_slowdown_
+  double most_credit_ = 0;       // limit of credit_: what the best pass with positions of a prompt needs
+  int64_t ended_ns_ = 0;         // when the last pass ended
+  bool shortest_first_ = false;  // whether the last pass with several prompts began with the shortest rest
+  int64_t unshared_ = 0;         // passes since the last one that calls shared
 };
 
 }  // namespace laneformer

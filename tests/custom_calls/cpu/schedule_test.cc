@@ -189,9 +189,94 @@ void a_prompt_learns_what_long_passes_take() {
   CHECK(time / passes < 1.7, "passes take %.3f on average", time / passes);
 }
 
+// One prompt has many blocks. Beside it, other calls begin and end.
+void a_short_prompt_does_not_wait_for_a_long_one(int prompt, int most) {
+  constexpr int kBlocks = 60;
+  Schedule schedule(2, 1.5, simulated_clock);
+  float prices[kMostRows];
+  for (int rows = 0; rows < kMostRows; rows++) prices[rows] = 1 + (float)rows;  // calls that draw share no passes
+  schedule.speculate(0, prices, false);
+  std::atomic<int> passes{0};
+  std::atomic<bool> more{true};
+  const auto seconds = [&](const Pass&) {
+    for (int ms = 0; passes > 0 && more && !schedule.waits() && schedule.slot(1).finished() && ms < 2000; ms++)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    passes++;
+    return 1e-3;
+  };
+  std::thread one([&] { run(schedule, 0, kBlocks * kBlock, 1, seconds); });
+  while (passes == 0) std::this_thread::yield();
+  for (int i = 0; i < 8; i++) {
+    const int before = passes;
+    run(schedule, 1, prompt, 1, seconds);
+    CHECK(passes - before <= most, "%d passes for %d positions", passes - before, prompt);
+  }
+  more = false;
+  CHECK(!schedule.slot(0).draws(), "the long prompt was read after %d passes", (int)passes);
+  one.join();
+  CHECK(passes <= kBlocks + 16 + 8 * prompt / kBlock, "%d passes", (int)passes);
+}
+
+// Two long prompts are read together. One call does not draw beside the other, because a pass with two
+// rows costs too much.
+void calls_with_long_prompts_keep_the_limit() {
+  Schedule schedule(2, 1.5, simulated_clock);
+  float prices[kMostRows];
+  for (int rows = 0; rows < kMostRows; rows++) prices[rows] = 1 + (float)rows;
+  schedule.speculate(0, prices, false);
+  std::atomic<int> passes{0}, most{0}, together{0};
+  std::atomic<bool> began{false};
+  const auto seconds = [&](const Pass& pass) {
+    began = true;
+    for (int ms = 0; passes == 0 && !schedule.waits() && ms < 2000; ms++)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    passes++;
+    together += pass.run[0].slot == &schedule.slot(1) && !schedule.slot(0).finished() && !schedule.slot(0).draws();
+    most = std::max(most.load(), pass.rows);
+    return 1e-3;
+  };
+  std::thread one([&] { run(schedule, 0, 8 * kBlock, 20, seconds); });
+  while (!began) std::this_thread::yield();
+  run(schedule, 1, 4 * kBlock, 200, seconds);
+  one.join();
+  CHECK(most == 1, "%d rows in a pass", (int)most);
+  CHECK(together > 0, "no pass of %d read the second prompt before the first one", (int)passes);
+}
+
+// Several calls with short prompts run beside a long one all the time. It gets its share of the passes.
+void a_long_prompt_does_not_wait_for_many() {
+  constexpr int kBlocks = 40;
+  Schedule schedule(3, 1.5, simulated_clock);
+  std::atomic<int> passes{0};
+  std::atomic<bool> over{false};
+  const auto seconds = [&](const Pass&) {
+    for (int ms = 0; passes > 0 && !over && schedule.slot(1).finished() && schedule.slot(2).finished() && ms < 2000;
+         ms++)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    passes++;
+    return 1e-3;
+  };
+  const auto again = [&](int number) {
+    for (int i = 0; i < 2 * kBlocks && !over; i++) run(schedule, number, 2 * kBlock, 1, seconds);
+    over = true;
+  };
+  std::thread two(again, 1), three(again, 2);
+  while (passes == 0) std::this_thread::yield();
+  const int before = passes;
+  run(schedule, 0, kBlocks * kBlock, 1, seconds);
+  const int took = passes - before;
+  over = true;
+  two.join(), three.join();
+  CHECK(took <= 3 * kBlocks, "%d passes for %d blocks", took, kBlocks);
+}
+
 }  // namespace
 
 int main() {
+  a_short_prompt_does_not_wait_for_a_long_one(1, 4);
+  a_short_prompt_does_not_wait_for_a_long_one(kBlock, 4);
+  a_long_prompt_does_not_wait_for_many();
+  calls_with_long_prompts_keep_the_limit();
   a_prompt_learns_what_long_passes_take();
   a_prompt_finds_out_that_prices_were_too_high();
   a_prompt_takes_its_share_of_time_in_the_best_passes();
