@@ -67,13 +67,29 @@ class Lease:
     request: Request
     count: int
     """Number of positions of the prompt that are filled at the start."""
-    caches: Caches
     source: Source | None
     """The running call that more positions can be copied from."""
+    make: Callable[["Lease"], Caches]
+    """Makes the caches, or copies them from `other`."""
+    free: Caches | None
+    """Caches of a sequence that has ended, with arbitrary content or with the filled positions; None to make them."""
+    other: Kept | None
+    """The sequence to copy the filled positions from."""
+    place: int | None
+    """Place at which `other` is kept again once it is copied; None to drop it."""
     call: CallId | None
     """The request's own call; None if others cannot copy from it."""
     drawn: list[int] = field(default_factory=list)
     """Tokens of the answer so far; the backend appends them."""
+    made: Caches | None = None
+    """The caches after the first read of `caches`."""
+
+    @property
+    def caches(self) -> Caches:
+        """The caches. The first read may take long: large arrays are made, copied and compiled for."""
+        if self.made is None:  # not functools.cached_property: in Python 3.11 others wait while it computes
+            self.made = self.make(self)
+        return self.made
 
     @property
     def tokens(self) -> np.ndarray:
@@ -118,20 +134,51 @@ class PrefixCache:
         call: the request's call, if requests can copy from running ones.
         """
         with self._lock:
-            lease = Lease(request, *self._take(request, capacity, call is not None), call)
+            count, at, source = self._longest(request, call is not None)
+            other, place = None, None
+            if source is not None or not count:
+                count, free = 0, self._unused(capacity)
+            elif count < len(self._kept[at].tokens) / 2 and not (self._full and at == 0):
+                # Another conversation, which may continue: keep it.
+                other, free = self._kept[at], self._unused(capacity)
+                place = self._kept.index(other)
+                del self._kept[place]
+            else:
+                other, free = self._kept.pop(at), None
+                if other.caches.capacity >= capacity:
+                    other, free = None, other.caches
+            make = partial(self._make_for, capacity=capacity)
+            lease = Lease(request, count, source, make, free, other, place, call)
             self._leases.append(lease)
         return lease
 
-    def _take(self, request: Request, capacity: int, copies: bool) -> tuple[int, Caches, Source | None]:
+    def _longest(self, request: Request, copies: bool) -> tuple[int, int, Source | None]:
+        """The longest common start with a kept sequence, that sequence's place, and a running call with a longer one.
+        copies: whether the request can copy from running calls.
+        """
         counts = [
             (_common(request, kept.tokens, kept.salt, self._whole), kept.key == request.cache_key, n)
             for n, kept in enumerate(self._kept)
         ]
         count, _, at = max(counts, default=(0, False, 0))
         source = self._running(request) if copies and not self._whole else None
-        if source is not None and source.count > count:
-            return 0, self._unused(capacity), source
-        return *(self._kept_prefix(at, count, capacity) if count else (0, self._unused(capacity))), None
+        return count, at, source if source is not None and source.count > count else None
+
+    def _make_for(self, lease: Lease, capacity: int) -> Caches:
+        """The caches of a lease, made without the lock: other requests do not wait for large arrays."""
+        free, lease.free = lease.free, None
+        caches = free or self._make(capacity)
+        if lease.other is not None:
+            caches = copied(caches, lease.other.caches, lease.count)
+            self._give_back(lease)
+        return caches
+
+    def _give_back(self, lease: Lease) -> None:
+        """Ends the copying of a lease from a sequence, which is kept again."""
+        with self._lock:
+            if lease.other is not None and lease.place is not None:
+                self._kept.insert(min(lease.place, len(self._kept)), lease.other)
+            lease.other = lease.place = None
 
     def _running(self, request: Request) -> Source | None:
         """The running call with the longest common start, if there is any to copy from."""
@@ -142,16 +189,6 @@ class PrefixCache:
         ]
         best = max(found, key=lambda source: source.count, default=None)
         return best if best is not None and best.count else None
-
-    def _kept_prefix(self, at: int, count: int, capacity: int) -> tuple[int, Caches]:
-        source = self._kept[at]
-        next_to_go = self._full and at == 0
-        if count < len(source.tokens) / 2 and not next_to_go:  # another conversation, which may continue: keep it
-            return count, copied(self._unused(capacity), source.caches, count)
-        del self._kept[at]
-        if source.caches.capacity >= capacity:
-            return count, source.caches
-        return count, copied(self._make(capacity), source.caches, count)
 
     def keep(self, lease: Lease, caches: Caches, tokens: np.ndarray) -> None:
         """Keeps the caches of a request that has ended. tokens: tokens of the filled positions, int32 [n]."""
@@ -165,23 +202,24 @@ class PrefixCache:
 
     def drop(self, lease: Lease) -> None:
         """Ends the lease of a request that failed. Its caches are lost."""
+        self._give_back(lease)
         with self._lock:
             self._leases.remove(lease)
 
     @property
     def _full(self) -> bool:
-        return len(self._kept) + len(self._leases) >= self._most
+        lent = sum(lease.place is not None for lease in self._leases)
+        return len(self._kept) + lent + len(self._leases) >= self._most
 
-    def _unused(self, capacity: int) -> Caches:
+    def _unused(self, capacity: int) -> Caches | None:
         """Caches with arbitrary content. Drops the least recently used sequence if all slots are in use or it is not
-        shared, and reuses its caches if they have this capacity. Otherwise makes new ones.
+        shared, and returns its caches if they have this capacity; otherwise None, to make new ones.
         """
         if self._kept and (self._full or not len(self._kept[0].tokens)):
             caches = self._kept.pop(0).caches
             if caches.capacity == capacity:
                 return caches
-            del caches  # free their memory before new caches are made
-        return self._make(capacity)
+        return None
 
 
 def copied(into: Caches, source: Caches, count: int) -> Caches:

@@ -1,5 +1,7 @@
 """Kept prefixes: which prefix is reused, and that an answer has the same bits with and without it."""
 
+import threading
+
 import jax
 import numpy as np
 import pytest
@@ -339,6 +341,45 @@ def test_failed_call_keeps_nothing(monkeypatch):
     monkeypatch.setattr(engine._backend, "_runs", [run])
     result = engine.generate(TEXT[:100], max_new_tokens=5).result
     assert result.cached_tokens == 0 and result.logprobs == expected.logprobs
+
+
+def test_others_do_not_wait_while_caches_are_made():
+    began, may_end = threading.Event(), threading.Event()
+
+    def make(capacity):
+        if capacity == 1024:
+            began.set()
+            assert may_end.wait(60)
+        return caches(capacity)
+
+    cache = PrefixCache(make, 3)
+    first = cache.take(request(TEXT[:200]), 256)
+    cache.keep(first, first.caches, TEXT[:200])
+    slow = cache.take(request([*TEXT[:50], *TEXT[1000:1100]]), 1024)  # copies from the first sequence
+    thread = threading.Thread(target=lambda: slow.caches)
+    thread.start()
+    assert began.wait(60)
+    other = cache.take(request(TEXT[:210]), 256)
+    assert (slow.count, other.count, other.caches.capacity) == (50, 0, 256), "a sequence is not used while it is copied"
+    may_end.set()
+    thread.join()
+    assert cache.take(request(TEXT[:210]), 256).count == 200, "but afterwards"
+
+
+def test_sequence_stays_if_the_request_that_copies_it_fails():
+    def make(capacity):
+        if capacity == 1024:
+            raise MemoryError
+        return caches(capacity)
+
+    cache = PrefixCache(make, 3)
+    first = cache.take(request(TEXT[:200]), 256)
+    cache.keep(first, first.caches, TEXT[:200])
+    failing = cache.take(request([*TEXT[:50], *TEXT[1000:1100]]), 1024)
+    with pytest.raises(MemoryError):
+        failing.caches  # noqa: B018
+    cache.drop(failing)
+    assert cache.take(request(TEXT[:210]), 256).count == 200
 
 
 def test_backend_xla_keeps_no_prefixes():
