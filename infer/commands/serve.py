@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,7 +16,6 @@ from laneformer.interrupts import importing
 
 File = Annotated[Path | None, tyro.conf.arg(metavar="FILE")]
 KEY = "LANEFORMER_API_KEY"
-SWITCH_SECONDS = 0.001  # how long the thread that reads large requests keeps the event loop waiting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,6 +79,7 @@ def run(options: Options) -> int:
             from laneformer.infer.serve.guard import is_loopback
             from laneformer.infer.serve.metrics import Metrics
             from laneformer.infer.serve.processes import log
+            from laneformer.infer.serve.processes.pauses import shorten_pauses
             from laneformer.infer.serve.worker import ServedModel, follow
     except ImportError as error:
         raise ConfigError(f"the server needs the {error.name} library: pip install 'laneformer[serve]'") from None
@@ -132,7 +131,7 @@ def run(options: Options) -> int:
         signal.signal(signal.SIGHUP, server.handle_exit)
     host, port = listening.getsockname()[:2]
     log.say(f"http://{f'[{host}]' if ':' in host else host}:{port}: loading {name}")
-    sys.setswitchinterval(SWITCH_SECONDS)
+    shorten_pauses()
     asyncio.run(server.serve([listening]))
     if engine.failure is not None:
         raise ConfigError(engine.failure)

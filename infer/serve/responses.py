@@ -191,7 +191,7 @@ class Answer:
         if self._call.chat:
             return {
                 "content": [
-                    {**_named(token.named), "top_logprobs": [_named(each) for each in token.top]}
+                    {**_named(token.named), "top_logprobs": [_named(Named(*each)) for each in token.top]}
                     for token in tokens
                     if token.part is Part.CONTENT
                 ]
@@ -203,7 +203,7 @@ class Answer:
         return {
             "tokens": [_spelled(token.named.text) for token in tokens],
             "token_logprobs": [token.named.logprob for token in tokens],
-            "top_logprobs": [{_spelled(each.text): each.logprob for each in token.top} for token in tokens],
+            "top_logprobs": [{_spelled(text): logprob for text, logprob in token.top} for token in tokens],
             "text_offset": offsets,
         }
 
