@@ -1,6 +1,7 @@
 """The server's log."""
 
 import os
+import threading
 
 import pytest
 
@@ -18,4 +19,31 @@ def test_full_disk_is_reported_when_it_has_room_again(tmp_path):
     reported = "2 lines of the log were lost: No space left on device"
     assert (tmp_path / "log").read_text().splitlines() == ["a", reported, "b", "c"] and made.lost == 2
     for descriptor in (full, file):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "terminal"])
+def test_nothing_waits_for_a_reader_that_has_stopped(kind):
+    reader, writer = os.pipe() if kind == "pipe" else os.openpty()
+    made = log.Log()
+    made.descriptor = writer
+    line = "x" * 200
+
+    def fill():
+        while not made.lost:
+            made.write(line)
+        for _ in range(1000):  # only the first line waits
+            made.write(line)
+
+    filling = threading.Thread(target=fill, daemon=True)
+    filling.start()
+    filling.join(10)
+    assert not filling.is_alive() and made.lost == 1001
+    assert os.get_blocking(writer), "the shell's descriptor is unchanged"
+    text = b""
+    while b"1001 lines of the log were lost: their reader has stopped" not in text:
+        text += os.read(reader, 1 << 16)
+        made.write("again")
+    assert made.lost == 1001
+    for descriptor in (reader, writer, made._opened[1]):
         os.close(descriptor)
