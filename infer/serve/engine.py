@@ -31,6 +31,7 @@ MOST_CRASHES = 5  # in a row before the server ends
 LONGEST_PAUSE = 30.0  # seconds before a restart
 MOST_TOGETHER = 256  # updates of a job handled at once, when a client reads slowly: 2 ms, or 10 with log-probabilities
 MOST_PASSES = 10_000  # of an answer, each of which takes 1 us to count; more are counted on a thread
+LONG_PROMPT = 1 << 14  # tokens; of several requests that run together, one has a shorter prompt
 MOST_UNSENT = 1 << 24  # bytes that the engine process has not taken, beyond which the server accepts no requests
 
 
@@ -278,8 +279,8 @@ class EngineProcess:
 
     def _next(self) -> None:
         """Sends the engine its next jobs if it can run more, and updates the places of waiting jobs in the queue."""
-        while self._waiting and self.state == "ready" and len(self._running) < self.facts["parallel"]:
-            job = self._waiting.pop(0)
+        while self.state == "ready" and (job := self._first()) is not None:
+            self._waiting.remove(job)
             self._running[job.number], self._round = job, job.round
             job.started = time.perf_counter()
             self._metrics.queue_time.observe(job.started - job.arrived)
@@ -288,6 +289,16 @@ class EngineProcess:
         self._metrics.waiting.set(len(self._waiting))
         for position, job in enumerate(self._waiting, start=len(self._running)):
             job.put(Queued(position))
+
+    def _first(self) -> Job | None:
+        """The job to run next; None if the engine cannot run more. One place is only for short prompts, because several
+        long ones, which take seconds each, would make all others wait.
+        """
+        most = self.facts["parallel"]
+        if len(self._running) >= most:
+            return None
+        room = sum(len(job.ids) >= LONG_PROMPT for job in self._running.values()) < max(1, most - 1)
+        return next((job for job in self._waiting if room or len(job.ids) < LONG_PROMPT), None)
 
     def _fail(self, job: Job, error: ApiError, reason: str) -> None:
         """Ends a job for its client. The engine may run it for a moment longer."""

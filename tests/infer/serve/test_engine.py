@@ -129,6 +129,25 @@ def test_clients_take_turns_and_have_a_place(start):
     start(run, bad_engines.reads_nothing, waiting=2, seconds=0.0)
 
 
+@pytest.mark.parametrize(("parallel", "first", "after"), [(1, "0", "1"), (2, "04", "1"), (4, "0124", "3")])
+def test_one_place_is_for_short_prompts(start, parallel, first, after):
+    call, sizes, started = read_call({"prompt": "a"}, chat=False), [50_000] * 4 + [1, 1], []
+
+    async def run(made, ends):
+        await until(lambda: made.state == "ready")
+        made.facts = made.facts | {"parallel": parallel}
+        made._send = lambda kind, number, *rest: started.append(number)
+        jobs = [made._job(call, worker.Encoded([1] * size, []), "a", time.perf_counter()) for size in sizes]
+        made._next()
+        assert started == [jobs[int(n)].number for n in first]
+        made._running.pop(started[0])  # a long one
+        made._next()
+        assert started[len(first) :] == [jobs[int(n)].number for n in after]
+        made._fail_all(ApiError(503, "over"), "over")
+
+    start(run, bad_engines.reads_nothing, seconds=0.0)
+
+
 def test_lack_of_memory_is_found_in_causes():
     try:
         try:
