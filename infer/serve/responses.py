@@ -44,7 +44,7 @@ class Answer:
         call = self._call
         if not call.chat and not call.return_token_ids:
             return b""
-        prompt = {"prompt_token_ids": self._job.ids} if call.return_token_ids else {}
+        prompt = {"prompt_token_ids": [*self._job.ids]} if call.return_token_ids else {}
         return self._event(self._choice("", {"role": "assistant", "content": ""}, logprobs=None), **prompt)
 
     def events(self, batch: Sequence[Update]) -> Iterator[bytes]:
@@ -89,7 +89,7 @@ class Answer:
         }
         prompt = {}
         if self._call.return_token_ids:
-            choice["token_ids"], prompt = [token.id for token in tokens], {"prompt_token_ids": self._job.ids}
+            choice["token_ids"], prompt = [token.id for token in tokens], {"prompt_token_ids": [*self._job.ids]}
         if self._call.return_timeline:
             choice["timeline"] = _timeline(tokens)
         self._count(tokens)

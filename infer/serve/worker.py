@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -96,7 +97,8 @@ class Question(NamedTuple):
 class Encoded(NamedTuple):
     """The token ids of a question, and the constraints on the answer."""
 
-    prompt: list[int]
+    prompt: Sequence[int]
+    """An array of int32, which takes a tenth of a list's time on the pipe."""
     prediction: list[int]
     tools: ToolRequest | None = None
     grammar: Grammar | None = None
@@ -107,7 +109,7 @@ class Encoded(NamedTuple):
 class Order(NamedTuple):
     """A generation to run: the arguments of Engine.generate."""
 
-    ids: list[int]
+    ids: Sequence[int]
     max_new_tokens: int | None
     sampling: dict[str, Any]
     stop_token_ids: tuple[int, ...]
@@ -470,22 +472,23 @@ class _Worker:
             raise InputError(f"token ids must be from 0 to {vocabulary - 1}")
         predicts = question.prediction and self._drafts and engine.tokenizer is not None
         predicted = engine.encode_prediction(encoder.prediction(question.prediction)).tolist() if predicts else []
-        return Encoded(engine.encode(prompt).tolist(), predicted, tools, grammar, notes)
+        return Encoded(array("i", engine.encode(prompt).tobytes()), predicted, tools, grammar, notes)
 
     def _generate(self, number: int, order: Order) -> None:
         from laneformer.infer.sampling import Sampling
 
         engine, chat = self._engine, self._chat if order.chat else None
-        reader = None if chat is None or order.tools is None else chat.reader(order.ids, order.tools)
+        ids = order.ids if chat is None else [*order.ids]
+        reader = None if chat is None or order.tools is None else chat.reader(ids, order.tools)
         generation = engine.generate(
-            order.ids,
+            ids,
             max_new_tokens=order.max_new_tokens,
             sampling=Sampling(**order.sampling),
             stop_tokens=(*order.stop_token_ids, *(() if order.ignore_eos else self._ends)),
             stop_strings=order.stop_strings,
             tokens_per_dispatch=order.tokens_per_dispatch,
             top_logprobs=order.logprobs or 0,
-            channels=None if chat is None else chat.channels(order.ids, calls=reader is not None),
+            channels=None if chat is None else chat.channels(ids, calls=reader is not None),
             spelled=() if reader is None else chat.reader_tokens,
             cache_prompt=order.cache_prompt,
             cache_salt=order.cache_salt,
