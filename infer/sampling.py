@@ -44,6 +44,10 @@ LATER = ("presence_penalty", "frequency_penalty", "logit_bias")  # fields that o
 LARGEST_PENALTY, LARGEST_BIAS, MOST_BIASES = 2.0, 100.0, 1024
 
 
+SAMPLING_OPTIONS = frozenset(field.name for field in dataclasses.fields(SamplingOptions))
+"""Names of all options."""
+
+
 class Parameters(NamedTuple):
     """`Sampling` as arrays, so that one compiled program serves every setting."""
 

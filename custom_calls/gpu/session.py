@@ -45,6 +45,7 @@ CAPABILITIES = {
 PRICES = (1.0, 1.03, 1.06, 1.1, 1.2, 1.3, 1.4, 1.5)
 LEAST_TOKENS, LEAST_STOPS = 16, 4  # prompt and stop tokens for which a call always has room
 SETTINGS = ("temperature", "top_p", "min_p", "repetition_penalty")  # in the order of Params::settings
+SAMPLING_OPTIONS = frozenset((*SETTINGS, "top_k", "seed"))  # that the kernel computes
 LAUNCHES = {
     "persistent": "one kernel for a whole answer",
     "graph": "one kernel per op, under a CUDA graph",

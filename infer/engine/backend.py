@@ -177,7 +177,7 @@ class Request:
     forced: tuple[int, ...] = ()
     """First tokens of the answer, which replace the drawn ones: for measurements, on a backend that `forces`."""
     constraint: Constraint | Elsewhere | None = None
-    """Constraint on the answer's text; only on a backend that `adjusts`."""
+    """Constraint on the answer's text; only on a backend with `masks`."""
     cancelled: Cancellation = field(default_factory=Cancellation)
     """Event that ends the request. A backend whose calls last longer than a dispatch must poll it, or register a
     function with it.
@@ -206,8 +206,10 @@ class Backend(Protocol):
     """Draws tokens for requests, as infer/sampling.py defines them."""
 
     name: ClassVar[str]
-    adjusts: ClassVar[bool]
-    """Whether the backend supports presence and frequency penalties, logit biases and masks."""
+    masks: ClassVar[bool]
+    """Whether a draw may have a mask of the tokens that are allowed."""
+    sampling_options: ClassVar[frozenset[str]]
+    """Names of the fields of `Sampling` that the backend computes."""
     source: Source
     conditions: dict[str, Any]
     """The facts that the speed depends on: weights_dtype, compute_dtype, kv_dtype, device, devices, prefix_cache

@@ -27,6 +27,7 @@ from laneformer.infer.engine.native import (
 )
 from laneformer.infer.engine.options import MOST_DRAFTS
 from laneformer.infer.engine.prefix import Lease
+from laneformer.infer.sampling import SAMPLING_OPTIONS
 from laneformer.ops import without_kernel
 from laneformer.quantized.rounding import USUAL
 from laneformer.weights import weight_bytes_per_token
@@ -42,7 +43,8 @@ class CpuBackend(NativeBackend):
     """Decodes on worker threads. Each has its share of the weights, packed in the order in which it reads them."""
 
     name = "cpu"
-    adjusts = forces = True
+    masks = forces = True
+    sampling_options = SAMPLING_OPTIONS
     patience = 0.05  # each read of the stream takes a core from a worker, with the host's code evicted from the caches
 
     @classmethod

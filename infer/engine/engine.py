@@ -24,7 +24,7 @@ from laneformer.infer.engine.generation import Generation
 from laneformer.infer.engine.gpu import CudaBackend, CudaGraphBackend, CudaOverlapBackend, HipBackend
 from laneformer.infer.engine.healing import HealedBackend, Spelled
 from laneformer.infer.engine.xla import XlaBackend
-from laneformer.infer.sampling import Sampling
+from laneformer.infer.sampling import SAMPLING_OPTIONS, Sampling
 from laneformer.infer.text.channels import Parts
 from laneformer.infer.text.grammar import Grammar
 from laneformer.infer.text.healing import Spelling
@@ -206,14 +206,16 @@ class Engine:
         return ids.astype(np.int32)
 
     def check_sampling(self, sampling: Sampling) -> None:
-        """Raises ConfigError for a biased token outside the vocabulary, and for penalties or biases if the backend does
-        not have them.
+        """Raises ConfigError for a biased token outside the vocabulary, and for an option that the backend does not
+        compute.
         """
         sampling.check(self.config.vocab_size)
-        if sampling.adjusts and not self._backend.adjusts:
+        neutral = Sampling()
+        given = {name for name in SAMPLING_OPTIONS if getattr(sampling, name) != getattr(neutral, name)}
+        if lacking := given - self._backend.sampling_options:
             raise ConfigError(
-                f"backend {self.backend} does not support presence_penalty, frequency_penalty and logit_bias: leave"
-                " them out, or use backend cpu or xla"
+                f"backend {self.backend} does not support {', '.join(sorted(lacking))}: leave it out, or use backend"
+                " cpu or xla"
             )
 
     def check_constraint(self, constraint: Grammar) -> None:
@@ -235,12 +237,12 @@ class Engine:
     @property
     def heals(self) -> bool:
         """Whether this engine supports `token_healing`."""
-        return self._backend.adjusts and self.tokenizer is not None
+        return self._backend.masks and self.tokenizer is not None
 
     def check_healing(self, constraint: Grammar | None = None) -> None:
         """Raises InputError if `token_healing` cannot be used, or not together with this constraint."""
         if not self.heals:
-            reason = "the model has no tokenizer" if self._backend.adjusts else f"backend {self.backend} has no masks"
+            reason = "the model has no tokenizer" if self._backend.masks else f"backend {self.backend} has no masks"
             raise InputError(f"token_healing cannot be used ({reason}): leave it out, or use backend cpu or xla")
         if constraint is not None:
             raise InputError(f"token_healing cannot be used together with {constraint.name}: leave one of them out")
@@ -256,7 +258,7 @@ class Engine:
     def _grammars_for(self, constraint: Grammar) -> Grammars:
         if not isinstance(constraint, Grammar):
             raise InputError(f"constraint = {constraint!r}: give laneformer.Grammar.json_schema(...), ...")
-        if not self._backend.adjusts:
+        if not self._backend.masks:
             raise InputError(f"{constraint.name} cannot be used on backend {self.backend}: use backend cpu or xla")
         if self.tokenizer is None:
             raise InputError(f"{constraint.name} cannot be used: the model has no tokenizer")

@@ -14,6 +14,7 @@ from laneformer.custom_calls.gpu.compile import compiler
 from laneformer.custom_calls.gpu.formats import Bf12Choice
 from laneformer.custom_calls.gpu.layout import MOST_ROWS
 from laneformer.custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
+from laneformer.custom_calls.gpu.session import SAMPLING_OPTIONS as SAMPLING_OPTIONS_OF_GPUS
 from laneformer.custom_calls.gpu.tiling import Machine
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
@@ -53,6 +54,7 @@ class GpuBackend(NativeBackend):
     receives all tokens.
     """
 
+    sampling_options = SAMPLING_OPTIONS_OF_GPUS
     platform: str
     launch = "persistent"
 

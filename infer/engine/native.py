@@ -47,7 +47,7 @@ class NativeBackend:
     source: Source
     conditions: dict[str, Any]
     session: DecodeSession
-    adjusts = False
+    masks = False
     forces = False
     patience: ClassVar[float] = 0.002
     """Seconds between two reads of the stream of tokens, unless a request sets tokens_per_dispatch."""

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from laneformer.errors import InputError
 from laneformer.infer.engine.backend import Chunk, Request, Source, device_name, power_of_two
 from laneformer.infer.engine.constraint import as_flags
-from laneformer.infer.sampling import Adjustments, sample, top_logprobs
+from laneformer.infer.sampling import SAMPLING_OPTIONS, Adjustments, sample, top_logprobs
 from laneformer.model import Laneformer
 from laneformer.quantized import Quantized
 from laneformer.state import Cache, capacity_of, emptied
@@ -51,7 +51,7 @@ class XlaBackend:
     """
 
     name = "xla"
-    adjusts = True
+    masks, sampling_options = True, SAMPLING_OPTIONS
 
     @classmethod
     def unavailable(cls, source: Source) -> str | None:

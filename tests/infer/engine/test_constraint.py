@@ -241,7 +241,7 @@ def test_unusable_constraints_name_the_reason(engine, reference, monkeypatch):
     with pytest.raises(InputError, match=r"constraint = 'json': give laneformer\.Grammar"):
         engine.generate(PROMPT, constraint="json")
     with monkeypatch.context() as patch:
-        patch.setattr(XlaBackend, "adjusts", False)
+        patch.setattr(XlaBackend, "masks", False)
         with pytest.raises(InputError, match="cannot be used on backend xla: use backend cpu or xla"):
             reference.generate(PROMPT, constraint=PERSON)
     monkeypatch.setattr(engine, "tokenizer", None)

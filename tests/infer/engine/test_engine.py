@@ -444,12 +444,15 @@ def test_more_devices_than_lanes_are_refused():
         Engine.load(ORACLE / "nowhere", devices=2)
 
 
-def test_backend_without_adjustments_refuses_them(monkeypatch):
+def test_backend_refuses_options_that_it_does_not_compute(monkeypatch):
     engine = Engine(model(), "xla")
-    monkeypatch.setattr(XlaBackend, "adjusts", False)  # as on the GPU backends
-    with pytest.raises(ConfigError, match="backend xla does not support presence_penalty"):
-        engine.generate(PROMPT, sampling=Sampling(presence_penalty=1))
-    assert not CudaBackend.adjusts and not HipBackend.adjusts
+    monkeypatch.setattr(XlaBackend, "sampling_options", CudaBackend.sampling_options)
+    for field, value in {"presence_penalty": 1, "frequency_penalty": 1, "logit_bias": {3: 1}}.items():
+        with pytest.raises(ConfigError, match=f"backend xla does not support {field}: leave it out"):
+            engine.generate(PROMPT, sampling=Sampling(**{field: value}))
+    every = Sampling(temperature=1, top_k=3, top_p=0.9, min_p=0.1, repetition_penalty=1.1, seed=3)
+    assert len(list(engine.generate(PROMPT, sampling=every, max_new_tokens=2, stop_tokens=()))) == 2
+    assert not CudaBackend.masks and not HipBackend.masks
 
 
 @pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), "cpu"])

@@ -133,7 +133,7 @@ def test_what_cannot_be_healed_is_refused(engine, reference, folder, monkeypatch
         ask(engine, PROMPTS[0], forced=[1])
     with pytest.raises(InputError, match="the model has no tokenizer"):
         ask(Engine(laneformer.load(folder), "xla"), [1, 2])
-    monkeypatch.setattr(XlaBackend, "adjusts", False)
+    monkeypatch.setattr(XlaBackend, "masks", False)
     assert not reference.heals
     with pytest.raises(InputError, match="backend xla has no masks"):
         ask(reference, PROMPTS[0])
