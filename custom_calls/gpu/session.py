@@ -152,7 +152,7 @@ class GpuSession(SlotStream, DecodeSession):
 
         rows: most rows of a pass. Several rows are for drafts (`speculate`) and for prompts, of which the kernel then
         reads that many tokens at a time. slots: slots of a call, at most `rows`; with several, a pass has a row of each
-        request (see `yield_`, and `decode` for the arrays of such a call). drafts: whether a call with several slots
+        request (see `yield_` and `inputs`). drafts: whether a call with several slots
         may have drafts, in rows that requests and prompts leave free; a call with one slot always may.
 
         variants: names in VARIANTS of custom_calls/gpu/variants.py; by default those in LANEFORMER_GPU_VARIANTS.
