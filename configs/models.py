@@ -283,6 +283,18 @@ DEEPSEEK_V3 = ModelConfig(
 DEEPSEEK_V3_4 = DEEPSEEK_V3.replace(
     vocab_size=16_384, num_hidden_layers=4, num_experts=16, mlp_only_layers=(), max_position_embeddings=16_384
 )
+_V4_ATTENTION = CompressedAttention(
+    ratios=(0, 0, *(4, 128) * 20, 4),
+    window=128,
+    q_lora_rank=1024,
+    qk_rope_head_dim=64,
+    o_groups=8,
+    o_lora_rank=1024,
+    index_heads=64,
+    index_head_dim=128,
+    index_topk=512,
+    rope_scaling=RopeScaling(type="yarn", factor=16.0, original_max_position_embeddings=65_536, attention_factor=1.0),
+)
 DEEPSEEK_V4_FLASH = ModelConfig(
     vocab_size=129_280,
     hidden_size=4096,
@@ -291,20 +303,7 @@ DEEPSEEK_V4_FLASH = ModelConfig(
     num_attention_heads=64,
     num_key_value_heads=1,
     head_dim=512,
-    compressed_attention=CompressedAttention(
-        ratios=(0, 0, *(4, 128) * 20, 4),
-        window=128,
-        q_lora_rank=1024,
-        qk_rope_head_dim=64,
-        o_groups=8,
-        o_lora_rank=1024,
-        index_heads=64,
-        index_head_dim=128,
-        index_topk=512,
-        rope_scaling=RopeScaling(
-            type="yarn", factor=16.0, original_max_position_embeddings=65_536, attention_factor=1.0
-        ),
-    ),
+    compressed_attention=_V4_ATTENTION,
     residual_streams=ResidualStreams(count=4),
     max_position_embeddings=1_048_576,
     layout="tp",
@@ -325,9 +324,7 @@ DEEPSEEK_V4_FLASH = ModelConfig(
 DEEPSEEK_V4_8 = DEEPSEEK_V4_FLASH.replace(
     vocab_size=16_384,
     num_hidden_layers=8,
-    compressed_attention=dataclasses.replace(
-        DEEPSEEK_V4_FLASH.compressed_attention, ratios=DEEPSEEK_V4_FLASH.compressed_attention.ratios[:8]
-    ),
+    compressed_attention=dataclasses.replace(_V4_ATTENTION, ratios=_V4_ATTENTION.ratios[:8]),
     num_experts=32,
     max_position_embeddings=20_480,
 )

@@ -85,9 +85,9 @@ def convert(options: Options) -> str:
     copied = {file.name for file in tokenizer_files}
     config, dtype = model.config, model.tok_embeddings[...].dtype.name
     if is_run(options.source) and TOKENIZER in copied:  # of which the recipe may have chosen what precedes a text
-        before = Tokenizer.find(options.source, config.bos_token_id).before
-        if before != Tokenizer.find(options.target).before:
-            with_tokens_before(options.target / TOKENIZER, before)
+        used, written = Tokenizer.find(options.source, config.bos_token_id), Tokenizer.find(options.target)
+        if used is not None and written is not None and used.before != written.before:
+            with_tokens_before(options.target / TOKENIZER, used.before)
     if "chat_template.jinja" in copied and "generation_config.json" not in copied:
         # Other programs read the tokens that end a turn from this file.
         ends = [*ChatTemplate.load(beside).ends(config.eos_token_id)]

@@ -231,10 +231,8 @@ def cut(dense: lf.Laneformer, config: lf.ModelConfig, lanes: Lanes) -> lf.Lanefo
 
 def largest_difference(dense: lf.Laneformer, model: lf.Laneformer, ids: np.ndarray) -> tuple[float, float]:
     """Largest difference between the lanes' logits under tp and the dense ones, and the largest dense logit."""
-    wanted = np.asarray(dense(ids), np.float64)
-    found = np.asarray(
-        lf.Laneformer(model.config.replace(layout="tp"), model.weights(), dense.precision)(ids), np.float64
-    )
+    together = lf.Laneformer(model.config.replace(layout="tp"), model.weights(), dense.precision)
+    wanted, found = (np.asarray(some(jnp.asarray(ids)), np.float64) for some in (dense, together))
     return float(np.abs(found - wanted).max()), float(np.abs(wanted).max())
 
 

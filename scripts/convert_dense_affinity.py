@@ -22,11 +22,14 @@ import numpy as np
 
 from laneformer.blocks import BLOCKS
 from laneformer.blocks.attention import Attention
-from laneformer.blocks.layer import Layer
+from laneformer.blocks.layer import BEFORE
+from laneformer.blocks.mlp import Mlp
+from laneformer.blocks.norm import RMSNorm
 from laneformer.blocks.rotary import rotary_tables
 from laneformer.config import AttentionOptions, MlpOptions
 from laneformer.layout import Schedule
 from laneformer.model import Laneformer
+from laneformer.quantized import Quantized
 
 RESTARTS = 2  # random initial assignments; the best result is used
 LEAST = 0.01  # relative improvement below which a sweep over all modules is the last
@@ -61,23 +64,29 @@ def _silent(_: str) -> None:
 
 def measure(model: Laneformer, ids_bs: np.ndarray, progress: Callable[[str], None] = _silent) -> list[Units]:
     """The units of every module of a dense model (one lane), observed on these tokens. progress: receives lines."""
-    config, weights = model.config, model.weights()
+    config = model.config
+    weights = {path: weight for path, weight in model.weights().items() if not isinstance(weight, Quantized)}
     rotary = rotary_tables(config, jnp.arange(ids_bs.shape[1]))
     x, modules = model.tok_embeddings[...][ids_bs].astype(jnp.float32)[None], []
-    for n, options in enumerate(config.layers):
+    for n in range(config.num_hidden_layers):
         progress(f"measuring layer {n + 1} of {config.num_hidden_layers}")
         own = {path.split(".")[-1]: w for path, w in weights.items() if path.startswith(f"layers.{n}.attention.")}
+        layer = model.layers[n]
+        attention, mlp = layer.attention, layer.feed_forward
+        if not isinstance(attention, Attention) or not isinstance(mlp, Mlp):
+            raise TypeError(f"layer {n} does not have plain attention and an MLP; check the model with lane_config")
         # Attention without wo: returns the activations that wo multiplies.
-        bare = Attention(own | {"wo": jnp.eye(own["wo"].shape[-1])[None]}, options.attention, model.precision)
-        x, *observed = _observe(model.layers[n], bare, x, rotary, config.num_key_value_heads)
-        layer = f"layers.{n}."
-        for block, kind, norm, write, what in (
-            ("attention.", options.attention, "attention_norm", "wo", observed[0]),
-            ("feed_forward.", options.feed_forward, "ffn_norm", "w2", observed[1]),
+        bare = Attention(own | {"wo": jnp.eye(own["wo"].shape[-1])[None]}, attention.options, model.precision)
+        norms = [getattr(layer, BEFORE[name]) for name in ("attention", "feed_forward")]
+        x, *observed = _observe(norms, attention, mlp, bare, x, rotary, config.num_key_value_heads)
+        for block, kind, write, what in (
+            ("attention", attention.options, "wo", observed[0]),
+            ("feed_forward", mlp.options, "w2", observed[1]),
         ):
-            gain = np.asarray(weights[layer + norm], np.float32).reshape(-1)
-            read = [weights[layer + block + name] for name in _reading(kind)]
-            modules.append(_units(read, gain, weights[layer + block + write], what))
+            path = f"layers.{n}."
+            gain = np.asarray(weights[path + BEFORE[block]], np.float32).reshape(-1)
+            read = [weights[f"{path}{block}.{name}"] for name in _reading(kind)]
+            modules.append(_units(read, gain, weights[f"{path}{block}.{write}"], what))
     return modules
 
 
@@ -87,10 +96,12 @@ def _reading(options: AttentionOptions | MlpOptions) -> list[str]:
     return [path.removeprefix(".") for path, weight in table.items() if weight.initial == "normal"]
 
 
-@jax.jit(static_argnums=4)
-def _observe(layer: Layer, bare: Attention, x: jax.Array, rotary, heads: int) -> tuple[jax.Array, _Observed, _Observed]:
-    """The stream after a layer, and the statistics of its attention and its MLP."""
-    einsum, eps = layer.feed_forward.precision.einsum, layer.ffn_norm.eps
+@jax.jit(static_argnums=6)
+def _observe(
+    norms: list[RMSNorm], attention: Attention, mlp: Mlp, bare: Attention, x: jax.Array, rotary, heads: int
+) -> tuple[jax.Array, _Observed, _Observed]:
+    """The stream after a layer, and the statistics of its attention and its MLP, which read it after these norms."""
+    einsum, eps = mlp.precision.einsum, norms[1].eps
 
     def statistics(x: jax.Array, h: jax.Array, a: jax.Array, weights: list[jax.Array], units: int) -> _Observed:
         a = a.reshape(-1, units, a.shape[-1] // units)
@@ -99,11 +110,11 @@ def _observe(layer: Layer, bare: Attention, x: jax.Array, rotary, heads: int) ->
             a, tuple(jnp.square(p).mean(0).sum(-1) for p in projections), (1 / (jnp.square(x).mean(-1) + eps)).mean()
         )
 
-    h, attention = layer.attention_norm(x), layer.attention
+    h = norms[0](x)
     a, _ = bare(h, rotary)
     first = statistics(x, h, a, [getattr(attention, name)[...] for name in _reading(attention.options)], heads)
     x = x + einsum("lbsi,ldi->lbsd", a, attention.wo[...])
-    h, mlp = layer.ffn_norm(x), layer.feed_forward
+    h = norms[1](x)
     a = mlp.hidden(h)
     second = statistics(x, h, a, [getattr(mlp, name)[...] for name in _reading(mlp.options)], a.shape[-1])
     return x + einsum("lbsf,ldf->lbsd", a, mlp.w2[...]), first, second

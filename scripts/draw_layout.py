@@ -68,7 +68,7 @@ def draw(options: Options) -> Path:
     schedule, lanes = schedule_of(options), options.lanes
     modules = schedule.num_modules
     spans = sorted((p.complete_at, landing.at, p) for landing in schedule.landings for p in [landing.payload])
-    rows: list[int] = []  # time at which each row of the exchange band is free again
+    rows: list[float] = []  # time at which each row of the exchange band is free again
     placed = []
     for start, end, payload in spans:
         row = next((i for i, free in enumerate(rows) if free < start + 0.9), len(rows))

@@ -65,7 +65,8 @@ class Run:
 
 
 def _columns(pairs: Iterable[tuple[float, float]]) -> tuple[np.ndarray, np.ndarray]:
-    return tuple(np.array(list(pairs), float).reshape(-1, 2).T)
+    columns = np.array(list(pairs), float).reshape(-1, 2)
+    return columns[:, 0], columns[:, 1]
 
 
 def draw(options: Options) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -100,7 +100,10 @@ def quantize(options: Options) -> str:
 
 def write(folder: HfFolder, options: Options) -> dict[str, Rounded]:
     """Writes as many files as the source has, with one in memory at a time; returns the rounded matrices by name."""
-    tensors, matrices, kept, integers = _tensors(folder), set(), set(), set()
+    tensors = _tensors(folder)
+    matrices: set[str] = set()
+    kept: set[str] = set()
+    integers: set[str] = set()
     for path, source in folder.sources.items():
         if source.integers:
             integers.update(source.names)
@@ -111,7 +114,9 @@ def write(folder: HfFolder, options: Options) -> dict[str, Rounded]:
     def file_of(name: str) -> Path:
         return tensors[name].file
 
-    rounded, weight_map, total = {}, {}, 0
+    rounded: dict[str, Rounded] = {}
+    weight_map: dict[str, str] = {}
+    total = 0
     try:
         options.out.mkdir(parents=True, exist_ok=True)
         for file, names in groupby(sorted(tensors, key=file_of), file_of):
@@ -144,7 +149,7 @@ def write(folder: HfFolder, options: Options) -> dict[str, Rounded]:
 def _tensors(folder: HfFolder) -> dict[str, Tensor]:
     """Tensors of the source's files by name; stacked experts are listed one by one."""
     stacks = {source.name: source.names for source in folder.sources.values() if source.experts is not None}
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, tensor in folder.tensors.items():
         found |= zip(stacks[name], tensor.parts, strict=True) if isinstance(tensor, Stack) else {name: tensor}.items()
     return found
@@ -154,7 +159,9 @@ def one(name: str, array: np.ndarray, options: Options) -> tuple[Rounded, dict[s
     """Rounds a matrix; returns its record and its tensors by suffix. Raises ConfigError, which names the matrix."""
     if not name.endswith(".weight"):  # gpt-oss
         raise ConfigError(f"tensor {name} has all experts: only models with a tensor for each expert can be rounded")
-    shared = int(options.group) if options.group and options.group.isdigit() else options.group
+    shared: Any = options.group  # `round_to` reports what is no group
+    if shared and shared.isdigit():
+        shared = int(shared)
     try:
         record = round_to(array, options.weights, shared)
     except ConfigError as error:

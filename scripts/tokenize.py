@@ -214,11 +214,18 @@ class Options:
             bad=bad,
         )
 
-    def template(self, tokenizer: tokenizers.Tokenizer) -> ChatTemplate | None:
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Folder of --tokenizer. Raises ConfigError without this option."""
+        if self.tokenizer is None:
+            raise ConfigError("no tokenizer is given; name it with --tokenizer data/web/tokenizer.json")
+        return self.tokenizer.parent
+
+    def template(self, tokenizer: tokenizers.Tokenizer | None) -> ChatTemplate | None:
         """The chat template to use, if any. Raises InputError if it needs a date and none is given, or the reverse."""
         if not self.chat:
             return None
-        template = ChatTemplate.load(self.tokenizer.parent, self.chat_template, tokenizer=tokenizer, now=self._today)
+        template = ChatTemplate.load(self.tokenizer_folder, self.chat_template, tokenizer=tokenizer, now=self._today)
         if template.says_date != bool(self.chat_date):
             raise InputError(
                 f"{template.name} writes the date; give --chat-date, the day to write in all conversations"
@@ -233,14 +240,13 @@ def _flag(name: str) -> str:
 
 
 def settings(
-    options: Options,
-    source: Source,
-    survey: Survey | None,
-    tokenizer_file: bytes,
-    begin: str,
-    template: ChatTemplate | None,
+    options: Options, text: str, tokenizer_file: bytes, begin: str, template: ChatTemplate | None
 ) -> dict[str, Any]:
-    """Everything that the result depends on, for the manifest. A folder with equal settings is not written again."""
+    """Everything that the result depends on, for the manifest. A folder with equal settings is not written again.
+
+    text: what identifies the documents.
+    """
+    ids: dict[str, Any]
     if options.tokenizer:
         ids = {
             "tokenizer": hashlib.sha256(tokenizer_file).hexdigest(),
@@ -259,7 +265,7 @@ def settings(
             "date": options.chat_date,
         }
     return {
-        "text": survey.fingerprint if survey else source.identity(),
+        "text": text,
         **ids,
         "validation_fraction": options.validation_fraction,
         "shard_tokens": options.shard_tokens,
@@ -281,13 +287,18 @@ def tokenize(options: Options) -> str:
             ) from None
         tokenizer = load_tokenizer(tokenizer_file, str(options.tokenizer))
     template = options.template(tokenizer)
-    survey = None if options.streaming else Survey.of(source.documents())
-    if survey and not survey.documents:
-        raise no_text(source, survey.units)
+    survey: Survey | None = None
+    if isinstance(source, Files) or not options.streaming:
+        survey = Survey.of(source.documents())
+        text = survey.fingerprint
+        if not survey.documents:
+            raise no_text(source, survey.units)
+    else:
+        text = source.identity()
     decided = _tokens_before(options, tokenizer)
     before = decided or ()
-    begin = " ".join(map(tokenizer.id_to_token, before)) if tokenizer else ""
-    wanted = settings(options, source, survey, tokenizer_file, begin, template)
+    begin = " ".join(filter(None, map(tokenizer.id_to_token, before))) if tokenizer else ""
+    wanted = settings(options, text, tokenizer_file, begin, template)
     if not options.overwrite and is_finished(options.out, wanted):
         counts = _counts(TokenStore.open(options.out))
         return f"{options.out}: already tokenized with these settings, nothing to do ({counts})"
@@ -326,13 +337,15 @@ def tokenize(options: Options) -> str:
 
 def _tokens_before(options: Options, tokenizer: tokenizers.Tokenizer | None) -> tuple[int, ...] | None:
     """The tokens before every document; None if neither the options nor the tokenizer decide. Raises InputError."""
+    if options.begin_token == "":
+        return ()
+    if tokenizer is None:
+        return None
     if options.begin_token:
         return (token_id(tokenizer, options.begin_token, "--begin-token", str(options.tokenizer)),)
-    if options.begin_token is not None:
-        return ()
-    if tokenizer is None or options.chat:
+    if options.chat:
         return None
-    return tokens_before(tokenizer, read_settings(options.tokenizer.parent))
+    return tokens_before(tokenizer, read_settings(options.tokenizer_folder))
 
 
 def _settings_file(options: Options, before: tuple[int, ...] | None) -> dict[str, bytes]:
@@ -341,7 +354,7 @@ def _settings_file(options: Options, before: tuple[int, ...] | None) -> dict[str
     """
     if before is None:
         return {}
-    names = special_names(read_settings(options.tokenizer.parent))
+    names = special_names(read_settings(options.tokenizer_folder))
     names |= {"bos_token": options.begin_token} if options.begin_token else {}
     values = {"tokenizer_class": "PreTrainedTokenizerFast", **names, "add_bos_token": bool(before)}
     return {CONFIG: (json.dumps(values, indent=1) + "\n").encode()}

@@ -35,7 +35,8 @@ class Checkpoints:
     """
 
     def __init__(self, config: TrainConfig, tokenizer_sha256: str):
-        self.run, self.saving = config.run_folder.absolute(), None
+        self.run = config.run_folder.absolute()
+        self.saving: int | None = None  # the last step that `save` was given
         kept = [keeping.LatestN(config.keep), keeping.CustomSteps([phase.last_step for phase in config.phases])]
         kept += [keeping.EveryNSteps(config.keep_every)] if config.keep_every else []
         options = ocp.CheckpointManagerOptions(

@@ -186,8 +186,15 @@ class WatchConfig:
                 raise ConfigError(f"watch.{name} must be at least 1, got {getattr(self, name)}")
         if not self.max_rise > 0:
             raise ConfigError(f"watch.max_rise must be positive, got {self.max_rise}")
-        if self.humaneval_every and self.humaneval is None:
+        if self.humaneval_every:
+            _ = self.humaneval_file
+
+    @property
+    def humaneval_file(self) -> Path:
+        """The file of problems. Raises ConfigError if none is named."""
+        if self.humaneval is None:
             raise ConfigError("watch.humaneval_every needs a file of problems; name it with watch.humaneval")
+        return self.humaneval
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -265,7 +272,7 @@ class Phase:
     data: DataConfig
     optimizer: OptimizerConfig
     accumulate: int
-    weights: str = "float32"
+    weights: Literal["float32", Kind] = "float32"
     group: Shared | None = None
     skip: tuple[tuple[int, int], ...] = ()
     """TrainConfig.skip_steps in this phase: the first step of each span, counted from 0, and the number of steps."""
@@ -410,12 +417,24 @@ class TrainConfig(PhaseConfig):
                 }
                 longest = max(model.max_position_embeddings, phase.data.sequence_length)
                 model = model.replace(max_position_embeddings=longest, **changes)
-            place = (name, index, steps, tokens)
-            own = (phase.steps, model, phase.data, phase.optimizer, phase.accumulate, phase.weights, phase.group)
             spans = [(max(first - 1, steps), min(last, steps + phase.steps)) for first, last in self.skipped]
             skip = tuple((first - steps, last - first) for first, last in spans if first < last)
-            phases.append(Phase(*place, *own, skip))
-            steps, tokens = steps + phase.steps, tokens + phase.steps * phases[-1].tokens_per_step
+            made = Phase(
+                name,
+                index,
+                first_step=steps,
+                tokens_before=tokens,
+                steps=phase.steps,
+                model=model,
+                data=phase.data,
+                optimizer=phase.optimizer,
+                accumulate=phase.accumulate,
+                weights=phase.weights,
+                group=phase.group,
+                skip=skip,
+            )
+            phases.append(made)
+            steps, tokens = steps + phase.steps, tokens + made.steps * made.tokens_per_step
         return tuple(phases)
 
     @property
@@ -437,6 +456,13 @@ class TrainConfig(PhaseConfig):
     def phase_at(self, step: int) -> Phase:
         """The phase that follows `step` finished steps of the run; the last phase once all steps are done."""
         return next((phase for phase in self.phases if step < phase.last_step), self.phases[-1])
+
+    @property
+    def initial_path(self) -> Path:
+        """The checkpoint to start from. Raises ConfigError if none is named."""
+        if self.initial is None:
+            raise ConfigError("the run starts with random weights; name a checkpoint with --initial")
+        return self.initial
 
     @property
     def run_folder(self) -> Path:
@@ -519,7 +545,7 @@ def _check_phase(phase: Phase, config: TrainConfig) -> None:
         )
 
 
-def recorded(config: TrainConfig) -> dict[str, object]:
+def recorded(config: TrainConfig) -> dict[str, Any]:
     """All fields of the config: "section.option" -> JSON value."""
 
     def flatten(value: Any, prefix: str):

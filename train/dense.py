@@ -1,6 +1,7 @@
 """A plain dense Llama in Flax NNX, as a user of Flax would write it: the baseline of `python -m train.bench`."""
 
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +32,11 @@ class DenseBlock(nnx.Module):
     def __call__(self, x: jax.Array, rotary: tuple[jax.Array, jax.Array]) -> jax.Array:
         h = self.attention_norm(x)
         q, k, v = (w(h).reshape(*h.shape[:2], -1, self.head_dim) for w in (self.q, self.k, self.v))
-        implementation = "cudnn" if jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16 else "xla"
+        library: Literal["cudnn", "xla"] = "xla"
+        if jax.default_backend() == "gpu" and q.dtype == jnp.bfloat16:
+            library = "cudnn"
         a = jax.nn.dot_product_attention(
-            rotate(q, rotary), rotate(k, rotary), v, is_causal=True, implementation=implementation
+            rotate(q, rotary), rotate(k, rotary), v, is_causal=True, implementation=library
         )
         x = x + self.o(a.reshape(*h.shape[:2], -1))
         h = self.mlp_norm(x)

@@ -23,8 +23,9 @@ from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.layout import parse_layout
 from laneformer.mesh import DATA, LANE
-from laneformer.model import Laneformer
+from laneformer.model import Laneformer, Remat
 from laneformer.precision import Precision
+from laneformer.quantized.record import Quantized
 from laneformer.train.config import Phase, TrainConfig
 
 TEACHER = "teacher_logits"  # in a batch: float32 [b, s, v]
@@ -32,7 +33,7 @@ RECORD = "distill.json"  # file of a run folder with the fingerprint of its teac
 
 
 def distilled_sums(
-    model: Laneformer, batch: dict[str, jax.Array], *, weight: float, temperature: float, z_loss: float, remat: str
+    model: Laneformer, batch: dict[str, jax.Array], *, weight: float, temperature: float, z_loss: float, remat: Remat
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The objective and its parts, summed over tokens as in `Laneformer.loss`, with the teacher's part:
 
@@ -132,8 +133,12 @@ def _logits(teacher: Laneformer, ids_bs: jax.Array, segments_bs: jax.Array | Non
     return jax.lax.with_sharding_constraint(logits, NamedSharding(mesh, P(DATA)))
 
 
-def put(weight: np.ndarray, where: NamedSharding) -> jax.Array:
-    """The weight on devices, copied, because the reader of a checkpoint reuses its memory."""
+def put(weight: np.ndarray | Quantized, where: NamedSharding) -> jax.Array:
+    """The weight on devices, copied, because the reader of a checkpoint reuses its memory. Raises TypeError for a
+    quantized one, which `open_plain` excludes.
+    """
+    if isinstance(weight, Quantized):
+        raise TypeError(f"cannot train weights in {weight.name}; open the checkpoint with open_plain")
     return jax.make_array_from_callback(weight.shape, where, lambda index: weight[index].copy())
 
 

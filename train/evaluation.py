@@ -3,9 +3,9 @@
 import json
 import math
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
-from typing import Self
+from typing import Any, Self
 
 import jax
 
@@ -57,13 +57,19 @@ class Evaluation:
         problems: "Problems | None" = None,
     ):
         """sets: held-out text by tag. Raises InputError for prompts that do not fit the model."""
-        self.config, self.phase, self.trainer, self.sets, self.problems = config, phase, trainer, sets, problems
-        self.bf12 = Bf12Statistic(phase.model, trainer.mesh) if phase.model.num_experts is None else None
+        self.config, self.phase, self.trainer, self.sets = config, phase, trainer, sets
         watch = config.watch
         self.live = LiveEngine(phase.model, trainer.mesh, trainer.precision, config.run_folder / "tokenizer.json")
-        self.samples = (
-            Samples(self.live, watch.prompts, max_new_tokens=watch.sample_tokens) if watch.samples_every else None
-        )
+        self.kinds: dict[str, Callable[[Params, int], Any]] = {"validation": self._validation, "lanes": self._lanes}
+        if phase.model.num_experts is None:
+            statistic = Bf12Statistic(phase.model, trainer.mesh)
+            self.kinds["bf12"] = lambda params, step: statistic(params)
+        if watch.samples_every:
+            samples = Samples(self.live, watch.prompts, max_new_tokens=watch.sample_tokens)
+            self.kinds["samples"] = lambda params, step: samples.draw(trainer.held(params))
+        if problems is not None:
+            solve = problems.solve
+            self.kinds["humaneval"] = lambda params, step: solve(self.live.holding(trainer.held(params)), step)
 
     def due(self, step: int) -> bool:
         """Whether anything is measured after this step."""
@@ -84,7 +90,7 @@ class Evaluation:
             try:
                 # A process of a job cannot leave a measurement alone: the others would wait for it.
                 with stop.at_once() if alone else nullcontext():
-                    found = getattr(self, f"_{name}")(params, step)
+                    found = self.kinds[name](params, step)
             except Stopped:
                 return True
             except Exception as error:
@@ -119,15 +125,6 @@ class Evaluation:
         if held_out.tokens_per_byte is not None:
             found["bits_per_byte"] = found["loss"] / math.log(2) * held_out.tokens_per_byte
         return found
-
-    def _bf12(self, params: Params, step: int) -> dict:
-        return self.bf12(params)
-
-    def _samples(self, params: Params, step: int) -> list[dict]:
-        return self.samples.draw(self.trainer.held(params))
-
-    def _humaneval(self, params: Params, step: int) -> dict[str, float]:
-        return self.problems.solve(self.live.holding(self.trainer.held(params)), step)
 
     def _lanes(self, params: Params, step: int) -> dict[str, list[float | None]]:
         """Statistics of the lanes by time in the schedule, and of their experts by layer with experts.
@@ -167,7 +164,7 @@ class Problems:
                 "watch.humaneval_every needs a tokenizer, and the data has no readable tokenizer.json; leave it out"
             )
         self.folder, self.tokens = run / "humaneval", watch.humaneval_tokens
-        problems = load_problems(watch.humaneval)
+        problems = load_problems(watch.humaneval_file)
         self.problems = problems.first(watch.humaneval_problems) if watch.humaneval_problems else problems
         self.judge = Judge()
         try:

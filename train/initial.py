@@ -37,7 +37,7 @@ def check_initial(config: TrainConfig, tokenizer_sha256: str) -> None:
 
     Warns if the checkpoint has another tokenizer than the data. tokenizer_sha256: hash of the data's.
     """
-    path, model = config.initial, config.model
+    path, model = config.initial_path, config.model
     found = open_plain(path, num_lanes=lanes_to_cut(config)).config
     names = [field.name for field in fields(ModelConfig) if field.name not in _FREE] + ["head_size"]
     wrong = [
@@ -59,7 +59,7 @@ def check_initial(config: TrainConfig, tokenizer_sha256: str) -> None:
 def lanes_to_cut(config: TrainConfig) -> int | None:
     """Number of lanes to cut the model of `config.initial` into, None if it has as many as the run."""
     lanes = config.model.num_lanes
-    return None if read_config(config.initial).num_lanes == lanes else lanes
+    return None if read_config(config.initial_path).num_lanes == lanes else lanes
 
 
 def read_state(config: TrainConfig, trainer: Trainer) -> State:
@@ -67,30 +67,27 @@ def read_state(config: TrainConfig, trainer: Trainer) -> State:
 
     Raises CheckpointError for a damaged checkpoint.
     """
-    table, path = parameter_table(config.model), config.initial
+    table, path = parameter_table(config.model), config.initial_path
     opened = open_plain(path, "float32", lanes_to_cut(config))
     weights = {
-        path: put(weight, sharding(table[path].spec, weight.shape, trainer.mesh)) for path, weight in opened.weights()
+        name: put(weight, sharding(table[name].spec, weight.shape, trainer.mesh)) for name, weight in opened.weights()
     }
-    kind, before = config.optimizer.kind, None
-    if isinstance(opened, SavedStep):
-        meta = read_meta(opened.step)
-        phase = meta.get("phase", FIRST)
-        before = meta.get("run", {}).get("optimizer.kind" if phase == FIRST else f"then.{phase}.optimizer.kind")
+    kind, step = config.optimizer.kind, opened.step if isinstance(opened, SavedStep) else None
+    meta = {} if step is None else read_meta(step)
+    phase = meta.get("phase", FIRST)
+    before = meta.get("run", {}).get("optimizer.kind" if phase == FIRST else f"then.{phase}.optimizer.kind")
     if jax.process_index() == 0:
         moments = f"moments of {kind}" if before == kind else "no moments" + (f" (of {before})" if before else "")
-        print(f"initial weights from {getattr(opened, 'step', path)}, {moments}")
+        print(f"initial weights from {step or path}, {moments}")
     state = trainer.starting_at(weights)
-    if before != kind:
+    if step is None or before != kind:
         return state
     wanted = trainer.abstract_state()
     try:
         with ocp.StandardCheckpointer() as reader:
-            found = reader.restore(
-                (opened.step / OPTIMIZER).absolute(), {"state": wanted.optimizer, "step": wanted.step}
-            )
+            found = reader.restore((step / OPTIMIZER).absolute(), {"state": wanted.optimizer, "step": wanted.step})
     except Exception as error:  # Orbax raises the errors of its threads, even a plain Exception
-        raise CheckpointError(f"{opened.step / OPTIMIZER} is damaged ({one_line(error)}); restore a copy") from None
+        raise CheckpointError(f"{step / OPTIMIZER} is damaged ({one_line(error)}); restore a copy") from None
     if fingerprint(found) != meta["fingerprint"][OPTIMIZER]:
-        raise CheckpointError(f"{opened.step / OPTIMIZER} differs from what was saved; restore a copy")
+        raise CheckpointError(f"{step / OPTIMIZER} differs from what was saved; restore a copy")
     return State(state.params, found["state"], state.step)

@@ -83,7 +83,7 @@ def train(config: TrainConfig) -> None:
             problems = _problems(config, first, stop)
             stack.enter_context(problems or nullcontext())
         loop = _Loop(config, mesh, data, distillation, checkpoints, log, stop, problems)
-        if missing:
+        if missing and state is not None:
             loop.measure_again(last, state, made)
         for phase in config.phases:
             if first < phase.last_step:
@@ -148,9 +148,10 @@ class _Loop:
 
         with Prefetch(batch, range(first, phase.last_step)) as stream, ExitStack() as stack:
             watch = self.config.watch
-            profile = watch.profile_at and stack.enter_context(
-                Profile(self.config.run_folder / "profile", watch.profile_at, watch.profile_steps)
-            )
+            profile = None
+            if watch.profile_at:
+                folder = self.config.run_folder / "profile"
+                profile = stack.enter_context(Profile(folder, watch.profile_at, watch.profile_steps))
             return self._steps(state, stream, profile)
 
     def measure_again(self, phase: Phase, state: State, made: Collection[str]) -> None:
@@ -175,7 +176,8 @@ class _Loop:
             save_program(lowered, self.step, self.config.run_folder / "program", phase.name, self.mesh)
 
     def _steps(self, state: State, stream: Prefetch, profile: Profile | None) -> State:
-        clock, pending, step = self.log.clock, None, None
+        clock = self.log.clock
+        pending: tuple[int, dict, float] | None = None  # a step that is not logged yet: see `_fetch`
         while True:
             waiting = time.perf_counter()
             try:
@@ -184,7 +186,7 @@ class _Loop:
             except (LaneformerError, OSError):  # damaged data: save, so that the run resumes here after a repair
                 if pending is not None and jax.process_count() == 1:
                     self._fetch(*pending)
-                    self._save(state, step)
+                    self._save(state, pending[0])
                     self.checkpoints.wait()
                 raise
             wait = time.perf_counter() - waiting

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
@@ -23,7 +23,11 @@ HOUSE = "laneformer.recipes"  # package whose RECIPES maps the names of the proj
 T = TypeVar("T")
 
 
-def find_recipe(name: str, house: str = HOUSE, kind: type[T] = TrainConfig) -> T:
+@overload
+def find_recipe(name: str) -> TrainConfig: ...
+@overload
+def find_recipe(name: str, house: str, kind: type[T]) -> T: ...
+def find_recipe(name: str, house: str = HOUSE, kind: type = TrainConfig) -> Any:
     """Returns the config of a recipe.
 
     name: a recipe of the package `house`, or a function of the user as MODULE:FUNCTION or FILE.py:FUNCTION. Raises
@@ -121,7 +125,8 @@ def _rope_scaling(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
             return None
         kind, _, rest = words[0].partition(":")
         try:
-            return RopeScaling(type=kind, **_read_fields(rest))
+            named: dict[str, Any] = {"type": kind}
+            return RopeScaling(**named, **_read_fields(rest))
         except (ValueError, TypeError) as error:
             raise ValueError(f"write it as {_ROPE_FORMS.get(kind, _ROPE_FORMS['linear'])} ({error})") from None
 
@@ -162,7 +167,7 @@ def _spelled(kind: type, metavar: str, read: Callable, write: Callable) -> Primi
     )
 
 
-def _read_fields(text: str) -> dict[str, object]:
+def _read_fields(text: str) -> dict[str, Any]:
     """Parses FIELD=VALUE,... with JSON values. Raises ValueError for any other form."""
     return {name: json.loads(value) for name, value in (field.split("=") for field in text.split(",") if field)}
 

@@ -48,14 +48,14 @@ ARRAYS = Arrays(jnp, _as_dtype, _fold)
 def rounded(weights: jax.Array, kind: Kind, shared: Shared | None = None) -> jax.Array:
     """Rounds float32 weights [*lanes, rows, columns] to this format; the gradient passes through unchanged."""
     group = group_of(kind, shared, weights.shape)
-    shape = weights.shape[-2:]
-    stored = stored_dtype(group, shape[1])
-    exact = jax.lax.stop_gradient(weights).reshape(-1, *shape)
+    rows, columns = weights.shape[-2:]
+    stored = stored_dtype(group, columns)
+    exact = jax.lax.stop_gradient(weights).reshape(-1, rows, columns)
     whole = whole_scale(jnp.abs(exact).max(), jnp) if kind == "nvfp4" else None
 
     def one(w: jax.Array) -> jax.Array:
         numbers, scales = nearest(grouped(w, group, jnp), kind, stored, whole, arrays=ARRAYS)
-        return ungrouped(numbers * (scales if whole is None else scales / whole), shape)
+        return ungrouped(numbers * (scales if whole is None else scales / whole), (rows, columns))
 
     values = jax.vmap(one)(exact).reshape(weights.shape)
     return values + (weights - jax.lax.stop_gradient(weights))  # equals `values` exactly

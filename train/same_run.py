@@ -4,6 +4,7 @@ import dataclasses
 import fnmatch
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 from laneformer.errors import ConfigError
 from laneformer.train.config import FIRST, DistillConfig, OptimizerConfig, TrainConfig, recorded
@@ -33,7 +34,7 @@ _OF_THE_FALL = ("steps", *(f"optimizer.{name}" for name in ("schedule", "decay",
 
 
 def check_same_run(
-    before: dict[str, object], config: TrainConfig, run: Path, done: int | None = None
+    before: dict[str, Any], config: TrainConfig, run: Path, done: int | None = None
 ) -> dict[str, tuple[object, object]]:
     """The settings that differ from those in the record `before` of a run, name -> (recorded, now), except free ones.
 
@@ -63,7 +64,7 @@ def check_same_run(
 
 
 def _change_done_steps(
-    changed: Collection[str], before: dict[str, object], config: TrainConfig, done: int | None
+    changed: Collection[str], before: dict[str, Any], config: TrainConfig, done: int | None
 ) -> list[str]:
     """The names in `changed` that would change a step that is done: see `check_same_run`."""
     phase_options = {"steps", "accumulate", "weights", "group"}

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from laneformer.train.rounding import held
 from laneformer.weights import initial_weights, parameter_table
 
 Batch = dict[str, jax.Array]
+CompilerOptions = dict[str, bool | int | str]
+Leaf = TypeVar("Leaf")  # jax.Array, or what stands for one: its shape, its sharding
 START_EARLY = "xla_gpu_experimental_collective_start_as_early_as_possible"
 PARALLEL = "xla_gpu_experimental_parallel_collective_overlap_limit"
 LIBRARY = "xla_cpu_experimental_ynn_fusion_type"
@@ -43,7 +46,7 @@ def precision_of(config: TrainConfig, mesh: Mesh) -> Precision:
     )
 
 
-def compiler_options(schedule: Schedule, mesh: Mesh) -> dict[str, bool | int | str]:
+def compiler_options(schedule: Schedule, mesh: Mesh) -> CompilerOptions:
     """XLA options for compiling the step.
 
     On GPUs, if the schedule delays sums over lanes, every sum starts as soon as its operand exists. As many sums may
@@ -58,7 +61,7 @@ def compiler_options(schedule: Schedule, mesh: Mesh) -> dict[str, bool | int | s
     return {START_EARLY: True, PARALLEL: 2 * (schedule.in_flight + 1)} if delayed else {}
 
 
-def known_options(options: dict[str, bool | str]) -> dict[str, bool | str]:
+def known_options(options: CompilerOptions) -> CompilerOptions:
     """Returns `options` if this jaxlib accepts them, else {}: jaxlib adds and removes experimental options."""
     try:
         jax.jit(lambda x: x, compiler_options=options).lower(0.0).compile()
@@ -69,12 +72,12 @@ def known_options(options: dict[str, bool | str]) -> dict[str, bool | str]:
 
 @jax.tree_util.register_dataclass
 @dataclass
-class State:
+class State(Generic[Leaf]):
     """Everything that a step changes. params: path -> float32 master weight; step: int32 scalar, steps done."""
 
-    params: dict[str, jax.Array]
+    params: dict[str, Leaf]
     optimizer: optax.OptState
-    step: jax.Array
+    step: Leaf
 
 
 class Trainer:
@@ -129,7 +132,7 @@ class Trainer:
         fresh = jax.jit(self.optimizer.init, out_shardings=self.state_shardings.optimizer)(state.params)
         return replace(state, optimizer=fresh)
 
-    def abstract_state(self) -> State:
+    def abstract_state(self) -> State[jax.ShapeDtypeStruct]:
         """Shapes, dtypes and shardings of the state, for restoring it."""
         shapes = jax.eval_shape(self._init)
         return jax.tree.map(
@@ -153,16 +156,15 @@ class Trainer:
         """
         read: dict[tuple, dict[str, np.ndarray]] = {}  # devices that share rows share one read
 
-        def rows(index) -> dict[str, np.ndarray]:
+        def rows(key: str, index) -> np.ndarray:
             span = index[0].indices(self.phase.data.batch_size)
             if span not in read:
                 read[span] = rows_of(slice(*span))
-            return read[span]
+            return read[span][key]
 
         where = NamedSharding(self.mesh, P(DATA))
         return {
-            key: jax.make_array_from_callback(self._shape(key), where, lambda i, key=key: rows(i)[key])
-            for key in keys or self.keys
+            key: jax.make_array_from_callback(self._shape(key), where, partial(rows, key)) for key in keys or self.keys
         }
 
     def put_asked(self, asked: bool) -> jax.Array:
@@ -189,7 +191,7 @@ class Trainer:
     def _before(self, params: dict[str, jax.Array]) -> State:
         return State(params, self.optimizer.init(params), jnp.zeros((), jnp.int32))
 
-    def _state_shardings(self) -> State:
+    def _state_shardings(self) -> State[NamedSharding]:
         table = parameter_table(self.phase.model)
 
         def place(keys, leaf):
@@ -206,9 +208,14 @@ class Trainer:
     ) -> tuple[jax.Array, dict[str, Any]]:
         """The objective and its parts, summed over the batch's tokens, as in Laneformer.loss."""
         if TEACHER in batch:
-            distill, also = self.config.distill, {"z_loss": self.config.z_loss, "remat": self.config.remat}
+            distill = self.config.distill
             return distilled_sums(
-                self.model(params), batch, weight=distill.kl_weight, temperature=distill.temperature, **also
+                self.model(params),
+                batch,
+                weight=distill.kl_weight,
+                temperature=distill.temperature,
+                z_loss=self.config.z_loss,
+                remat=self.config.remat,
             )
         ids, segments = batch["ids"], batch.get("segments")
         rows = self.phase.data.batch_size // (self.phase.accumulate * self.mesh.shape[DATA])  # per part and device
@@ -231,7 +238,8 @@ class Trainer:
 
         That loss is a product of means over the whole batch, so it is not a sum over parts.
         """
-        experts = [layer for layer in self.phase.model.layers if isinstance(layer.feed_forward, ExpertsOptions)]
+        blocks = [layer.feed_forward for layer in self.phase.model.layers]
+        experts = [block for block in blocks if isinstance(block, ExpertsOptions)]
         if not experts or not self.config.load_balance_loss:
             return None
 
@@ -240,7 +248,7 @@ class Trainer:
             segments = None if segments is None else segments[:, :-1]
             return self.model(params).routers(part["ids"][:, :-1], part.get("weights"), segments_bs=segments).chosen_nle
 
-        return load_of(jax.lax.map(chosen, parts).sum(0), experts[0].feed_forward.used)
+        return load_of(jax.lax.map(chosen, parts).sum(0), experts[0].used)
 
     def _lanes(self, params: dict[str, jax.Array], batch: Batch) -> dict[str, jax.Array]:
         segments = batch.get("segments")

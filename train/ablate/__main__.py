@@ -98,8 +98,14 @@ def read(arguments: Sequence[str]) -> tuple[Options, Grid]:
             raise ConfigError(f"--only {' '.join(options.only)} matches no variant; choose from {known}")
     kept = {v.name for v in variants}
     probes = {name: delays for name, delays in grid.probe.items() if name in kept}
-    seeds = {"seeds": options.seeds or grid.seeds, "orders": options.orders or grid.orders}
-    return options, dataclasses.replace(grid, base=base, variants=variants, probe=probes, **seeds)
+    return options, dataclasses.replace(
+        grid,
+        base=base,
+        variants=variants,
+        probe=probes,
+        seeds=options.seeds or grid.seeds,
+        orders=options.orders or grid.orders,
+    )
 
 
 def run(options: Options, grid: Grid, arguments: Sequence[str]) -> int:

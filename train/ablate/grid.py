@@ -10,12 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any, TypeVar
 
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.infer.roofline.sweeps import layouts_of
 from laneformer.train.config import PhaseConfig, TrainConfig, recorded
 
+P = TypeVar("P", bound=PhaseConfig)
 CELLS = "cells"  # in a grid's folder: folder with one training run per cell
 # Fields of a run that change neither its losses nor its measurements.
 _FREE = ("run", "name", "log_every", "save_every", "keep", "keep_every")
@@ -26,7 +28,7 @@ class Variant:
     """One change to the model: a layout, a number of lanes, or another field."""
 
     name: str
-    model: dict[str, object]
+    model: dict[str, Any]
     """Changed fields of the model, with their values."""
 
 
@@ -38,7 +40,7 @@ def variant(layout: str, name: str = "", **changes) -> Variant:
 
 def cross(layouts: Iterable[str], **axes: Iterable) -> tuple[Variant, ...]:
     """Variants of every layout with every combination of values: cross(["tp", "dtp(4)"], num_lanes=(4, 8))."""
-    found = [{}]
+    found: list[dict[str, Any]] = [{}]
     for name, given in axes.items():
         values = tuple(given)
         found = [{**changes, name: value} for changes in found for value in values]
@@ -144,7 +146,7 @@ def run_name(seed: int, order: int | None) -> str:
     return str(seed) if order is None else f"{seed}/{order}"
 
 
-def _in_order(phase: PhaseConfig, order: int) -> PhaseConfig:
+def _in_order(phase: P, order: int) -> P:
     return dataclasses.replace(phase, data=dataclasses.replace(phase.data, seed=order))
 
 

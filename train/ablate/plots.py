@@ -160,13 +160,13 @@ def _curves_minus(grid: Grid, found: Sequence[Summary]) -> Panel:
     """Differences between the curves and the reference's, which are too small for the left picture."""
 
     def draw(axes):
-        reference = next((s for s in found if s.name == grid.reference), None)
-        shown = [s for s in found if s is not reference and s.differences]
+        reference = [s for s in found if s.name == grid.reference]
+        pairs = [(s, other) for other in reference for s in found if s is not other and s.differences]
         ends = []
-        for s in shown:
-            runs = sorted(s.losses.keys() & reference.losses.keys())
-            pairs = [[next(r for r in side.results if r.run == run).curve for run in runs] for side in (s, reference)]
-            mine, theirs = (np.array(curves, float).reshape(len(runs), -1, 2)[:, :, 1] for curves in pairs)
+        for s, other in pairs:
+            runs = sorted(s.losses.keys() & other.losses.keys())
+            both = [[next(r for r in side.results if r.run == run).curve for run in runs] for side in (s, other)]
+            mine, theirs = (np.array(curves, float).reshape(len(runs), -1, 2)[:, :, 1] for curves in both)
             minus = (mine - theirs).mean(0)
             axes.plot(_mean_curve(s)[0], minus, _style(s), marker=".", markersize=4, color=color(s), linewidth=1.3)
             ends.append(minus[-1])
@@ -176,7 +176,7 @@ def _curves_minus(grid: Grid, found: Sequence[Summary]) -> Panel:
             ylabel=f"validation loss minus that of {grid.reference}, nats",
             title=f"Minus {grid.reference}, seed by seed",
         )
-        _names_at_end(axes, shown, ends)
+        _names_at_end(axes, [s for s, _ in pairs], ends)
 
     return draw
 
@@ -297,14 +297,16 @@ def _frontier(grid: Grid, found: Sequence[Summary], device: str) -> Panel:
     """
 
     def draw(axes):
-        shown = [s for s in found if s.lanes == grid.base.model.num_lanes and s.difference is not None]
+        lanes = grid.base.model.num_lanes
+        minus = {s.name: s.difference for s in found if s.lanes == lanes and s.difference is not None}
+        shown = [s for s in found if s.name in minus]
         speed = {s.name: s.speed[device] for s in shown}
         best = [s for s in shown if not any(speed[o.name] >= speed[s.name] and o.mean < s.mean for o in shown)]
         best.sort(key=lambda s: speed[s.name])
-        axes.plot([speed[s.name] for s in best], [s.difference for s in best], "-", color="0.75", linewidth=4, zorder=0)
+        axes.plot([speed[s.name] for s in best], [minus[s.name] for s in best], "-", color="0.75", linewidth=4, zorder=0)
         for s in shown:
-            axes.errorbar(speed[s.name], s.difference, yerr=s.margin, fmt="none", color=color(s), capsize=3, alpha=0.45)
-            axes.plot(speed[s.name], s.difference, "o", color=color(s), markersize=6)
+            axes.errorbar(speed[s.name], minus[s.name], yerr=s.margin, fmt="none", color=color(s), capsize=3, alpha=0.45)
+            axes.plot(speed[s.name], minus[s.name], "o", color=color(s), markersize=6)
         axes.axhline(0, color="#222222", linewidth=0.8)
         devices = shown[0].devices if shown else PER_NODE
         size = f"{lf.parameter_count(grid.projected) / 1e9:.3g}B"
@@ -314,7 +316,7 @@ def _frontier(grid: Grid, found: Sequence[Summary], device: str) -> Panel:
             ylabel=f"final validation loss minus that of {grid.reference}, nats",
         )
         axes.margins(x=0.06, y=0.1)
-        _names_at_end(axes, shown, [s.difference for s in shown], [speed[s.name] for s in shown])
+        _names_at_end(axes, shown, [minus[s.name] for s in shown], [speed[s.name] for s in shown])
 
     return draw
 

@@ -20,8 +20,9 @@ from laneformer.layout import Landing, Schedule
 from laneformer.train.ablate.grid import Cell
 from laneformer.train.config import Phase
 from laneformer.train.data.batches import validation_sets
+from laneformer.train.data.packing import Rows
 from laneformer.train.run_folder import open_stores
-from laneformer.train.step import Trainer
+from laneformer.train.step import Batch, Trainer
 
 PROBE = "probe.json"  # file in a cell's folder
 BATCHES = 16  # batches of held-out text, at most
@@ -75,12 +76,11 @@ def probe(cell: Cell) -> None:
         fields = {f.name: getattr(phase.model, f.name) for f in dataclasses.fields(ModelConfig)}
         moved: Phase = dataclasses.replace(phase, model=Rescheduled(**fields, table=schedule))
         trainer = Trainer(config, moved, mesh, tuple(rows[0]))
-        sums = [
-            jax.device_get(
-                trainer.evaluate(params, trainer.put_batch(lambda span, b=b: {k: v[span] for k, v in b.items()}, b))
-            )
-            for b in rows
-        ]
+
+        def put(batch: Rows) -> Batch:
+            return trainer.put_batch(lambda span: {name: x[span] for name, x in batch.items()}, batch)
+
+        sums = [jax.device_get(trainer.evaluate(params, put(batch))) for batch in rows]
         return float(sum(s["nll"] for s in sums)), float(sum(s["weight"] for s in sums))
 
     schedule = phase.model.schedule

@@ -226,8 +226,8 @@ def _diagnostics(found: Sequence[Summary]) -> list[str]:
                 f"| {s.name} | {similarity[1]:.3f} | {similarity[len(similarity) // 2]:.3f} | {similarity[-1]:.3f} |"
                 f" {landed} |"
             )
-    rows = [(s, [result.experts for result in s.results if result.experts]) for s in found]
-    if rows := [(s, experts) for s, experts in rows if experts]:
+    figures = [(s, [result.experts for result in s.results if result.experts]) for s in found]
+    if figures := [(s, experts) for s, experts in figures if experts]:
         lines += [
             "",
             "## Experts",
@@ -241,7 +241,7 @@ def _diagnostics(found: Sequence[Summary]) -> list[str]:
             "| layout | fullest / even | unused | entropy | in common |",
             "|---|---|---|---|---|",
         ]
-        for s, experts in rows:
+        for s, experts in figures:
             names = ("fullest", "dead", "entropy", "in_common")
             cells = [f"{statistics.mean(x[name] for x in experts):.2f}" if name in experts[0] else "" for name in names]
             lines.append(f"| {s.name} | {' | '.join(cells)} |")

@@ -183,13 +183,13 @@ class Summary:
     @cached_property
     def margin(self) -> float | None:
         """Half of the 95 % interval of the mean difference, by Student's t; None with fewer than three runs."""
-        n = len(self.differences)
-        return float(stdtrit(n - 1, 0.975)) * _spread(self.differences) / math.sqrt(n) if n >= 3 else None
+        n, spread = len(self.differences), _spread(self.differences)
+        return float(stdtrit(n - 1, 0.975)) * spread / math.sqrt(n) if n >= 3 and spread is not None else None
 
     @cached_property
     def clear(self) -> bool:
         """Whether the 95 % interval of the mean difference excludes 0."""
-        return self.margin is not None and abs(self.difference) > self.margin
+        return self.margin is not None and self.difference is not None and abs(self.difference) > self.margin
 
     def mean_by_time(self, key: str) -> list[float | None]:
         """Mean over seeds of `similarity` or `landed_over_own`, by time in the schedule."""

@@ -24,7 +24,7 @@ from laneformer.train.data.packing import BestFit, Concat, Rows, row_keys
 from laneformer.train.data.permutation import permute
 from laneformer.train.data.store import TokenStore
 
-PACKINGS = {"concat": Concat, "best_fit": BestFit}
+PACKINGS: dict[str, type[Concat] | type[BestFit]] = {"concat": Concat, "best_fit": BestFit}
 T = TypeVar("T")
 
 

@@ -28,7 +28,7 @@ class Mixture:
 
     def __init__(self, weights: Sequence[float], seed: int):
         self.counts, self.seed = apportion(weights, BLOCK), seed
-        self._block = functools.lru_cache(4)(self._block)
+        self._block = functools.lru_cache(4)(self._make_block)
 
     def place(self, row: int) -> tuple[int, int]:
         """The source of `row`, and the number of earlier rows from that source. `row` may be arbitrarily large."""
@@ -42,7 +42,7 @@ class Mixture:
         started = np.bincount(self._block(block)[0][:within], minlength=len(self.counts))
         return [block * count + more for count, more in zip(self.counts.tolist(), started.tolist(), strict=True)]
 
-    def _block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
+    def _make_block(self, block: int) -> tuple[np.ndarray, np.ndarray]:
         """The source of every row of a block, and the number of earlier rows in the block from that source."""
         # ~seed, because the sources' own shuffling uses the key (seed, epoch).
         order = permute(np.arange(BLOCK), BLOCK, ~self.seed, block)

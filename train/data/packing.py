@@ -161,9 +161,9 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
             if last:
                 runs.append((first + full, 1, last))
                 open_runs.append((room - last * size, first + full, 1))
-    first, number, each = np.array(runs, np.int64).reshape(-1, 3).T
-    pieces = number * each
+    firsts, numbers, fills = np.array(runs, np.int64).reshape(-1, 3).T
+    pieces = numbers * fills
     within = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     out = np.empty(len(lengths), np.int64)
-    out[np.argsort(-lengths, kind="stable")] = np.repeat(first, pieces) + within // np.repeat(each, pieces)
+    out[np.argsort(-lengths, kind="stable")] = np.repeat(firsts, pieces) + within // np.repeat(fills, pieces)
     return out

@@ -39,7 +39,7 @@ BLOCK_BYTES = 1 << 18  # one checksum per block: 0.2 ms to check, 32 bytes of ma
 OPEN_FILES = 256  # every mapping holds a file descriptor, and a process often may have only 1024
 SHARD_NAME = re.compile(r"[a-z0-9_]+-\d{5}")
 SHARD_FILE = re.compile(SHARD_NAME.pattern + r"\.(bin|ends|loss)")
-DTYPES = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+DTYPES: dict[str, np.dtype] = {"uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
 ENDS, LOSS = np.dtype("<i8"), np.dtype("u1")
 MANIFEST, TOKENIZER, PARTIAL, PROGRESS = "manifest.json", "tokenizer.json", ".partial", "progress.json"
 REMEDY = "copy the folder again, or tokenize again with --overwrite"
@@ -81,6 +81,9 @@ class Shard:
 
     @property
     def loss(self) -> File:
+        """Raises ValueError if the shard is not `masked`."""
+        if self.loss_crc32 is None:
+            raise ValueError(f"shard {self.name} has no loss mask; ask `masked` first")
         return File(f"{self.name}.loss", LOSS, self.tokens, self.loss_crc32)
 
     @property
@@ -152,7 +155,7 @@ class Manifest:
 
 def block_checksums(data: np.ndarray) -> np.ndarray:
     """CRC-32 of each BLOCK_BYTES piece of uint8 `data[n]` -> uint32[ceil(n / BLOCK_BYTES)]; the last may be shorter."""
-    return np.array([zlib.crc32(data[i : i + BLOCK_BYTES]) for i in range(0, len(data), BLOCK_BYTES)], np.uint32)
+    return np.array([zlib.crc32(data[i : i + BLOCK_BYTES].data) for i in range(0, len(data), BLOCK_BYTES)], np.uint32)
 
 
 class TokenStore:
@@ -163,7 +166,7 @@ class TokenStore:
         self.dtype = DTYPES[manifest.dtype]
         self._ends = {split: np.cumsum([shard.tokens for shard in shards]) for split, shards in manifest.splits.items()}
         self._unchecked: dict[str, np.ndarray] = {}  # file -> bool[blocks]; outlives an evicted mapping
-        self._map = functools.lru_cache(OPEN_FILES)(self._map)
+        self._mapped = functools.lru_cache(OPEN_FILES)(self._map)
 
     @classmethod
     def open(cls, path: str | Path) -> Self:
@@ -293,12 +296,12 @@ class TokenStore:
 
     def _checked(self, part: File, start: int, stop: int) -> np.ndarray:
         """Values [start, stop) of one file as a view, after checking the blocks that are read for the first time."""
-        data, expected = self._map(part)
+        data, expected = self._mapped(part)
         unchecked = self._unchecked.setdefault(part.name, np.ones(len(expected), bool))
         first, last = start * part.dtype.itemsize // BLOCK_BYTES, -(-stop * part.dtype.itemsize // BLOCK_BYTES)
         for block in first + np.flatnonzero(unchecked[first:last]):
             piece = data.view(np.uint8)[block * BLOCK_BYTES : (block + 1) * BLOCK_BYTES]
-            if zlib.crc32(piece) != expected[block]:
+            if zlib.crc32(piece.data) != expected[block]:
                 raise InputError(f"{self.path / part.name} is corrupted near byte {block * BLOCK_BYTES}; {REMEDY}")
             unchecked[block] = False
         return data[start:stop]
@@ -399,7 +402,7 @@ class StoreWriter:
                 f" {self.manifest.vocab_size}; use the tokenizer of this folder"
             )
         masked, begin = loss is not None, self.begin
-        if masked and len(loss) != len(ids):
+        if loss is not None and len(loss) != len(ids):
             raise InputError(
                 f"loss mask of {len(loss)} values for a document of {len(ids)} tokens; give one value per token"
             )
@@ -417,8 +420,8 @@ class StoreWriter:
             )
         document = np.empty(len(begin) + len(ids) + 1, self.dtype)
         document[: len(begin)], document[len(begin) : -1], document[-1] = begin, ids, self.manifest.eos_id
-        mask = ()
-        if masked:
+        mask = None
+        if loss is not None:
             mask = np.zeros(len(document), LOSS)
             mask[len(begin) : -1] = np.asarray(loss, bool)
             mask[-1] = len(ids) and mask[-2]
@@ -533,12 +536,13 @@ class _ShardFiles:
         for file, part in zip(self.files, parts, strict=True):
             file.truncate(part.bytes)  # drops everything after the checkpoint
 
-    def append(self, ids: np.ndarray, text_bytes: int, mask: np.ndarray | tuple[()]) -> None:
+    def append(self, ids: np.ndarray, text_bytes: int, mask: np.ndarray | None) -> None:
+        values = (ids, np.array(self.tokens + len(ids), ENDS), *(() if mask is None else (mask,)))
         self.tokens += len(ids)
         self.bytes += int(text_bytes)
         self.documents += 1
-        for file, values in zip(self.files, (ids, np.array(self.tokens, ENDS), mask), strict=False):
-            file.write(values.tobytes())
+        for file, part in zip(self.files, values, strict=True):
+            file.write(part.tobytes())
 
     def shard(self, *checksums: str) -> Shard:
         return replace(

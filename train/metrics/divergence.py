@@ -32,7 +32,9 @@ class Divergence:
         self._in_a_row = 0
         self._good = 0  # last step at which nothing was wrong
         self._recent: deque[dict] = deque(maxlen=max(SHOWN, max_skipped + 1))
-        self._start_phase(None)
+        self._phase: str | None = None
+        self._losses: deque[float] = deque(maxlen=WINDOW)
+        self._lowest: tuple[float, int] | None = None  # median, step
 
     def update(self, record: dict) -> None:
         """Adds a step record; ignores others. A step is skipped if marked so or if its loss is not finite."""
@@ -68,9 +70,8 @@ class Divergence:
             self._good = record["step"]
 
     def _start_phase(self, name: str | None) -> None:
-        self._phase = name
-        self._losses: deque[float] = deque(maxlen=WINDOW)
-        self._lowest: tuple[float, int] | None = None  # median, step
+        self._phase, self._lowest = name, None
+        self._losses.clear()
 
     def _diverged(self, what: str, limit: str) -> DivergedError:
         step, last = self._recent[-1]["step"], list(self._recent)[-SHOWN:]

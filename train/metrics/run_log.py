@@ -52,8 +52,8 @@ class RunLog:
         self.divergence = Divergence(run, max_skipped=config.watch.max_skipped, max_rise=config.watch.max_rise)
         for record in before:
             self.divergence.update(record)
-        before = self.clock.total()
-        self._peak, self._spent = peak_flops(self.devices[0].device_kind), before["step"] + before["data"]
+        spent = self.clock.total()
+        self._peak, self._spent = peak_flops(self.devices[0].device_kind), spent["step"] + spent["data"]
         self._speeds: list[float] = []
         self._last = 0  # last step that this process recorded, 0 before the first
         self._stack = ExitStack()
@@ -65,12 +65,12 @@ class RunLog:
             disable=not (self.writes and sys.stderr.isatty()),
         )
         self._stack.callback(self.bar.close)
+        self.samples: MetricsLog | None = None
         if self.writes:
             sinks = self._sinks(run, first)
             self.metrics = self._stack.enter_context(MetricsLog(run / METRICS, first, sinks))
-            self.samples = (
-                self._stack.enter_context(MetricsLog(run / SAMPLES, first)) if config.watch.samples_every else None
-            )
+            if config.watch.samples_every:
+                self.samples = self._stack.enter_context(MetricsLog(run / SAMPLES, first))
 
     def step(self, phase: Phase, step: int, values: dict, epochs: dict[str, float], wait: float) -> None:
         """Records a finished step. values: loss, grad_norm, ...; wait: seconds spent waiting for data.
@@ -129,8 +129,9 @@ class RunLog:
 
     def sample(self, step: int, records: list[dict]) -> None:
         """Writes the text samples drawn after a step to the file, and to the terminal."""
-        for record in records if self.writes else ():
-            self.samples.write(step, **record)
+        if self.samples is not None:
+            for record in records:
+                self.samples.write(step, **record)
         for name, text in texts(records).items() if self.writes else ():
             with self._output():
                 self.bar.write(f"step {step}: {name}\n{textwrap.indent(printable(text), '  | ')}")

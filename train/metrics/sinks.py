@@ -5,6 +5,7 @@ import os
 import secrets
 import time
 from pathlib import Path
+from typing import Any
 
 from laneformer.errors import InputError
 
@@ -70,7 +71,7 @@ class WeightsAndBiases:
         except ImportError:
             raise InputError("watch.wandb needs Weights & Biases; install it with pip install -e '.[wandb]'") from None
         file = run / "wandb.json"
-        known = (
+        known: dict[str, Any] = (
             json.loads(file.read_text(encoding="utf-8"))
             if file.exists()
             else {"id": secrets.token_hex(4), "last_step": 0}
@@ -95,7 +96,7 @@ class WeightsAndBiases:
             ) from None
         self._table = wandb.Table
         self._sent = known["last_step"] if self._run.offline else self._run.starting_step - 1
-        self.where = self._run.dir if self._run.offline else self._run.url
+        self.where = (None if self._run.offline else self._run.url) or self._run.dir
 
     def write(self, step: int, values: dict[str, float]) -> None:
         if step > self._sent:

@@ -19,7 +19,7 @@ class Device:
     """`device_kind` of the JAX device."""
     peak_flops: float | None
     """Dense bfloat16 products, FLOP/s."""
-    memory: int
+    memory: float
     """Memory in bytes."""
     memory_bandwidth: float | None
     link: float | None
@@ -27,6 +27,13 @@ class Device:
     network: float | None
     """Bandwidth to other nodes."""
     per_node: int
+
+    @property
+    def peak(self) -> float:
+        """`peak_flops`. Raises ConfigError if it is unknown."""
+        if self.peak_flops is None:
+            raise ConfigError(f"the speed of a {self.kind} is unknown; choose a GPU with --cluster.device")
+        return self.peak_flops
 
 
 # The devices of infer/roofline/devices.py that are on sale.
@@ -66,7 +73,7 @@ class Speeds:
     memory: float
     """Bytes/s of device memory."""
     link: float
-    """Bytes/s, in one direction, to the other devices of the node."""
+    """Bytes/s, in one direction, to the other devices of the node; 0 if unknown, which is allowed on one device."""
     network: float
     """Bytes/s, in one direction, to other nodes; 0 if unknown, which is allowed in a single node."""
     inside: frozenset[str]
@@ -96,14 +103,15 @@ def speeds_of(device: Device, mesh: Mapping[str, int], efficiency: float = EFFIC
     from laneformer.mesh import DATA, LANE  # imports JAX, which the roofline does not need
 
     devices = mesh[DATA] * mesh[LANE]
-    if device.peak_flops is None or (device.network is None and devices > device.per_node):
+    peak, memory = device.peak_flops, device.memory_bandwidth
+    if peak is None or memory is None or (device.network is None and devices > device.per_node):
         return None
     spread = {DATA: mesh[LANE] * (mesh[DATA] - 1), LANE: mesh[LANE] - 1}
     both = {f"{DATA} x {LANE}", "none", "?"} if devices <= device.per_node else {"none"}
     return Speeds(
-        products=device.peak_flops * efficiency,
-        memory=device.memory_bandwidth,
-        link=device.link,
+        products=peak * efficiency,
+        memory=memory,
+        link=device.link or 0.0,
         network=device.network or 0.0,
         members={DATA: max(1, device.per_node // mesh[LANE]), f"{DATA} x {LANE}": min(devices, device.per_node)},
         inside=frozenset({axis for axis, distance in spread.items() if distance < device.per_node} | both),

@@ -13,7 +13,7 @@ from laneformer.train.planning.cluster import Device
 Compiler = Literal["auto", "cuda", "cpu"]
 
 # Compiler options. XLA chooses tiles of Triton kernels by timing them; without a GPU its first guess may fail.
-OPTIONS: dict[str, dict[str, bool]] = {"cuda": {"xla_gpu_enable_triton_gemm": False}, "cpu": {}}
+OPTIONS: dict[str, dict[str, bool | str]] = {"cuda": {"xla_gpu_enable_triton_gemm": False}, "cpu": {}}
 
 # Chips for XLA's CUDA compiler, from target_config/specs of github.com/openxla/xla: multiprocessors, compute
 # capability, bytes of L2 cache, GHz.
@@ -64,7 +64,7 @@ def _target(name: str, device: Device) -> str:
           registers_per_core_limit: 65536 registers_per_block_limit: 65536 fpus_per_core: 128
           core_count: {cores} clock_rate_ghz: {clock} l2_cache_size: {cache}
           cuda_compute_capability {{ major: {capability} }}
-          memory_bandwidth: {int(device.memory_bandwidth)} device_memory_size: {device.memory}
+          memory_bandwidth: {int(device.memory_bandwidth or 0)} device_memory_size: {device.memory}
         }}
         platform_name: "CUDA" device_description_str: "{device.kind}"
         dnn_version_info {{ major: 9 minor: 10 }} runtime_version {{ major: 12 minor: 8 patch: 0 }}

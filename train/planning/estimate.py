@@ -8,7 +8,8 @@ compiles from train/step.py. Memory and its traffic are weighted sums over the s
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import SimpleNamespace
+
+from jax.sharding import AbstractMesh
 
 from laneformer.blocks.block import Weight
 from laneformer.errors import ConfigError
@@ -151,7 +152,7 @@ def _counts(config: TrainConfig, phase: Phase, mesh: Mapping[str, int]) -> _Coun
 
 def _share(weight: Weight, mesh: Mapping[str, int]) -> float:
     """Number of values of a weight that one device stores."""
-    spec = fit_spec(weight.spec, weight.shape, SimpleNamespace(shape=mesh))
+    spec = fit_spec(weight.spec, weight.shape, AbstractMesh(tuple(mesh.values()), tuple(mesh)))
     return weight.size / math.prod(mesh[axis] for axis in spec if axis is not None)
 
 

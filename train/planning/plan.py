@@ -12,6 +12,7 @@ import tyro
 
 import laneformer as lf
 from laneformer.errors import ConfigError, writing
+from laneformer.mesh import LANE
 from laneformer.train.config import Phase, TrainConfig
 from laneformer.train.data.packing import row_keys
 from laneformer.train.flops import train_flops_per_token
@@ -151,8 +152,7 @@ def plan(config: TrainConfig, cluster: ClusterConfig) -> Plan:
 
     Raises ConfigError for a recipe or mesh that does not fit the cluster.
     """
-    config, nodes = _fill(config, cluster)
-    count = config.mesh.data * config.mesh.lane
+    config, nodes, count = _fill(config, cluster)
     device = device_of(cluster, count, nodes)
     if config.compute_dtype == "auto" and cluster.device != "cpu":
         config = dataclasses.replace(config, compute_dtype="bfloat16")
@@ -200,8 +200,8 @@ def device_of(cluster: ClusterConfig, count: int, nodes: int) -> Device:
     return device
 
 
-def _fill(config: TrainConfig, cluster: ClusterConfig) -> tuple[TrainConfig, int]:
-    """The recipe with a mesh that fills the cluster, and the number of nodes."""
+def _fill(config: TrainConfig, cluster: ClusterConfig) -> tuple[TrainConfig, int, int]:
+    """The recipe with a mesh that fills the cluster, the number of nodes, and that of devices."""
     mesh = config.mesh
     if cluster.device == "cpu":
         lane = mesh.lane or math.gcd(config.model.num_lanes, max(1, (mesh.host_devices or 1) // mesh.data))
@@ -215,7 +215,7 @@ def _fill(config: TrainConfig, cluster: ClusterConfig) -> tuple[TrainConfig, int
                 f"lanes on {lane} devices do not fill {nodes} nodes of {per_node} devices; choose another mesh.lane"
             )
         mesh = dataclasses.replace(mesh, data=nodes * per_node // lane if cluster.nodes else mesh.data)
-    return dataclasses.replace(config, mesh=dataclasses.replace(mesh, lane=lane)), nodes
+    return dataclasses.replace(config, mesh=dataclasses.replace(mesh, lane=lane)), nodes, mesh.data * lane
 
 
 def _phase(plan: Plan, config: TrainConfig, phase: Phase, trainer: Trainer, program: Program) -> PhasePlan:
@@ -237,7 +237,7 @@ def _phase(plan: Plan, config: TrainConfig, phase: Phase, trainer: Trainer, prog
         gradients=parameters,
         program=program,
         fits=fits,
-        advice=() if fits else _advice(config, phase, parameters, program),
+        advice=() if fits else _advice(config, phase, parameters, program, plan.mesh[LANE]),
         times=_times(plan, phase, flops, program),
     )
 
@@ -260,8 +260,8 @@ def _times(plan: Plan, phase: Phase, model_flops: float, program: Program) -> Ti
     )
 
 
-def _advice(config: TrainConfig, phase: Phase, parameters: int, program: Program) -> tuple[str, ...]:
-    """Options that reduce the memory of the phase, the cheapest first."""
+def _advice(config: TrainConfig, phase: Phase, parameters: int, program: Program, lane: int) -> tuple[str, ...]:
+    """Options that reduce the memory of the phase, the cheapest first. lane: devices on the lane axis."""
     found, memory = [], program.memory
     option = f"--then.{phase.name}." if phase.index else "--"
     rows = phase.data.batch_size // (phase.accumulate * config.mesh.data)
@@ -275,7 +275,7 @@ def _advice(config: TrainConfig, phase: Phase, parameters: int, program: Program
         )
     if memory.arguments + parameters > memory.total / 3:
         found.append(f"--mesh.data {2 * config.mesh.data} (more devices) halves state and gradients")
-    if config.mesh.lane < config.model.num_lanes:
+    if lane < config.model.num_lanes:
         found.append(f"--mesh.lane {config.model.num_lanes} spreads the lanes over more devices")
     return tuple(found or [f"shorter sequences ({option}data.sequence-length), or devices with more memory"])
 
@@ -284,14 +284,15 @@ def speeds(plan: Plan, phase: PhasePlan) -> dict[str, list[float]]:
     """step_seconds, tokens_per_second, mfu and days, each [no overlap, full overlap], and a third value as scheduled if
     the program overlaps exchanges. Empty if the cluster has no speeds.
     """
-    if phase.times is None:
+    peak = plan.device.peak_flops
+    if phase.times is None or peak is None:
         return {}
     steps = [phase.times.in_turn, phase.times.overlapped]
     steps += [] if phase.times.scheduled is None else [phase.times.scheduled]
     return {
         "step_seconds": steps,
         "tokens_per_second": [phase.tokens_per_step / s for s in steps],
-        "mfu": [phase.model_flops / (s * plan.devices * plan.device.peak_flops) for s in steps],
+        "mfu": [phase.model_flops / (s * plan.devices * peak) for s in steps],
         "days": [phase.steps * s / DAY for s in steps],
     }
 
@@ -299,7 +300,7 @@ def speeds(plan: Plan, phase: PhasePlan) -> dict[str, list[float]]:
 def describe(plan: Plan) -> str:
     """The plan as a table, one column per phase."""
     axes = sorted({axis for phase in plan.phases for axis in phase.program.axes})
-    timed = plan.phases[0].times is not None
+    times = [phase.times for phase in plan.phases if phase.times is not None]
     names = [
         "projected",
         "steps",
@@ -315,9 +316,9 @@ def describe(plan: Plan) -> str:
         "memory read and written",
         *(f"sent along {axis}" for axis in axes),
     ]
-    if timed:
+    if times:
         names += ["seconds: device", "  model's products alone", "seconds: links", "seconds: network", "bound by"]
-        present = {overlap.purpose for phase in plan.phases for overlap in phase.times.overlaps or ()}
+        present = {overlap.purpose for t in times for overlap in t.overlaps or ()}
         purposes = [purpose for purpose in PURPOSES if purpose in present]
         names += [*(f"exchanges: {purpose}" for purpose in purposes), "seconds: kernels wait"]
         names += ["seconds per step", "tokens/s", "MFU", "days"]
@@ -339,8 +340,8 @@ def describe(plan: Plan) -> str:
             gigabytes(phase.program.memory_traffic),
             *(gigabytes(phase.program.sent(axis)) for axis in axes),
         ]
-        if timed:
-            t, s = phase.times, speeds(plan, phase)
+        if (t := phase.times) is not None:
+            s = speeds(plan, phase)
             column += [f"{t.device:.3g}", f"{t.products:.3g}", f"{t.links:.3g}", f"{t.network:.3g}", t.bound]
             found = {o.purpose: _overlap(o) for o in t.overlaps or ()}
             column += [found.get(purpose, "") for purpose in purposes]
@@ -387,16 +388,19 @@ def _notes(plan: Plan) -> list[str]:
             "loops of unknown length (attention's tiles) count once in the program's figures; times use a"
             " formula for attention"
         )
-    if plan.phases[0].times and any(phase.times.scheduled is None for phase in plan.phases):
+    times = [phase.times for phase in plan.phases if phase.times is not None]
+    if any(t.scheduled is None for t in times):
         lines.append(UNSCHEDULED)
-    if plan.phases[0].times:
+    if times:
+        device = plan.device
+        memory, link, network = (speed or 0 for speed in (device.memory_bandwidth, device.link, device.network))
         days = [sum(column) for column in zip(*(speeds(plan, phase)["days"] for phase in plan.phases), strict=False)]
         lines.append(f"days of the whole run: {_range(days, ',.3g')}")
         lines.append(
             "ranges: computing and exchanges overlap completely, or never; as scheduled: in the order of the compiled"
             " program, the exchanges on a link one after another; products at"
-            f" {plan.cluster.efficiency:.0%} of the peak; memory ({plan.device.memory_bandwidth / 1e12:.3g} TB/s), "
-            f"links ({plan.device.link / 1e9:,.0f} GB/s) and network ({(plan.device.network or 0) / 1e9:,.0f} GB/s) at"
+            f" {plan.cluster.efficiency:.0%} of the peak; memory ({memory / 1e12:.3g} TB/s), "
+            f"links ({link / 1e9:,.0f} GB/s) and network ({network / 1e9:,.0f} GB/s) at"
             " full speed; without saving and validating"
         )
     return lines

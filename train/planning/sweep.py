@@ -78,6 +78,8 @@ class Point:
     def times(self) -> Times:
         """Projected seconds per step."""
         speeds = speeds_of(self.device, {DATA: self.data, LANE: self.lane}, self.efficiency)
+        if speeds is None:
+            raise ConfigError(f"the speeds of a {self.device.kind} are unknown; choose a GPU with --cluster.device")
         exchanges = {"links": 0.0, "network": 0.0}
         for (kind, axis), sent in self.figures.sent.items():
             link, seconds = speeds.exchange_seconds(kind, axis, sent)
@@ -106,7 +108,7 @@ class Point:
             "fits": self.fits,
             "step_seconds": list(self.seconds),
             "bound": self.times.bound,
-            "mfu": [flops / (s * self.devices * self.device.peak_flops) for s in self.seconds],
+            "mfu": [flops / (s * self.devices * self.device.peak) for s in self.seconds],
             "days_per_trillion_tokens": days,
             "cost_per_trillion_tokens": price and [24 * price * self.devices * d for d in days],
         }
@@ -167,9 +169,9 @@ def why_not(config: TrainConfig, device: Device, data: int, found: Sequence[Poin
     least = least_memory(found)
     if least is None:
         return f"a batch of {config.data.batch_size} sequences does not divide into {data} shares"
-    least = least.figures
+    figures = least.figures
     return (
-        f"state {gigabytes(least.state)} and at least {gigabytes(least.temporary)} for one sequence"
+        f"state {gigabytes(figures.state)} and at least {gigabytes(figures.temporary)} for one sequence"
         f" exceed {USABLE:.0%} of {gigabytes(device.memory)}"
     )
 
@@ -209,7 +211,7 @@ def _describe(config: TrainConfig, device: Device, options: SweepConfig, rows: S
         (
             f"{config.name}, {first.name}: {lf.parameter_count(first.model):,} parameters, {first.model.layout},"
             f" {first.data.batch_size:,} x {first.data.sequence_length:,} tokens per step, on {device.kind}"
-            f" ({device.peak_flops / 1e12:,.0f} TFLOP/s, {gigabytes(device.memory)})"
+            f" ({device.peak / 1e12:,.0f} TFLOP/s, {gigabytes(device.memory)})"
         ),
         ASSUMED,
         "",
@@ -230,11 +232,12 @@ def _describe(config: TrainConfig, device: Device, options: SweepConfig, rows: S
             cells[-1].append(_pair(row["cost_per_trillion_tokens"], ",.0f"))
     widths = [max(len(row[n]) for row in cells if len(row) > n and len(row) == len(titles)) for n in range(len(titles))]
     table = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=False)).rstrip() for row in cells]
+    link, network = device.link or 0, device.network or 0
     notes = [
         (
             f"* the shortest step without overlap; parts and remat are chosen for each mesh, the global batch is the"
             f" recipe's. Products at {options.cluster.efficiency:.0%} of the peak; memory, links"
-            f" ({device.link / 1e9:,.0f} GB/s) and network ({(device.network or 0) / 1e9:,.0f} GB/s per GPU) at full"
+            f" ({link / 1e9:,.0f} GB/s) and network ({network / 1e9:,.0f} GB/s per GPU) at full"
             " speed; without saving and validating"
         )
     ]

@@ -40,6 +40,14 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
+def found_in(pattern: str, text: str) -> re.Match[str]:
+    """The first match of a pattern that every program's text has. Raises ValueError if it is missing."""
+    match = re.search(pattern, text)
+    if match is None:
+        raise ValueError(f"no {pattern!r} in the compiled text {text[:200]!r}")
+    return match
+
+
 @dataclass(frozen=True)
 class Instruction:
     """%name = type op(operands), attributes: one line of the text. The operand of a parameter is its number."""
@@ -55,7 +63,7 @@ class Instruction:
         """Bytes per element and shape of each array of the result."""
         found = []
         for name, dims in re.findall(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]", self.type):
-            bits = _BITS[name] if name in _BITS else int(re.search(r"\d+", name)[0])
+            bits = _BITS[name] if name in _BITS else int(found_in(r"\d+", name)[0])
             found.append((bits / 8, tuple(map(int, dims.split(","))) if dims else ()))
         return found
 
@@ -152,7 +160,8 @@ class Module:
     @cached_property
     def computations(self) -> dict[str, dict[str, Instruction]]:
         """Name of a computation -> its instructions by name, the result last."""
-        found, current = {}, None
+        found: dict[str, dict[str, Instruction]] = {}
+        current: dict[str, Instruction] | None = None
         for line in self.text.splitlines():
             if header := re.match(r"(?:ENTRY )?(%[\w.\-]+) \(.*\{$", line):
                 current = found[header[1]] = {}
@@ -179,7 +188,7 @@ class Module:
     @cached_property
     def entry(self) -> str:
         """Name of the computation that a call runs."""
-        return re.search(r"^ENTRY (%[\w.\-]+)", self.text, re.M)[1]
+        return found_in(r"(?m)^ENTRY (%[\w.\-]+)", self.text)[1]
 
     def steps(self, mesh: Mesh) -> tuple[Step, ...]:
         """The steps of a call in the order of the text, which in a scheduled program is the order of launches. An
@@ -222,7 +231,7 @@ class Module:
         found: dict[str, int] = {}
         for _, i, times in self.launched:
             if i.op == "custom-call":
-                name = re.search(r'custom_call_target="([^"]*)"', i.attributes)[1]
+                name = found_in(r'custom_call_target="([^"]*)"', i.attributes)[1]
                 found[name] = found.get(name, 0) + times
         return found
 
@@ -240,7 +249,7 @@ class Module:
 
     def collectives(self, mesh: Mesh) -> list[Collective]:
         """One row per kind, axis and size of group, the one with the most bytes sent first."""
-        rows: dict[tuple, list[float]] = {}
+        rows: dict[tuple[str, str, int], list[float]] = {}
         for _, i, times in self.launched:
             if i.op.removesuffix("-start") not in COLLECTIVES:
                 continue
@@ -249,7 +258,10 @@ class Module:
             for n, value in enumerate((times, found.bytes * times, found.sent * times)):
                 row[n] += value
         return sorted(
-            (Collective(*key, int(n), int(full), int(sent)) for key, (n, full, sent) in rows.items()),
+            (
+                Collective(kind, axis, group, int(n), int(full), int(sent))
+                for (kind, axis, group), (n, full, sent) in rows.items()
+            ),
             key=lambda c: -c.sent,
         )
 
@@ -258,9 +270,9 @@ class Module:
         if i.op == "custom-call" and _CUDNN in i.attributes:
             return _flops_of_attention(i, self.computations[computation][i.operands[0]].arrays[0][1][-1])
         if i.op == "dot":
-            contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
+            contracted = found_in(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
         elif i.op == "custom-call" and 'custom_call_target="__cublas' in i.attributes:
-            contracted = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
+            contracted = found_in(r'"lhs_contracting_dimensions":\[([^\]]*)\]', i.attributes)
         else:
             return sum(self._flops(name, inner) for name in i.called for inner in self.computations[name].values())
         lhs = self.computations[computation][i.operands[0]].arrays[0][1]
@@ -290,7 +302,7 @@ def _flops_of_attention(i: Instruction, head_dim: int) -> int:
     computed again.
     """
     config = i.attributes.replace(" ", "")
-    scores = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\[([^\]]*)\]', config)
+    scores = found_in(r'"intermediate_tensor_shape":.*?"dimensions":\[([^\]]*)\]', config)
     b, h, s, t = map(int, re.findall(r"\d+", scores[1]))
     window = re.search(r'"sliding_window_length":"?([1-9]\d*)', config)
     keys = keys_seen(s, int(window[1]) if window else None) if '"mask_type":"CAUSAL"' in config else t
@@ -325,7 +337,7 @@ def _instruction(line: str) -> Instruction | None:
         return None
     rest = re.sub(r"/\*index=\d+\*/", "", line[match.end() :])
     end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
-    op = re.match(r" ([\w\-]+)\(", rest[end:])
+    op = found_in(r"^ ([\w\-]+)\(", rest[end:])
     opened = end + op.end() - 1
     closed = _closing(rest, opened)
     operands = re.findall(r"%[\w.\-]+|^\d+$", rest[opened + 1 : closed])
@@ -405,7 +417,7 @@ def _groups(attributes: str, devices: int) -> np.ndarray | None:
 
 def _iota(text: str) -> np.ndarray:
     """Reads [a,b]T(1,0): arange(a b) as [a, b], transposed."""
-    dims = [int(n) for n in re.match(r"\[([\d,]+)\]", text)[1].split(",")]
+    dims = [int(n) for n in found_in(r"^\[([\d,]+)\]", text)[1].split(",")]
     order = re.search(r"T\(([\d,]+)\)", text)
     ids = np.arange(math.prod(dims)).reshape(dims)
     return ids.transpose([int(n) for n in order[1].split(",")]) if order else ids

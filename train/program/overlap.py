@@ -84,7 +84,8 @@ class _Clock:
 
     def __init__(self, speeds: Speeds):
         self.speeds = speeds
-        self.now, self.free = 0.0, defaultdict(float)
+        self.now = 0.0
+        self.free: dict[str, float] = defaultdict(float)  # when each link is free again
         self.pending: dict[str, _Transfer] = {}
         self.found: dict[str, Overlap] = {}
 
@@ -115,7 +116,7 @@ class _Clock:
         return sum(
             step.times * self._alone(step.steps) if isinstance(step, Loop) else self._seconds(step)
             for step in steps
-            if not isinstance(step, Done)
+            if isinstance(step, Loop | Kernel)
         )
 
     def _seconds(self, kernel: Kernel) -> float:

@@ -87,7 +87,9 @@ class Program:
 
 def read_program(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mesh: Mesh) -> Program:
     """Summarises a program lowered and compiled for `mesh`."""
-    module, memory = Module(compiled.as_text()), compiled.memory_analysis()
+    module, memory = Module(text_of(compiled)), compiled.memory_analysis()
+    if memory is None:
+        raise RuntimeError("this backend of JAX does not report the memory of a program; use the CPU, CUDA or ROCm")
     issued = Counter(
         re.findall(
             r"stablehlo\.(all_reduce|all_gather|reduce_scatter|all_to_all|collective_permute)\b", lowered.as_text()
@@ -109,6 +111,14 @@ def read_program(lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, mes
     )
 
 
+def text_of(compiled: jax.stages.Compiled) -> str:
+    """The compiled text. Raises RuntimeError if JAX does not have it."""
+    text = compiled.as_text()
+    if text is None:
+        raise RuntimeError("this backend of JAX does not show compiled programs; use the CPU, CUDA or ROCm")
+    return text
+
+
 def save_program(
     lowered: jax.stages.Lowered, compiled: jax.stages.Compiled, folder: Path, name: str, mesh: Mesh
 ) -> Program:
@@ -119,7 +129,7 @@ def save_program(
     device = find_kind(mesh.devices.flat[0].device_kind)
     speeds = None if device is None else speeds_of(device, program.mesh)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.hlo.txt.gz").write_bytes(gzip.compress(compiled.as_text().encode(), mtime=0))
+    (folder / f"{name}.hlo.txt.gz").write_bytes(gzip.compress(text_of(compiled).encode(), mtime=0))
     summary = dataclasses.asdict(dataclasses.replace(program, steps=()))
     summary |= {"kernels": sum(kernel.times for kernel in program.kernels), "matmul_flops": program.matmul_flops}
     summary |= {"memory_traffic": program.memory_traffic, "memory_total": program.memory.total}
@@ -162,8 +172,8 @@ def describe(program: Program, speeds: Speeds | None = None) -> str:
     ]
     if not is_scheduled(program.steps):
         lines += ["", f"{UNSCHEDULED[0].upper()}{UNSCHEDULED[1:]}."]
-    elif speeds is not None:
-        lines += ["", *_describe_overlaps(overlaps(program.steps, speeds))]
+    elif speeds is not None and (found := overlaps(program.steps, speeds)) is not None:
+        lines += ["", *_describe_overlaps(found)]
     if program.libraries:
         lines += ["", f"Kernels of libraries: {', '.join(f'{n} {name}' for name, n in program.libraries.items())}."]
     if program.unknown_loops:

@@ -37,6 +37,20 @@ class Document:
     where: str = ""
     """File and row of the unit, for messages."""
 
+    @property
+    def text(self) -> str:
+        """The content of a document of text. Raises TypeError for a conversation."""
+        if not isinstance(self.content, str):
+            raise TypeError(f"document {self.unit} is a conversation, not text")
+        return self.content
+
+    @property
+    def conversation(self) -> Conversation:
+        """The content of a document of a conversation. Raises TypeError for text."""
+        if isinstance(self.content, str):
+            raise TypeError(f"document {self.unit} is text, not a conversation")
+        return self.content
+
     @classmethod
     def of(cls, unit: int, content: str | Conversation | None, where: str = "") -> "Document | None":
         """The document with this content; None without text. Raises InputError for text that is not Unicode."""
@@ -113,6 +127,7 @@ class Files:
                         yield path.resolve()
 
     def documents(self, start: int = 0) -> Iterator[Document | None]:
+        texts: Iterator[str | None]
         if self.separator:  # the number of documents in a file is unknown before it is read
             texts = itertools.islice((text for path in self.paths for text in self._parts(path)), start, None)
         else:
@@ -208,7 +223,8 @@ class Dataset:
                             unit, self.reader.content(dict(zip(self.columns, values, strict=True))), where
                         )
                     except InputError as error:
-                        document = self.bad.add(unit, where, str(error))
+                        self.bad.add(unit, where, str(error))
+                        document = None
                     yield document
                     unit += 1
         except InputError:
@@ -222,7 +238,7 @@ class Dataset:
         return digest(repr((self.name, self.split, self.columns, local, self.revision)).encode()).hex()
 
     def _failure(self, error: Exception) -> InputError:
-        root = error
+        root: BaseException = error
         while root.__cause__ is not None:  # the reason is the innermost cause
             root = root.__cause__
         reason = " ".join(str(root).split())
@@ -245,7 +261,8 @@ class Survey:
 
     @classmethod
     def of(cls, documents: Iterable[Document | None]) -> "Survey":
-        whole, count, units, size, lowest = hashlib.blake2b(digest_size=32), 0, 0, 0, set()
+        whole, count, units, size = hashlib.blake2b(digest_size=32), 0, 0, 0
+        lowest: set[float] = set()
         for document in documents:
             units += 1
             if document:

@@ -31,7 +31,10 @@ NEAR_CHARS = 256  # characters on each side of a place that decide whether a tex
 MOST_TRIES = 64  # places that are tried, after line ends, before spaces and anywhere, before a piece becomes longer
 
 T = TypeVar("T")
-END = object()
+
+
+class End:
+    """Stands for the end of an iterator."""
 
 
 class Encoded(NamedTuple):
@@ -115,9 +118,10 @@ def grouped(items: Iterable[T], size: Callable[[T], int]) -> Iterator[list[T]]:
 def ahead(items: Iterator[T]) -> Iterator[T]:
     """The same items, each computed in a background thread while the previous one is in use."""
     with ThreadPoolExecutor(1) as thread:
-        following = thread.submit(next, items, END)
-        while (item := following.result()) is not END:
-            following = thread.submit(next, items, END)
+        end = End()
+        following = thread.submit(next, items, end)
+        while not isinstance(item := following.result(), End):
+            following = thread.submit(next, items, end)
             yield item
 
 
@@ -160,12 +164,9 @@ class TextEncoder:
         return [found[n] for n in range(len(parts))]
 
     def _parts(self, document: Document) -> list[int | fim.Text]:
-        rearranged = self.middle and place(document.key) >= self.share
-        whole = (
-            self.middle.parts(document.content, document.key)
-            if rearranged
-            else [fim.Text(document.content, begins=True)]
-        )
+        whole: list[int | fim.Text] = [fim.Text(document.text, begins=True)]
+        if self.middle and place(document.key) >= self.share:
+            whole = self.middle.parts(document.text, document.key)
         return self.before + [
             piece for part in whole for piece in ([part] if isinstance(part, int) else self._pieces(part))
         ]
@@ -221,7 +222,8 @@ class ChatEncoder:
         rendered = []
         for document in documents:
             try:
-                text = self.template.render_with_answers(document.content.messages, document.content.tools)
+                said = document.conversation
+                text = self.template.render_with_answers(said.messages, said.tools)
                 rendered.append((document, text))
             except InputError as error:
                 self.bad.add(document.unit, document.where, str(error))

@@ -14,7 +14,7 @@ import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from laneformer.errors import InputError, one_line
 from laneformer.train.tokenizing.rows import RowReader
@@ -33,6 +33,7 @@ class Unreadable(NamedTuple):
 
 Row = dict[str, Any] | Unreadable
 Rows = Iterator[tuple[str, Row]]
+Opened = io.BufferedReader | gzip.GzipFile | bz2.BZ2File | lzma.LZMAFile
 
 
 def read_rows(file: Path, kind: str, reader: RowReader) -> Rows:
@@ -65,7 +66,7 @@ def _kind_of(file: Path) -> str:
     return {".json": "json", ".jsonl": "json", ".ndjson": "json", ".csv": "csv", ".tsv": "csv"}.get(suffix, "document")
 
 
-def _opened(file: Path) -> BinaryIO:
+def _opened(file: Path) -> Opened:
     """The content of a file, decompressed if it begins like a compressed one."""
     with open(file, "rb") as stream:
         start = stream.read(6)
@@ -84,7 +85,7 @@ def _opened(file: Path) -> BinaryIO:
     return open(file, "rb")
 
 
-def _utf8(file: Path) -> BinaryIO:
+def _utf8(file: Path) -> Opened | io.BytesIO:
     """The text of a file as UTF-8 without a byte-order mark."""
     stream = _opened(file)
     start = stream.peek(3)

@@ -18,7 +18,8 @@ class BadRows:
 
     def __init__(self, limit: int | None = None):
         """limit: most units that are skipped (default: any number)."""
-        self.limit, self.found = limit, {}
+        self.limit = limit
+        self.found: dict[Hashable, str] = {}
 
     def add(self, unit: Hashable, where: str, reason: str) -> None:
         """Skips a unit. A unit that was added before counts once. Raises InputError above the limit."""

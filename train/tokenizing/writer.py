@@ -93,8 +93,8 @@ def _write_documents(job: Job, writer: StoreWriter) -> int:
     source, survey = job.source, job.survey
     done, tokens, saved = writer.done, 0, time.monotonic()
     if done:
-        units = "files or documents" if isinstance(source, Files) else "rows"
-        print(f"resuming after {done:,} {units}", file=sys.stderr)
+        kind = "files or documents" if isinstance(source, Files) else "rows"
+        print(f"resuming after {done:,} {kind}", file=sys.stderr)
     # Reading, encoding and writing overlap, each one group behind the previous stage.
     groups = ahead(grouped(source.documents(done), lambda document: document.size if document else 0))
     results = ahead((len(group), job.encoder(list(filter(None, group)))) for group in groups)
@@ -153,7 +153,7 @@ def sample(source: Source, survey: Survey | None, held_out: float, size: int) ->
             continue
         # If only a part is taken, in pieces: one document may be larger than the sample.
         whole = rate >= 1 and survey
-        for piece in [document.content] if whole else pieces(document.content, SAMPLE_CHARS):
+        for piece in [document.text] if whole else pieces(document.text, SAMPLE_CHARS):
             data = piece.encode()
             if place(digest(data)[8:]) < rate:  # other bytes of the digest than the choice of held-out documents
                 taken += len(data)
