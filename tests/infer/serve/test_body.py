@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import JSONResponse
 
-from laneformer.infer.serve.body import MOST_DIGITS, MOST_PARTS, ApiError, json_bytes, read_json
+from laneformer.infer.serve.body import LARGE, MOST_DIGITS, MOST_PARTS, ApiError, json_bytes, read_json
 
 LONG = "9" * (MOST_DIGITS + 1)
 
@@ -123,3 +123,15 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow
                     lambda inner: st.lists(inner, max_size=40) | st.dictionaries(st.text(), inner)))  # fmt: skip
 def test_large_answers_are_written_as_small_ones(value):
     assert json_bytes(value) == JSONResponse(value).body
+
+
+@pytest.mark.parametrize("bad", [b"1e999", b"1e+999", b"1" * 101, b"NaN", b"-Infinity", rb'"\ud800"'], ids=repr)
+def test_bad_values_are_found_between_the_pieces_of_a_large_body(bad):
+    for before in range(LARGE - len(bad) - 8, LARGE + 2):
+        with pytest.raises(ApiError):
+            read_json(b'{"a":' + b" " * before + bad + b" " * LARGE + b"}")
+
+
+def test_numbers_of_a_large_body_are_read_exactly():
+    values = [0, -1, 10**99, 1.5, -0.0, 1e-320, 0.1, 123456789012345678] * 2000
+    assert repr(read_json(json.dumps({"a": values}).encode())["a"]) == repr(values)
