@@ -4,7 +4,9 @@ import collections
 import decimal
 import fractions
 import os
+import random
 import threading
+import time
 
 import hypothesis.strategies as st
 import numpy as np
@@ -224,6 +226,45 @@ def test_bad_messages_are_refused(tmp_path, message):
             receive(handle)
     finally:
         os.close(handle)
+
+
+MUTATED = [
+    *(1, -2.5, "é", b"ab", (1, (2,)), {3: "x"}, {4, 5}, frozenset({6}), collections.Counter("aab"), 1 << 5000),
+    *(fractions.Fraction(1, 3), decimal.Decimal("1.5"), range(3), np.arange(3.0), collections.deque([1], 2), 1j, int),
+    *(bytearray(b"c"), [("a", "b")] * 5000, {"k": [[]]}.items(), "\udfff"),
+]
+PIECES = (
+    b"9" * 30,
+    b'{"int":"0x' + b"f" * 3000 + b'"}',
+    b"[0,1]",
+    b'{"ref":0}',
+    b"1e308",
+    b'{"set":[',
+    b"]}",
+    b"-1",
+    b"null",
+)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(100_000, marks=pytest.mark.exhaustive)])
+def test_changed_messages_are_read_or_refused_quickly(count):
+    source = random.Random(count)
+    _, text, *parts = dump(lambda w: [w(value) for value in MUTATED], (), unusual)
+    beside, slowest = b"".join(parts), 0.0
+    for _ in range(count):
+        changed = bytearray(text)
+        for _ in range(source.randint(1, 4)):
+            at, size = source.randrange(len(changed)), source.choice((0, 1, 1, 2, 8))
+            piece = source.choice((source.choice(PIECES), source.randbytes(1), bytes(changed[at - 20 : at])))
+            changed[at : at + size] = piece
+        began = time.process_time()
+        try:
+            nodes = wire._value_of(changed.decode())
+            Reader((), lambda name, content: content, beside)(nodes)
+        except Exception as error:  # the judge reports any as a failure of the program
+            assert not isinstance(error, MemoryError)
+        slowest = max(slowest, time.process_time() - began)
+    assert slowest < 1
 
 
 def test_truncated_message_reads_as_none(tmp_path):
