@@ -303,10 +303,12 @@ def _frontier(grid: Grid, found: Sequence[Summary], device: str) -> Panel:
         speed = {s.name: s.speed[device] for s in shown}
         best = [s for s in shown if not any(speed[o.name] >= speed[s.name] and o.mean < s.mean for o in shown)]
         best.sort(key=lambda s: speed[s.name])
-        axes.plot([speed[s.name] for s in best], [minus[s.name] for s in best], "-", color="0.75", linewidth=4, zorder=0)
+        line = [speed[s.name] for s in best], [minus[s.name] for s in best]
+        axes.plot(*line, "-", color="0.75", linewidth=4, zorder=0)
         for s in shown:
-            axes.errorbar(speed[s.name], minus[s.name], yerr=s.margin, fmt="none", color=color(s), capsize=3, alpha=0.45)
-            axes.plot(speed[s.name], minus[s.name], "o", color=color(s), markersize=6)
+            x, y = speed[s.name], minus[s.name]
+            axes.errorbar(x, y, yerr=s.margin, fmt="none", color=color(s), capsize=3, alpha=0.45)
+            axes.plot(x, y, "o", color=color(s), markersize=6)
         axes.axhline(0, color="#222222", linewidth=0.8)
         devices = shown[0].devices if shown else PER_NODE
         size = f"{lf.parameter_count(grid.projected) / 1e9:.3g}B"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import laneformer as lf
 from laneformer.errors import ConfigError, read_options, writing
@@ -255,10 +255,11 @@ def mesh_sweep(arguments: Sequence[str]) -> str:
     [--section.option value].
     """
     rest = [argument for argument in arguments if argument != "--dry-run"]
-    options, rest = read_options(
-        SweepConfig, "python -m train RECIPE --dry-run", rest, return_unknown_args=True, add_help=False
-    )
-    config = parse(rest)
+    program = "python -m train RECIPE --dry-run"
+    # tyro returns the other arguments too, which its types do not say
+    found: Any = read_options(SweepConfig, program, rest, return_unknown_args=True, add_help=False)
+    options: SweepConfig = found[0]
+    config = parse(found[1])
     records, text = sweep(config, options)
     if options.json is not None:
         with writing(options.json, "name another file with --json"):
