@@ -53,8 +53,8 @@ class Products:
             if format.factors:
                 coding[number, 2] = sum(words.shape[-1] for words in listed)
                 listed.append(np.asarray(factors).reshape(CTAS, tiling.warps, -1).view(np.uint32))
-            constants = tiling.fields | {"Product": number, "Vector": vectors, "Sums": sums}
-            body = "".join(f"  static constexpr int k{name} = {value};\n" for name, value in constants.items())
+            constants = tiling.fields | {"kProduct": number, "kVector": vectors, "kSums": sums}
+            body = "".join(f"  static constexpr int {name} = {value};\n" for name, value in constants.items())
             structs.append(f"struct Shape{number} {{\n{body}  using Weights = {tiling.format.struct};\n}};")
             self.records.append(record)
             tilings.append(tiling)
