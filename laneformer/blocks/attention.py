@@ -6,7 +6,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Group, Held, Initial, KeptArray, Memory, Mixer, Vector, Weight, weight_of_op
+from laneformer.blocks.block import Group, Held, Initial, KeptArray, Memory, Mixer, Plain, Weight, weight_of_op
 from laneformer.blocks.norm import rms_norm
 from laneformer.blocks.rotary import Tables, rotate
 from laneformer.blocks.tiled_attention import attend
@@ -18,9 +18,9 @@ class Attention(Mixer):
     """o[l] = wo[l] (attend(q[l], k[l], v[l]) * sigmoid(g[l])); without a gate, the factor sigmoid(g[l]) is absent."""
 
     options: AttentionOptions
-    sinks: Vector
+    sinks: Plain
     wo: Held
-    wo_bias: Vector
+    wo_bias: Plain
 
     def project(self, names: str, h_lbsd: jax.Array) -> list[jax.Array]:
         """The projections of h that `names` lists by letter (queries q, keys k, values v, gate g), each
@@ -31,7 +31,7 @@ class Attention(Mixer):
 
     def _heads(self, name: str, y: jax.Array) -> jax.Array:
         if self.options.qkv_bias:
-            bias: Vector = getattr(self, f"w{name}_bias")
+            bias: Plain = getattr(self, f"w{name}_bias")
             y = y + bias[:, None, None, :]
         heads = (*y.shape[:-1], -1, self.options.head_dim)
         if self.options.qk_norm is None or name not in "qk":

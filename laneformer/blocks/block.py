@@ -156,9 +156,9 @@ class QuantizedParam(nnx.Module):
 
 Weights = Mapping[str, jax.Array | Quantized[jax.Array]]
 """Weights by their names in a module, or by their paths in a model."""
-Vector = nnx.Param[jax.Array]
-"""A weight as an attribute of a module; `weight[...]` is its array."""
-Held = Vector | QuantizedParam
+Plain = nnx.Param[jax.Array]
+"""A weight that is never quantized, as an attribute of a module; `weight[...]` is its array."""
+Held = Plain | QuantizedParam
 """A weight that may be quantized, as an attribute of a module."""
 
 
@@ -192,7 +192,7 @@ class Block(nnx.Module):
     precision: Precision
 
     def __init__(self, weights: Weights, options: Any, precision: Precision):
-        """weights: by name."""
+        """weights: by name. options: the dataclass of laneformer/config/options.py that belongs to the class."""
         for name, weight in weights.items():
             setattr(self, name, hold(weight))
         self.options, self.precision = options, precision

@@ -26,7 +26,7 @@ from laneformer.blocks.block import (
     KeptArray,
     Memory,
     Mixer,
-    Vector,
+    Plain,
     Weight,
     Weights,
     attention_weight,
@@ -51,9 +51,9 @@ class CompressedAttention(Mixer):
     """o[l] = wo_b[l] y[l], where y[l] joins each group's wo_a[l] times the results of its heads."""
 
     options: CompressedAttentionOptions
-    q_norm: Vector
-    kv_norm: Vector
-    sinks: Vector
+    q_norm: Plain
+    kv_norm: Plain
+    sinks: Plain
     wo_a: Held
     wo_b: Held
 

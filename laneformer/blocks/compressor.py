@@ -23,7 +23,7 @@ from laneformer.blocks.block import (
     Initial,
     KeptArray,
     Memory,
-    Vector,
+    Plain,
     Weight,
     Weights,
     attention_weight,
@@ -40,8 +40,8 @@ from laneformer.precision import Precision
 class Compressor(nnx.Module):
     """`entries, kept = compressor(h, memory, name)`: all entries so far, [l, b, w, c], and the arrays to keep."""
 
-    positions: Vector
-    norm: Vector
+    positions: Plain
+    norm: Plain
 
     def __init__(self, weights: Weights, options: CompressedAttentionOptions, channels: int, precision: Precision):
         for name, weight in weights.items():

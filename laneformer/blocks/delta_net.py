@@ -26,7 +26,7 @@ from laneformer.blocks.block import (
     KeptArray,
     Memory,
     Mixer,
-    Vector,
+    Plain,
     Weight,
     attention_weight,
     weight_of_op,
@@ -46,10 +46,10 @@ class DeltaNet(Mixer):
     """
 
     options: DeltaNetOptions
-    convolution: Vector
-    decay: Vector
-    step: Vector
-    norm: Vector
+    convolution: Plain
+    decay: Plain
+    step: Plain
+    norm: Plain
     wo: Held
 
     def project(self, name: str, h_lbsd: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import FeedForward, Initial, QuantizedParam, Vector, Weight, Weights, weight_of_op, within
+from laneformer.blocks.block import FeedForward, Initial, Plain, QuantizedParam, Weight, Weights, weight_of_op, within
 from laneformer.blocks.mlp import FUNCTIONS, Mlp
 from laneformer.config import ExpertsOptions
 from laneformer.errors import ConfigError
@@ -62,11 +62,11 @@ class Experts(FeedForward):
     """
 
     options: ExpertsOptions
-    router: Vector
-    router_bias: Vector
-    correction: Vector
-    by_token: Vector
-    shared_gate: Vector
+    router: Plain
+    router_bias: Plain
+    correction: Plain
+    by_token: Plain
+    shared_gate: Plain
 
     def __init__(self, weights: Weights, options: ExpertsOptions, precision: Precision):
         super().__init__({name: weight for name, weight in weights.items() if "." not in name}, options, precision)

@@ -22,7 +22,7 @@ from laneformer.blocks.block import (
     KeptArray,
     Memory,
     Mixer,
-    Vector,
+    Plain,
     Weight,
     attention_weight,
     weight_of_op,
@@ -51,8 +51,8 @@ class LatentAttention(Mixer):
     """
 
     options: LatentAttentionOptions
-    q_norm: Vector
-    kv_norm: Vector
+    q_norm: Plain
+    kv_norm: Plain
     wkv_b: Held
     wo: Held
 

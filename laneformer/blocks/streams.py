@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from laneformer.blocks.block import Initial, Vector, Weight, Weights, plain, weight_of_op
+from laneformer.blocks.block import Initial, Plain, Weight, Weights, plain, weight_of_op
 from laneformer.config import StreamsOptions
 from laneformer.ops import GatherStreams, Matrix
 
@@ -34,9 +34,9 @@ class Streams(nnx.Module):
     the streams after the module. Both compute in float32 and return the dtype of the streams.
     """
 
-    mix: Vector
-    factors: Vector
-    offsets: Vector
+    mix: Plain
+    factors: Plain
+    offsets: Plain
 
     def __init__(self, weights: Weights, options: StreamsOptions):
         for name, weight in weights.items():

@@ -240,10 +240,10 @@ class Quantized(Generic[A]):
 
     # ---- the same weights, cut or in another order
 
-    def _with_grids(self: "Quantized", change: Callable[[np.ndarray], np.ndarray], **others: Any) -> "Quantized":
-        """The record with changed scales and zero points. others: other fields that change."""
+    def _with_grids(self: "Quantized", change: Callable[[np.ndarray], np.ndarray]) -> "Quantized":
+        """The record with changed scales and zero points."""
         zeros = None if self.zero_points is None else change(self.zero_points)
-        return replace(self, scales=change(self.scales), zero_points=zeros, **others)
+        return replace(self, scales=change(self.scales), zero_points=zeros)
 
     def regrouped(self: "Quantized", rows: int, columns: int) -> "Quantized":
         """The record with smaller groups, whose sizes divide the present sizes or span whole rows or columns."""
@@ -257,7 +257,7 @@ class Quantized(Generic[A]):
                     grid = np.take(grid, places, axis)
             return grid
 
-        return self._with_grids(finer, group=(rows, columns))
+        return replace(self._with_grids(finer), group=(rows, columns))
 
     def split_rows(self: "Quantized", lanes: int) -> "Quantized":
         """The record with its rows cut into lanes: [..., rows, columns] -> [lanes, ..., rows / lanes, columns]."""
@@ -280,7 +280,7 @@ class Quantized(Generic[A]):
         def split(array: np.ndarray) -> np.ndarray:
             return np.ascontiguousarray(split_axis(array, -1, lanes))
 
-        return found._with_grids(split, codes=self._packed(split(found.each())), columns=columns)
+        return replace(found._with_grids(split), codes=self._packed(split(found.each())), columns=columns)
 
     def join_columns(self: "Quantized") -> "Quantized":
         """The inverse of `split_columns`: [lanes, rows, columns] -> [rows, lanes * columns]."""
@@ -292,7 +292,7 @@ class Quantized(Generic[A]):
         def join(array: np.ndarray) -> np.ndarray:
             return array.swapaxes(0, 1).reshape(array.shape[1], -1)
 
-        return found._with_grids(join, codes=self._packed(join(found.each())), columns=lanes * columns)
+        return replace(found._with_grids(join), codes=self._packed(join(found.each())), columns=lanes * columns)
 
     def cut(self: "Quantized", parts: int, first: int, count: int, transposed: bool) -> "Quantized":
         """`count` rows, from row `first` on, of each of `parts` equal parts of the rows: [..., rows, columns] ->
@@ -312,8 +312,8 @@ class Quantized(Generic[A]):
             return np.ascontiguousarray(some.swapaxes(-1, -2) if transposed else some)
 
         groups = -(-each // group), first // group, -(-(first + count) // group)
-        return found._with_grids(
-            lambda grid: take(grid, *groups),
+        return replace(
+            found._with_grids(lambda grid: take(grid, *groups)),
             codes=self._packed(take(found.each(), each, first, first + count)),
             group=found.group[::-1] if transposed else found.group,
             columns=count if transposed else self.columns,
@@ -326,7 +326,7 @@ class Quantized(Generic[A]):
         def sort(array: np.ndarray) -> np.ndarray:
             return array[..., places]
 
-        return found._with_grids(sort, codes=self._packed(sort(found.each())), order=None)
+        return replace(found._with_grids(sort), codes=self._packed(sort(found.each())), order=None)
 
     def _dividing(self: "Quantized", axis: int, share: int) -> "Quantized":
         """The record with groups that do not cross multiples of `share` rows (axis 0) or columns (axis 1)."""
@@ -347,7 +347,7 @@ class Quantized(Generic[A]):
         def take(grid: np.ndarray) -> np.ndarray:
             return grid if found.group[0] > 1 else grid[..., rows, :]
 
-        return found._with_grids(take, codes=found.codes[..., rows, :])
+        return replace(found._with_grids(take), codes=found.codes[..., rows, :])
 
 
 def e8m0_values(codes: np.ndarray) -> np.ndarray:
