@@ -126,7 +126,9 @@ TOKENIZERS = {"bytes": lambda text: list(text.encode()), "words": by_words()}
 def program(tmp_path_factory):
     made = tmp_path_factory.mktemp("simulation") / "simulation"
     sources = [str(build.HERE / "common" / "drafts.cc"), str(HERE / "drafts_simulation.cc")]
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{build.HERE}/cpu", "-o", str(made)]
+    build.write_generated(made.parent)
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{made.parent}", f"-I{build.HERE}/cpu"]
+    flags += ["-o", str(made)]
     subprocess.run([*build.compiler(), *flags, *sources], check=True)
     return made
 

@@ -150,7 +150,7 @@ def test_constants_are_found_by_their_names(name):
     """A search for a constant of the kernel finds where it is made, unless it is a field's."""
     plan = plan_of(**ON_CPU[name])
     constants = re.findall(r"constexpr \w+ (k\w+) =", model_header(Layout(plan, H200, plan.ops.lanes)))
-    sources = "".join(path.read_text() for path in Path(gpu_header.__file__).parent.glob("*.py"))
+    sources = "".join(path.read_text() for path in Path(gpu_header.__file__).parent.rglob("*.py"))
     kinds = [kind for kind in vars(ops).values() if dataclasses.is_dataclass(kind)]
     members = {member for kind in kinds for member in (*dict(fields(kind)), *sizes(kind))}
     of_fields = "|".join(member.title().replace("_", "") for member in members)
