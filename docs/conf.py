@@ -17,7 +17,7 @@ PAGES = {
     "Speed": "benchmarks peers roofline bf12",
     "Code": "api architecture decode_kernel gpu security",
     "Log": "log log/2026-11-20 log/2026-11-21 log/2026-11-22 log/2026-11-23-1 log/2026-11-23-2 log/2026-11-24"
-    " log/2026-11-25 log/2026-11-26 log/2026-11-27 log/2026-11-28",
+    " log/2026-11-25 log/2026-11-26 log/2026-11-27 log/2026-11-28 log/2026-11-29",
 }
 
 project = "Laneformer"
