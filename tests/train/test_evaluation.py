@@ -41,7 +41,7 @@ def test_failed_measurement_is_a_warning(tmp_path, command, monkeypatch):
 @pytest.mark.slow
 def test_signal_ends_a_measurement_which_is_made_when_the_run_resumes(tmp_path, command, monkeypatch, same_end):
     """At step 20, which only the signal saves, and at the last step."""
-    run, measure = tmp_path / "run", Evaluation._bf12
+    run, measure = tmp_path / "run", Evaluation._validation
     for step in (20, 60):
 
         def interrupted(evaluation, params, now, step=step):
@@ -50,7 +50,7 @@ def test_signal_ends_a_measurement_which_is_made_when_the_run_resumes(tmp_path, 
                 time.sleep(100)
             return measure(evaluation, params, now)
 
-        monkeypatch.setattr(Evaluation, "_bf12", interrupted)
+        monkeypatch.setattr(Evaluation, "_validation", interrupted)
         began = time.monotonic()
         status, _, err = command(run, "--save-every", "50")
         assert status == 143 and err.startswith(f"stopped by SIGTERM after step {step}, which is saved"), err
