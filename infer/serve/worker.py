@@ -472,7 +472,7 @@ class _Worker:
             raise InputError(f"token ids must be from 0 to {vocabulary - 1}")
         predicts = question.prediction and self._drafts and engine.tokenizer is not None
         predicted = engine.encode_prediction(encoder.prediction(question.prediction)).tolist() if predicts else []
-        return Encoded(array("i", engine.encode(prompt).tobytes()), predicted, tools, grammar, notes)
+        return Encoded(array("i", engine.encode(prompt).astype("int32").tobytes()), predicted, tools, grammar, notes)
 
     def _generate(self, number: int, order: Order) -> None:
         from laneformer.infer.sampling import Sampling
