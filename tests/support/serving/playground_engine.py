@@ -96,10 +96,10 @@ class Engine:
         pass
 
     def encode(self, ids):
-        return np.array(ids)
+        return np.array(ids, np.int32)
 
     def generate(self, ids, max_new_tokens, **_):
-        prompt = bytes(ids).decode()
+        prompt = bytes([*ids]).decode()
         if prompt == "crash":
             os._exit(3)
         return Echo(prompt, max_new_tokens)
