@@ -3,6 +3,7 @@ the same numbers as constants.
 """
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -80,23 +81,24 @@ def splits_of(ctas: int, groups: int, most: int = MAX_SPLITS) -> int:
     return max(1, min(most, ctas // groups))
 
 
-class AttentionKernel(OpKernel[T]):
-    """What all kinds of attention have in common."""
+class AttentionKernel(OpKernel[T], ABC):
+    """What all kinds of attention have in common. Their ops have the field `rotary`."""
 
     attends: ClassVar = True
     keeps: ClassVar = True
 
+    @abstractmethod
     def sizes(self, lane: Lane) -> AttentionSizes:
-        raise NotImplementedError
+        """The sizes of the op in a lane."""
 
     @property
     def rotary(self) -> Rotary | None:
-        raise NotImplementedError
+        return self.op.rotary
 
     @property
     def rotating(self) -> int:
         """Channels of a head in a table of rotations."""
-        raise NotImplementedError
+        return self.op.rotary.channels
 
     def boards(self, lane: Lane, tiling) -> dict[str, int]:
         return {"kPartsBoard": self.sizes(lane).part_words}
@@ -130,10 +132,6 @@ class AttentionKernel(OpKernel[T]):
 
 class AttendKernel(AttentionKernel[Attend]):
     kinds: ClassVar = (Attend,)
-
-    @property
-    def rotary(self) -> Rotary | None:
-        return self.op.rotary
 
     @property
     def rotating(self) -> int:

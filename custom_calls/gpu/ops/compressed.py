@@ -111,14 +111,6 @@ class CompressedAttendKernel(AttentionKernel[CompressedAttend]):
     kinds: ClassVar = (CompressedAttend,)
     own_order: ClassVar = True
 
-    @property
-    def rotary(self) -> Rotary | None:
-        return self.op.rotary
-
-    @property
-    def rotating(self) -> int:
-        return self.op.rotary.channels
-
     def problems(self, layer: Layer, hidden: int) -> Iterator[str]:
         op, ops = self.op, layer.attention.ops
         if steps_of(ops) != ORDERS[bool(op.index)]:

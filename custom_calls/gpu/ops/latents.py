@@ -8,7 +8,7 @@ from laneformer.custom_calls.gpu.ops.attend import MAX_SPLITS, AttentionKernel, 
 from laneformer.custom_calls.gpu.ops.kernel import Lane, ModuleStages, OpKernel
 from laneformer.custom_calls.gpu.ops.struct import OpStruct, constant
 from laneformer.custom_calls.gpu.ops.supported import in_words, steps_of
-from laneformer.ops import Attend, Blocks, LatentAttend, LatentKeep, Layer, Product, ProductName, Rotary, Value
+from laneformer.ops import Attend, Blocks, LatentAttend, LatentKeep, Layer, Product, ProductName, Value
 
 
 def _order(queries: tuple[tuple, ...]) -> list[tuple]:
@@ -40,14 +40,6 @@ class LatentKeepKernel(OpKernel[LatentKeep]):
 class LatentAttendKernel(AttentionKernel[LatentAttend]):
     kinds: ClassVar = (LatentAttend,)
     own_order: ClassVar = True
-
-    @property
-    def rotary(self) -> Rotary | None:
-        return self.op.rotary
-
-    @property
-    def rotating(self) -> int:
-        return self.op.rotary.channels
 
     def problems(self, layer: Layer, hidden: int) -> Iterator[str]:
         op, ops = self.op, layer.attention.ops

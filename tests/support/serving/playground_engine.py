@@ -96,7 +96,7 @@ class Engine:
         pass
 
     def encode(self, ids):
-        return np.array(ids, np.int32)
+        return np.array(ids)  # int64: the server makes int32 of it
 
     def generate(self, ids, max_new_tokens, **_):
         prompt = bytes([*ids]).decode()
