@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 HERE = Path(__file__).absolute().parent  # laneformer/custom_calls, of which a clone has a link
-CPU = tuple(HERE / "cpu" / part for part in (".", "kernels", "kernels/attention", "ops", "packing"))
+CPU = tuple(HERE / "cpu" / part for part in (".", "kernels", "kernels/attention", "ops", "packing", "products"))
 SOURCES = (HERE / "common", *CPU, HERE / "gpu" / "host")
 SHARED = HERE / "gpu" / "kernel" / "params.h"  # also included by the GPU kernel, which gpu/compile.py compiles
 GENERATED = ("plan_ops.h", "request_structs.h")  # made by ops_header.py; key() contains their texts

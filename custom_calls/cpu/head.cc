@@ -13,64 +13,64 @@ namespace laneformer {
 
 void Worker::head() {
   int64_t began = clock();
-  if (d_.head_mixer) run(*d_.head_mixer, m_.num_modules() - 1);
-  const int64_t d = m_.hidden_size, all = m_.lanes * d;
-  const int rows = pass_->rows;
-  float* finals = d_.finals.floats();  // [rows][lanes][hidden_size]
-  for (int lane = first_lane_; lane < last_lane_; lane++) {
+  if (state.head_gather) state.head_gather->run(*this, plan.num_modules() - 1);
+  const int64_t d = plan.hidden_size, all = plan.lanes * d;
+  const int rows = pass->rows;
+  float* finals = state.finals.floats();  // [rows][lanes][hidden_size]
+  for (int lane = first_lane; lane < last_lane; lane++) {
     if (!owns(lane)) continue;
     each_row([&](const Run& run, int i) {
       const float* x = stream(lane, run.place_of(i));
       float* final = finals + (run.row + i) * all + lane * d;
-      if (m_.head.norm_of_sum) {
+      if (plan.head.norm_of_sum) {
         std::memcpy(final, x, d * sizeof(float));
       } else {
-        k_.rms_norm(x, d_.small(m_.head.norm.gain, lane), m_.head.norm.eps, d, final);
+        kernels.rms_norm(x, state.small(plan.head.norm.gain, lane), plan.head.norm.eps, d, final);
       }
     });
   }
-  if (d_.mail && m_.head.kind != plan::HeadKind::vocab_parallel) {
-    const uint32_t tag = token_tags_ + (uint32_t)m_.sums.size();
-    for (int row = 0; row < rows; row++) std::memcpy(message(row), finals + row * all + index_ * d, d * sizeof(float));
+  if (state.mail && plan.head.kind != plan::HeadKind::vocab_parallel) {
+    const uint32_t tag = token_tags_ + (uint32_t)plan.sums.size();
+    for (int row = 0; row < rows; row++) std::memcpy(message(row), finals + row * all + index * d, d * sizeof(float));
     post(tag, rows * d);
     finals_.resize(rows * all);
-    for (int lane = 0; lane < m_.lanes; lane++) {
-      if (lane != index_) fetch(lane, tag, rows * d);
+    for (int lane = 0; lane < plan.lanes; lane++) {
+      if (lane != index) fetch(lane, tag, rows * d);
       for (int row = 0; row < rows; row++)
-        std::memcpy(finals_.data() + row * all + lane * d,
-                    lane == index_ ? finals + row * all + lane * d : message(row), d * sizeof(float));
+        std::memcpy(finals_.data() + row * all + lane * d, lane == index ? finals + row * all + lane * d : message(row),
+                    d * sizeof(float));
     }
     finals = finals_.data();
   } else {
-    meet();
+    barrier();
   }
-  mark(kExchange, m_.num_layers(), began);
+  mark(kExchange, plan.num_layers(), began);
 
   began = clock();
   Vectors x{finals, all, rows};
-  if (m_.head.kind == plan::HeadKind::replicate) {
+  if (plan.head.kind == plan::HeadKind::replicate) {
     x = {total_.data(), d, rows};
     for (int row = 0; row < rows; row++) {
       float* total = message(row);
       std::fill_n(total, d, 0.0f);
-      for (int lane = 0; lane < m_.lanes; lane++) k_.add_scaled(total, finals + row * all + lane * d, 1.0f, d);
-      if (m_.head.norm_of_sum) {
-        k_.rms_norm(total, d_.small(m_.head.norm.gain, 0), m_.head.norm.eps, d, total);
+      for (int lane = 0; lane < plan.lanes; lane++) kernels.add_scaled(total, finals + row * all + lane * d, 1.0f, d);
+      if (plan.head.norm_of_sum) {
+        kernels.rms_norm(total, state.small(plan.head.norm.gain, 0), plan.head.norm.eps, d, total);
       } else {
-        for (int64_t i = 0; i < d; i++) total[i] /= (float)m_.lanes;
+        for (int64_t i = 0; i < d; i++) total[i] /= (float)plan.lanes;
       }
     }
   }
   int64_t tile = 0;
-  for (const Share& share : shares(d_.head)) {
+  for (const Share& share : shares(state.head)) {
     const int64_t units = share.last - share.first, ldy = units * kTile, begin = share.first * kTile;
-    const int64_t count = std::min(d_.head.rows, share.last * kTile) - begin;
-    tile = times(d_.head, share, tile, {x.x + share.matrix * d, x.stride, rows}, y_.data(), ldy);
+    const int64_t count = std::min(state.head.rows, share.last * kTile) - begin;
+    tile = multiply(state.head, share, tile, {x.x + share.matrix * d, x.stride, rows}, y_.data(), ldy);
     for (int row = 0; row < rows; row++)
-      std::memcpy(d_.logits.floats() + row * m_.vocab_size + share.matrix * d_.head.rows + begin, y_.data() + row * ldy,
-                  count * sizeof(float));
+      std::memcpy(state.logits.floats() + row * plan.vocab_size + share.matrix * state.head.rows + begin,
+                  y_.data() + row * ldy, count * sizeof(float));
   }
-  mark(kHead, m_.num_layers(), began);
+  mark(kHead, plan.num_layers(), began);
 }
 
 }  // namespace laneformer

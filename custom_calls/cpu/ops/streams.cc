@@ -1,13 +1,14 @@
-// Several residual streams: what a module reads of them (op GatherStreams, which Worker::module runs), and how its
-// output joins them (`join`, which Worker::apply calls). laneformer/blocks/streams.py has the equations.
-//
-// Invariant: all lanes have the same streams, and each worker keeps those of its lanes and computes the same numbers
-// for them. So workers share out only the product that makes MIXTURE, and meet only after it.
+// Several residual streams: op GatherStreams, which computes what a module reads of them, and the streams of a worker
+// (streams.h).
+#include "streams.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstring>
 
+#include "../products/prepare.h"
 #include "../worker.h"
+#include "product.h"
 
 namespace laneformer {
 
@@ -35,53 +36,95 @@ void balance(float* x, int m, int iterations, float eps) {
   }
 }
 
-}  // namespace
+class GatherStreamsOp final : public Op {
+ public:
+  GatherStreamsOp(const plan::GatherStreams& op, const Setup& setup);
+
+  std::vector<Product*> products() override { return {&rows_}; }
+  void scratch(Arena& own, Arena&) const override { own.floats(op_.mix.weight.size); }
+  void run(Worker& w, int module) const override;
+
+ private:
+  void gather(Worker& w, int lane, int p, const float* parts, float* rows) const;
+
+  const plan::GatherStreams op_;
+  Product rows_;  // makes the rows of MIXTURE
+};
+
+// The product reads the streams over their root mean square, which is a norm without a gain. Its columns are split into
+// a block for each stream, so that more workers share its few rows; `gather` adds the blocks.
+GatherStreamsOp::GatherStreamsOp(const plan::GatherStreams& op, const Setup& setup)
+    : op_(op), rows_(prepare_unstreamed(op.mix, plan::Value::streams, plan::Value::mixture, {}, setup)) {
+  const int count = (int)op.count;
+  rows_.blocks = count;
+  rows_.matrices *= count;
+  rows_.columns /= count;
+  rows_.block_step = rows_.columns;
+  rows_.normed = true;
+  rows_.norm.eps = op.norm_eps;
+  setup.state.hold(plan::Value::mixture, count * rows_.rows);
+}
 
 // Computes MIXTURE, then each lane's stream from it.
-void Worker::run(const Mixer& op, int module) {
-  run(op.rows, module);
-  meet_if_shared();
-  for (int lane = first_lane_; lane < last_lane_; lane++) {
-    int64_t stride;
-    const float* rows = target(plan::Value::mixture, module, lane, &stride);
-    for (int p = 0; p < positions_; p++) gather(op.op, lane, p, rows + p * stride);
-  }
+void GatherStreamsOp::run(Worker& w, int module) const {
+  float* const rows = w.arena().floats(op_.mix.weight.size);
+  run_product(w, rows_, module);
+  w.barrier_if_shared();
+  for (int lane = w.first_lane; lane < w.last_lane; lane++)
+    for (int p = 0; p < w.positions; p++) gather(w, lane, p, w.state.of(plan::Value::mixture).row(lane, p), rows);
 }
 
 // Writes the stream that the module reads at block position p, and the factors with which the output joins the streams,
-// if MIXTURE has rows for them (it has none in the head). parts: [streams][rows], added up to MIXTURE.
-void Worker::gather(const plan::GatherStreams& op, int lane, int p, const float* parts) {
-  const int64_t d = m_.hidden_size, count = op.mix.weight.size;
-  const int m = op.count;
-  std::copy_n(parts, count, rows_.begin());
+// if MIXTURE has rows for them (it has none in the head). parts: [streams][rows], added up to `rows`.
+void GatherStreamsOp::gather(Worker& w, int lane, int p, const float* parts, float* rows) const {
+  const int64_t d = w.plan.hidden_size, count = op_.mix.weight.size;
+  const int m = (int)op_.count;
+  std::copy_n(parts, count, rows);
   for (int s = 1; s < m; s++)
-    for (int64_t i = 0; i < count; i++) rows_[i] += parts[s * count + i];
-  const float* const rows = rows_.data();
-  const float *factors = d_.small(op.factors, lane), *offsets = d_.small(op.offsets, lane);
-  float* const to = stream(lane, p);
+    for (int64_t i = 0; i < count; i++) rows[i] += parts[s * count + i];
+  const float *factors = w.state.small(op_.factors, lane), *offsets = w.state.small(op_.offsets, lane);
+  float* const to = w.stream(lane, p);
   std::fill_n(to, d, 0.0f);
   for (int s = 0; s < m; s++)
-    k_.add_scaled(to, streams(lane, p) + s * d, sigmoid(rows[s] * factors[0] + offsets[s]) + op.eps, d);
+    w.kernels.add_scaled(to, w.streams.of(lane, p) + s * d, sigmoid(rows[s] * factors[0] + offsets[s]) + op_.eps, d);
   if (count == m) return;
-  float *const post = joins(lane, p), *const between = post + m;
+  float *const post = w.streams.joins(lane, p), *const between = post + m;
   for (int s = 0; s < m; s++) post[s] = 2 * sigmoid(rows[m + s] * factors[1] + offsets[m + s]);
   for (int i = 0; i < m * m; i++) between[i] = rows[2 * m + i] * factors[2] + offsets[2 * m + i];
-  balance(between, m, op.iterations, op.eps);
+  balance(between, m, op_.iterations, op_.eps);
 }
 
-// Replaces each stream by its share of the output plus its shares of all streams.
-void Worker::join(int lane, int p, const float* output) {
-  const int64_t d = m_.hidden_size;
-  const int m = m_.streams();
-  const float *const post = joins(lane, p), *const between = post + m;
-  float* const x = streams(lane, p);
-  for (int to = 0; to < m; to++) {
+}  // namespace
+
+ResidualStreams::ResidualStreams(int count, int64_t hidden_size, int first_lane, int lanes)
+    : count_(count),
+      hidden_size_(hidden_size),
+      first_lane_(first_lane),
+      streams_((int64_t)lanes * kBlock * count * hidden_size),
+      joins_((int64_t)lanes * kBlock * count * (count + 1)),
+      joined_(count * hidden_size) {}
+
+int64_t ResidualStreams::place(int lane, int p) const { return (int64_t)(lane - first_lane_) * kBlock + p; }
+
+void ResidualStreams::embed(int lane, int p, const float* row) {
+  for (int s = 0; s < count_; s++) std::memcpy(of(lane, p) + s * hidden_size_, row, hidden_size_ * sizeof(float));
+}
+
+void ResidualStreams::join(const Kernels& kernels, int lane, int p, const float* output) {
+  const int64_t d = hidden_size_;
+  const float *const post = joins(lane, p), *const between = post + count_;
+  float* const x = of(lane, p);
+  for (int to = 0; to < count_; to++) {
     float* const sum = joined_.data() + to * d;
     std::fill_n(sum, d, 0.0f);
-    for (int from = 0; from < m; from++) k_.add_scaled(sum, x + from * d, between[from * m + to], d);
-    k_.add_scaled(sum, output, post[to], d);
+    for (int from = 0; from < count_; from++) kernels.add_scaled(sum, x + from * d, between[from * count_ + to], d);
+    kernels.add_scaled(sum, output, post[to], d);
   }
-  std::memcpy(x, joined_.data(), m * d * sizeof(float));
+  std::memcpy(x, joined_.data(), count_ * d * sizeof(float));
+}
+
+std::unique_ptr<Op> make_op(const plan::GatherStreams& op, Setup& setup) {
+  return std::make_unique<GatherStreamsOp>(op, setup);
 }
 
 }  // namespace laneformer

@@ -187,7 +187,7 @@ void Worker::place(const Product& product, const Bf12Codes* codes) {
     used_ += packed.bytes;
   }
   packed.apart = Region();
-  if (&product == &d_.head) name_head_tiles();
+  if (&product == &state.head) name_head_tiles();
 }
 
 // Encodes this worker's share of all experts' tiles into its place in `all`.
@@ -209,64 +209,81 @@ int64_t Worker::mapped_tiles(const Product& product) const {
   int64_t tiles = 0;
   for (const Share& share : shares(product)) {
     tiles += (share.last - share.first) * of;
-    for (const Piece& piece : d_.forms[product.number].pieces)
+    for (const Piece& piece : state.forms[product.number].pieces)
       if (!piece.tiles) tiles -= piece.before(share.last * of) - piece.before(share.first * of);
   }
   return tiles;
 }
 
 void Worker::use_pieces(const Product& product) {
-  for (const Piece& piece : d_.forms[product.number].pieces) {
+  for (const Piece& piece : state.forms[product.number].pieces) {
     const int64_t bytes =
-        d_.instructions.quantized->prepared_bytes(piece.format, product.activations, piece.columns, kBlock);
+        state.instructions.quantized->prepared_bytes(piece.format, product.activations, piece.columns, kBlock);
     if ((int64_t)(prepared_.size() * sizeof(float)) < bytes) prepared_.resize((bytes + 3) / 4);
     if (!piece.order.empty()) gathered_.resize(std::max<size_t>(gathered_.size(), kBlock * piece.columns));
   }
 }
 
-// Reads the weights of a share, whose first tile is number `tile`, as `times` reads them. Returns a sum.
+// Reads the weights of a share, whose first tile is number `tile`, as `multiply` reads them. Returns a sum.
 uint64_t Worker::read_tiles(const Product& product, const Share& share, int64_t tile) const {
-  const Form& form = d_.forms[product.number];
+  const Form& form = state.forms[product.number];
   const int64_t of = product.unit_tiles(), first = share.first * of, last = share.last * of;
   const int64_t plain = tile_bytes(product.dtype, product.columns);
-  if (form.bf12) return k_.read(bf12(product, tile).data, (last - first) * bf12_tile_bytes(product.columns));
-  if (form.pieces.empty()) return k_.read(tiles(product, tile), (last - first) * plain);
+  if (form.bf12) return kernels.read(bf12(product, tile).data, (last - first) * bf12_tile_bytes(product.columns));
+  if (form.pieces.empty()) return kernels.read(tiles(product, tile), (last - first) * plain);
   uint64_t sum = 0;
   for (const Piece& piece : form.pieces) {
     const int64_t begin = piece.before(first), end = piece.before(last),
                   bytes = tile_bytes(piece.format, piece.columns);
-    if (piece.tiles) sum += k_.read(piece.of_matrix(share.matrix) + begin * bytes, (end - begin) * bytes);
+    if (piece.tiles) sum += kernels.read(piece.of_matrix(share.matrix) + begin * bytes, (end - begin) * bytes);
     for (int64_t j = begin; j < end && !piece.tiles; j++)
-      sum += k_.read(tiles(product, tile + piece.first + j * piece.step - first), plain);
+      sum += kernels.read(tiles(product, tile + piece.first + j * piece.step - first), plain);
   }
   return sum;
 }
 
 void Worker::name_head_tiles() {
-  const Packed& packed = packed_[d_.head.number];
-  const bool bf12 = d_.forms[d_.head.number].bf12;
+  const Packed& packed = packed_[state.head.number];
+  const bool bf12 = state.forms[state.head.number].bf12;
   int64_t tile = 0;
   for (const Share& share : packed.shares)
     for (int64_t unit = share.first; unit < share.last; unit++, tile++)
       if (share.matrix == 0)
-        d_.head_tiles[unit] = bf12 ? this->bf12(d_.head, tile) : Bf12{tiles(d_.head, tile), {}, {}, {}};
+        state.head_tiles[unit] = bf12 ? this->bf12(state.head, tile) : Bf12{tiles(state.head, tile), {}, {}, {}};
 }
 
 // The tiles of a product in 12 bits from number `tile` on: of this worker's tiles, or of those of all experts.
 Bf12 Worker::bf12(const Product& product, int64_t tile) const {
   const Packed& packed = packed_[product.number];
-  const Form& form = d_.forms[product.number];
+  const Form& form = state.forms[product.number];
   if (product.experts) return form.tiles(tile, product.columns);
   if (form.mapped) return form.tiles(packed.first_unit * product.unit_tiles() + tile, product.columns);
   return {stream_.data + packed.offset + tile * bf12_tile_bytes(product.columns), form.table, packed.bf12.list.data(),
           packed.bf12.starts.data() + tile};
 }
 
+// Reads what this worker would read for one position, for `Worker::read`. It uses experts that are far from each other.
+uint64_t Worker::read_experts(const Product& product) const {
+  const int64_t units = product.units();
+  uint64_t sum = 0;
+  for (int lane = first_lane; lane < last_lane; lane++) {
+    const Interval rows = part_of(lane, units), all = part_of(lane, product.used * units);
+    for (int64_t j = 0; j < product.used; j++) {
+      const int64_t first = product.summed ? rows.first : std::clamp<int64_t>(all.first - j * units, 0, units);
+      const int64_t last = product.summed ? rows.last : std::clamp<int64_t>(all.last - j * units, 0, units);
+      const int matrix = lane * product.experts + (int)(j * product.experts / product.used);
+      if (first < last)
+        sum += read_tiles(product, {matrix, first, last}, (matrix * units + first) * product.unit_tiles());
+    }
+  }
+  return sum;
+}
+
 uint64_t Worker::read() const {
-  uint64_t sum = d_.options.bf12 ? k_.read(stream_.data, used_) : 0;
-  for (const Product* product : d_.products) {
-    const Form& form = d_.forms[product->number];
-    const bool streamed = d_.options.bf12 && form.pieces.empty() && !form.mapped && !product->apart;
+  uint64_t sum = state.options.bf12 ? kernels.read(stream_.data, used_) : 0;
+  for (const Product* product : state.products) {
+    const Form& form = state.forms[product->number];
+    const bool streamed = state.options.bf12 && form.pieces.empty() && !form.mapped && !product->unstreamed;
     int64_t tile = 0;
     if (product->experts) sum += read_experts(*product);
     for (const Share& share : shares(*product)) {
@@ -287,12 +304,12 @@ int64_t Decoder::packed_bytes() const {
 
 int64_t Worker::packed_bytes() const {
   int64_t bytes = used_;
-  for (const Product* product : d_.products) {
+  for (const Product* product : state.products) {
     const Packed& packed = packed_[product->number];
-    const Form& form = d_.forms[product->number];
+    const Form& form = state.forms[product->number];
     bytes += (int64_t)((packed.bf12.list.size() + packed.bf12.starts.size()) * sizeof(uint32_t));
     if (packed.apart.data || (product->experts && !form.mapped)) bytes += packed.bytes;
-    const bool counted = product->experts || !d_.options.bf12;
+    const bool counted = product->experts || !state.options.bf12;
     if (counted && !form.pieces.empty()) bytes -= mapped_tiles(*product) * tile_bytes(product->dtype, product->columns);
   }
   return bytes;

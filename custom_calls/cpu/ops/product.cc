@@ -1,0 +1,71 @@
+// Op Product: dense and block-diagonal ones here, those with experts in experts.cc.
+#include "product.h"
+
+#include <cstring>
+
+#include "../products/prepare.h"
+#include "../worker.h"
+
+namespace laneformer {
+
+namespace {
+
+void run_dense(Worker& w, const Product& product, int module) {
+  int64_t tile = 0;
+  for (const Share& share : w.shares(product)) {
+    const int64_t units = share.last - share.first, first = share.first * kTile;
+    int64_t stride;
+    const int lane = share.matrix;
+    const Vectors x = w.vectors_of(product, lane);
+    float* const y = w.target(product.writes, module, lane, &stride) + first;
+    if (product.gated) {
+      float* const tiles = w.results();
+      const int64_t ldy = 2 * kTile * units;
+      tile = w.multiply(product, share, tile, x, tiles, ldy);
+      w.add_biases(product, lane, share, w.positions, tiles, ldy);
+      for (int p = 0; p < w.positions; p++) w.activate(product, units, tiles + p * ldy, y + p * stride);
+      continue;
+    }
+    tile = w.multiply(product, share, tile, x, y, stride);
+    w.add_biases(product, lane, share, w.positions, y, stride);
+    for (int p = 0; p < w.positions && product.activation != Activation::kNone; p++)
+      w.activate(product, units, y + p * stride, y + p * stride);
+  }
+}
+
+// A block's rows may end within a tile, and the next block's rows follow them in the result, so padding rows are not
+// copied.
+void run_blocks(Worker& w, const Product& product, int module) {
+  int64_t tile = 0, stride;
+  for (const Share& share : w.shares(product)) {
+    const int64_t first = share.first * kTile, last = std::min(product.rows, share.last * kTile);
+    const int64_t ldy = (share.last - share.first) * kTile;
+    const int lane = share.matrix / product.blocks, block = share.matrix % product.blocks;
+    tile = w.multiply(product, share, tile, w.vectors_of(product, lane, block), w.results(), ldy);
+    float* const to = w.target(product.writes, module, lane, &stride) + block * product.rows + first;
+    for (int p = 0; p < w.positions; p++)
+      std::memcpy(to + p * stride, w.results() + p * ldy, (last - first) * sizeof(float));
+  }
+}
+
+class ProductOp final : public Op {
+ public:
+  explicit ProductOp(Product product) : product_(std::move(product)) {}
+  std::vector<Product*> products() override { return {&product_}; }
+  void run(Worker& w, int module) const override { run_product(w, product_, module); }
+
+ private:
+  Product product_;
+};
+
+}  // namespace
+
+void run_product(Worker& w, const Product& product, int module) {
+  product.blocks ? run_blocks(w, product, module) : run_dense(w, product, module);
+}
+
+std::unique_ptr<Op> make_op(const plan::Product& op, Setup& setup) {
+  return op.chosen ? make_experts(op, setup) : std::make_unique<ProductOp>(prepare_product(op, setup));
+}
+
+}  // namespace laneformer
