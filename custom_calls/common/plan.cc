@@ -5,6 +5,8 @@
 #include <string>
 #include <type_traits>
 
+#include "checks.h"
+
 namespace laneformer {
 namespace plan {
 
@@ -20,19 +22,45 @@ int64_t rows(const Product& product) {
   return rows;
 }
 
-namespace {
-
-constexpr int kFormat = 6;  // custom_calls/words.py
-constexpr int kMostDimensions = 4;
-constexpr int kMostStreams = 64;
-constexpr int kMostLanes = 1 << 16, kMostHeads = 1 << 20, kMostExperts = 1 << 16;
-constexpr int64_t kMostElements = int64_t{1} << 44;  // of a lane's weight: times the lanes it fits 64 bits
-
 [[noreturn]] void damaged(const std::string& what) { throw std::runtime_error("damaged plan: " + what); }
 
 void require(bool fits, const char* what) {
   if (!fits) damaged(what);
 }
+
+Checks::Checks(const Plan& plan, const Module* module) : plan(plan), module_(module) {
+  if (module && !plan.streams()) channels_of(Value::stream) = plan.hidden_size;
+}
+
+void Checks::matrix(const Array& array, const char* what, int64_t experts) const {
+  if (array.columns == 0) damaged(std::string(what) + " is not a matrix");
+  if (array.experts != experts) damaged(std::string(what) + " is of another number of experts");
+}
+
+void Checks::vector(const Array& array, int64_t size, const char* what, int64_t experts) const {
+  if (array.columns > 0 || array.size != size || array.experts != experts)
+    damaged(std::string(what) + " has another size than its vector");
+}
+
+void Checks::vector(const std::optional<Array>& array, int64_t size, const char* what) const {
+  if (array) vector(*array, size, what);
+}
+
+void Checks::norm(const std::optional<Norm>& norm, int64_t size) const {
+  if (norm) vector(norm->gain, size, "a norm");
+}
+
+void Checks::reads_stream() {
+  require(channels_of(Value::stream) > 0,
+          "modules begin with a mixture of streams if the head does, and have no other");
+}
+
+namespace {
+
+constexpr int kFormat = 6;  // custom_calls/words.py
+constexpr int kMostDimensions = 4;
+constexpr int kMostStreams = 64, kMostLanes = 1 << 16;
+constexpr int64_t kMostElements = int64_t{1} << 44;  // of a lane's weight: times the lanes it fits 64 bits
 
 class Reader {
  public:
@@ -167,245 +195,21 @@ class Reader {
     }
   }
 
-  // ---- checks of ops beyond the types of their fields
-
-  void check_matrix(const Array& array, const char* what, int64_t experts = 0) {
-    if (array.columns == 0) damaged(std::string(what) + " is not a matrix");
-    if (array.experts != experts) damaged(std::string(what) + " is of another number of experts");
-  }
-  void check_vector(const Array& array, int64_t size, const char* what, int64_t experts = 0) {
-    if (array.columns > 0 || array.size != size || array.experts != experts)
-      damaged(std::string(what) + " has another size than its vector");
-  }
-  void check_norm(const std::optional<Norm>& norm, int64_t size) {
-    if (norm) check_vector(norm->gain, size, "a norm");
-  }
-  void check_norm_of_heads(const std::optional<Norm>& norm, int64_t heads, int64_t head_dim) {
-    if (norm) check_norm(norm, norm->gain.size == heads * head_dim ? heads * head_dim : head_dim);
-  }
-
-  // Channels of each value of the module that is checked, 0 before it is written.
-  int64_t& channels_of(Value value) { return channels_[(int)value]; }
-
-  void check_small(const char* what, const Array& array, int64_t size) { check_vector(array, size, what); }
-  void check_small(const char* what, const std::optional<Array>& array, int64_t size) {
-    if (array) check_vector(*array, size, what);
-  }
-
-  // All norms and vectors have the stream's channels.
-  template <class T>
-  void check_of_stream(T& value) {
-    value.visit([&](const char* name, auto& field) {
-      using Field = std::decay_t<decltype(field)>;
-      if constexpr (std::is_same_v<Field, Norm> || std::is_same_v<Field, std::optional<Norm>>)
-        check_norm(field, plan_.hidden_size);
-      if constexpr (std::is_same_v<Field, Array> || std::is_same_v<Field, std::optional<Array>>)
-        check_small(name, field, plan_.hidden_size);
-    });
-  }
-
-  // The check of an op that has no overload below.
-  template <class T>
-  void check(T& op) {
-    check_of_stream(op);
-  }
-
-  void check(Product& product) {
-    const std::vector<Matrix>& matrices = product.matrices;
-    require(!matrices.empty(), "a product without matrices");
-    const int64_t experts = product.chosen   ? matrices[0].weight.experts
-                            : product.blocks ? (int64_t)product.blocks->count
-                                             : 0;
-    if (product.blocks) check_blocks(product);
-    if (product.chosen) {
-      require(channels_of(Value::routes) == product.chosen->used, "a product uses another number of experts");
-      require(experts == experts_, "a product has other experts than its router");
-    }
-    for (const Matrix& matrix : matrices) {
-      check_matrix(matrix.weight, "a product's weight", experts);
-      require(matrix.weight.columns == columns(product), "matrices of one product differ in columns");
-      if (matrix.bias) check_vector(*matrix.bias, matrix.weight.size, "a bias", experts);
-    }
-    check_norm(product.norm, columns(product));
-    require(!product.gated || (matrices.size() == 2 && matrices[0].weight.size == matrices[1].weight.size),
-            "a gated product needs two equal matrices");
-    require(product.gated || (!product.limit && product.up_offset == 0), "only a gated product has limits");
-    const int64_t read = product.blocks ? (int64_t)product.blocks->count * product.blocks->step
-                                        : columns(product) * read_experts(product);
-    require(product.reads != Value::routes && channels_of(product.reads) == read,
-            "a product has other columns than the value that it reads");
-    require(product.reads != Value::attended || columns(product) % attended_heads_ == 0,
-            "a product reads a part of a head's result");
-    for (const Value value : {Value::stream, Value::attended, Value::routes, Value::streams, Value::mixture})
-      require(product.writes != value, "a product writes what it must not");
-    const int64_t written = channels(product) * written_experts(product) * blocks(product);
-    require(product.writes != Value::output || written == plan_.hidden_size,
-            "a module's output has another size than the stream");
-    channels_of(product.writes) = written;
-  }
-
-  void check(SharedExpert& op) {
-    require(channels_of(Value::output) > 0, "a shared expert adds to an output that is not written");
-    require(!op.products.empty(), "a shared expert without products");
-    for (Product& product : op.products) {
-      require(!product.chosen, "a shared expert chooses no experts");
-      check(product);
-      require((product.writes == Value::output) == (&product == &op.products.back()),
-              "a shared expert's last product, and no other, writes the output");
-    }
-    require(op.products.back().activation == Activation::kNone && !op.products.back().gated,
-            "a shared expert's last product has an activation");
-    if (!op.gate) return;
-    check_matrix(op.gate->weight, "a shared expert's gate");
-    require(op.gate->weight.columns == plan_.hidden_size && op.gate->weight.size == 1,
-            "a shared expert's gate is not one row of the stream's size");
-    if (op.gate->bias) check_vector(*op.gate->bias, 1, "a bias");
-  }
-
-  void check_blocks(const Product& product) {
-    require(product.blocks->count <= kMostExperts, "too many blocks");
-    require(columns(product) <= product.blocks->step, "the blocks of a product overlap in what they read");
-    require(!product.chosen && !product.gated && !product.norm && product.activation == Activation::kNone,
-            "a product of blocks is gated, normed or of experts");
-    for (const Matrix& matrix : product.matrices) require(!matrix.bias, "a product of blocks has a bias");
-  }
-
-  void check_router(Matrix& matrix, std::optional<Norm>& norm, int used) {
-    check_matrix(matrix.weight, "a router");
-    require(matrix.weight.columns == plan_.hidden_size, "a router has other columns than the stream");
-    require(used <= matrix.weight.size, "a router chooses more experts than it has");
-    if (matrix.bias) check_vector(*matrix.bias, matrix.weight.size, "a bias");
-    check_norm(norm, plan_.hidden_size);
-    channels_of(Value::routes) = used;
-    experts_ = matrix.weight.size;
-  }
-
-  void check(Route& op) { check_router(op.matrix, op.norm, op.used); }
-
-  void check(SigmoidRoute& op) {
-    check_router(op.matrix, op.norm, op.used);
-    if (op.correction) check_vector(*op.correction, op.matrix.weight.size, "a correction");
-    require(op.groups == 1 || op.matrix.weight.size % op.groups == 0, "a router's groups differ in size");
-    const int64_t each = op.matrix.weight.size / op.groups;
-    require(op.groups == 1 || each >= 2, "a router's groups have less than two experts");
-    require(op.groups_used <= op.groups && op.used <= op.groups_used * each,
-            "a router chooses from too few groups of experts");
-  }
-
-  void check(RootRoute& op) {
-    check_router(op.matrix, op.norm, op.used);
-    if (op.correction) check_vector(*op.correction, op.matrix.weight.size, "a correction");
-    if (op.by_token) check_vector(*op.by_token, (int64_t)plan_.vocab_size * op.used, "a table of experts");
-  }
-
-  void check_gather(const GatherStreams& op, bool of_head) {
-    const int64_t count = op.count, rows = of_head ? count : 2 * count + count * count;
-    require(count == plan_.streams(), "a mixture is of another number of streams");
-    check_matrix(op.mix.weight, "a mixture");
-    require(op.mix.weight.size == rows && op.mix.weight.columns == count * plan_.hidden_size && !op.mix.bias,
-            "a mixture has another shape than its streams");
-    check_vector(op.factors, of_head ? 1 : 3, "factors");
-    check_vector(op.offsets, rows, "offsets");
-  }
-
-  void check(GatherStreams& op) { check_gather(op, false); }
-
-  // The rotated channels are the last ones of a head with this many.
-  void check_rotary(const RotaryIndex& rotary, int64_t channels) {
-    require(rotary.channels() <= channels, "a rotation has more channels than a head");
-  }
-
-  void check_compressor(const std::optional<Compressor>& op, const char* what) {
-    if (!op) return;
-    require(op->channels <= kMostHeads && op->ratio <= kMostHeads, what);
-    require(op->first + 2 * op->width() <= channels_of(Value::projected), what);
-    check_vector(op->biases, op->ratio * op->width(), "a compressor's biases");
-    check_vector(op->norm.gain, op->channels, "a norm");
-    check_rotary(op->rotary, op->channels);
-  }
-
-  void check(CompressedKeep& op) {
-    check_vector(op.norm.gain, op.channels, "a norm");
-    check_rotary(op.rotary, op.channels);
-    require(op.channels <= channels_of(Value::projected), "a position has more channels than are projected");
-    check_compressor(op.entries, "entries have another size than what is projected");
-    check_compressor(op.keys, "keys of an index have another size than what is projected");
-    require(!op.keys || (op.entries && op.entries->ratio == op.keys->ratio),
-            "an index has keys for other entries than there are");
-    require(!op.entries || op.entries->channels == op.channels, "entries have other channels than positions");
-    keep_ = &op;
-  }
-
-  void check(CompressedAttend& op) {
-    require(op.heads <= kMostHeads && op.head_dim <= kMostHeads, "too many heads");
-    require(keep_ && keep_->channels == op.head_dim, "heads have other channels than what is kept");
-    require(op.ratio ? keep_->entries && keep_->entries->ratio == *op.ratio : !keep_->entries,
-            "compressed attention has other entries than are kept");
-    require(channels_of(Value::queries) == op.width(), "compressed attention reads another number of queries");
-    check_rotary(op.rotary, op.head_dim);
-    if (op.index) {
-      require(keep_->keys && keep_->keys->channels == op.index->channels, "an index has no keys");
-      check_rotary(op.rotary, op.index->channels);
-      require(op.index->heads <= kMostHeads &&
-                  channels_of(Value::index) == (int64_t)op.index->heads * op.index->channels &&
-                  op.index->first + (int64_t)op.index->heads <= channels_of(Value::projected),
-              "an index reads another number of channels than are projected");
-    }
-    attended_heads_ = op.head_dim;
-    channels_of(Value::attended) = op.width();
-  }
-
-  void check(Attend& op) {
-    require(op.heads <= kMostHeads && op.kv_heads <= kMostHeads && op.head_dim <= kMostHeads, "too many heads");
-    require(op.heads % op.kv_heads == 0, "heads are not a multiple of kv_heads");
-    require(!op.rotary || op.rotary->channels() == op.head_dim, "a rotation has other channels than a head");
-    check_norm_of_heads(op.q_norm, op.heads, op.head_dim);
-    check_norm_of_heads(op.k_norm, op.kv_heads, op.head_dim);
-    require(channels_of(Value::projected) == op.projected(),
-            "attention reads another number of channels than are projected");
-    channels_of(Value::attended) = op.width();
-  }
-
-  void check(LatentKeep& op) {
-    check_vector(op.norm.gain, op.rank, "a norm");
-    require(channels_of(Value::projected) == op.channels(), "latents have another size than what is projected");
-  }
-
-  void check(LatentAttend& op) {
-    const int64_t rotating = op.rotating();
-    require(op.heads <= kMostHeads && op.rank <= kMostHeads && op.still <= kMostHeads, "too many heads");
-    require(channels_of(Value::projected) == op.rank + rotating &&
-                channels_of(Value::queries) == op.heads * (op.still + rotating) &&
-                channels_of(Value::absorbed) == (int64_t)op.heads * op.rank,
-            "latent attention reads another number of channels than are projected");
-    channels_of(Value::attended) = (int64_t)op.heads * op.rank;
-  }
-
-  void check(DeltaNet& op) {
-    require(op.key_heads <= kMostHeads && op.value_heads <= kMostHeads && op.key_dim <= kMostHeads &&
-                op.value_dim <= kMostHeads,
-            "too many heads");
-    require(op.value_heads % op.key_heads == 0, "value heads are not a multiple of key heads");
-    require(op.convolution.columns == 0 && op.convolution.size % op.channels() == 0,
-            "a convolution has other channels than its heads");
-    check_vector(op.norm.gain, op.value_dim, "a norm");
-    require(channels_of(Value::projected) == op.projected(),
-            "DeltaNet reads another number of channels than are projected");
-    channels_of(Value::attended) = op.width();
-  }
+  // ---- checks beyond the types of fields; those of an op are in checks.h
 
   void check_ops() {
     require(plan_.lanes <= kMostLanes, "too many lanes");
     require(plan_.streams() <= kMostStreams, "too many residual streams");
-    check_matrix(plan_.embedding, "the embedding");
+    Checks checks(plan_);
+    checks.matrix(plan_.embedding, "the embedding");
     require(!plan_.weights[plan_.embedding.number].lane_sharded && plan_.embedding.size == plan_.vocab_size &&
                 plan_.embedding.columns == plan_.hidden_size,
             "the embedding has another shape than vocab_size x hidden_size");
     for (Layer& layer : plan_.layers) check_module(layer.attention), check_module(layer.feed_forward);
-    Head& head = plan_.head;
-    check_norm(head.norm, plan_.hidden_size);
-    if (head.gather) check_gather(*head.gather, true);
-    check_matrix(head.weight, "the head");
+    const Head& head = plan_.head;
+    checks.norm(head.norm, plan_.hidden_size);
+    if (head.gather) check(*head.gather, checks);
+    checks.matrix(head.weight, "the head");
     const int slices = head.kind == HeadKind::vocab_parallel ? plan_.lanes : 1;
     require(plan_.weights[head.weight.number].lane_sharded == (head.kind != HeadKind::replicate) &&
                 head.weight.columns == plan_.hidden_size && head.weight.size * slices == plan_.vocab_size,
@@ -414,22 +218,19 @@ class Reader {
   }
 
   void check_module(Module& module) {
-    for (int64_t& size : channels_) size = 0;
-    channels_of(Value::stream) = plan_.hidden_size;
-    keep_ = nullptr;
-    attended_heads_ = 1;
+    Checks checks(plan_, &module);
     for (Op& op : module.ops) {
-      require(std::holds_alternative<GatherStreams>(op) == (plan_.streams() && &op == &module.ops.front()),
-              "modules begin with a mixture of streams if the head does, and have no other");
       std::visit(
           [&](auto& one) {
-            check(one);
-            one.visit_vectors([&](const char* name, auto& array, int64_t size) { check_small(name, array, size); });
+            check(one, checks);
+            one.visit_vectors(
+                [&](const char* name, const auto& array, int64_t size) { checks.vector(array, size, name); });
           },
           op);
+      checks.next();
     }
-    require(channels_of(Value::output) > 0, "a module has no output");
-    check_of_stream(module);
+    require(checks.channels_of(Value::output) > 0, "a module has no output");
+    checks.norm(module.sum_norm, plan_.hidden_size);
   }
 
   // ---- schedule
@@ -493,10 +294,6 @@ class Reader {
   const float* floats_;
   const int64_t num_floats_;
   int64_t at_ = 0;
-  int64_t channels_[count_of(Value{})];
-  int64_t experts_ = 0;                   // number of experts of the module's router
-  const CompressedKeep* keep_ = nullptr;  // the module's op of this kind, if one was read
-  int64_t attended_heads_ = 1;            // channels of a head's result, which are merged together
   Plan plan_;
 };
 

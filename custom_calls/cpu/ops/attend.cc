@@ -3,6 +3,7 @@
 // `merge`.
 #include <cstring>
 
+#include "../../common/checks.h"
 #include "../worker.h"
 #include "attention.h"
 
@@ -117,5 +118,23 @@ std::unique_ptr<Op> make_op(const plan::Attend& op, Setup& setup) {
   setup.attention = made.get();
   return made;
 }
+
+namespace plan {
+
+void check(const Attend& op, Checks& checks) {
+  const auto check_heads = [&](const std::optional<Norm>& norm, int64_t heads) {  // of each head, or of all together
+    if (norm) checks.norm(norm, norm->gain.size == heads * op.head_dim ? heads * op.head_dim : op.head_dim);
+  };
+  require(op.heads <= kMostHeads && op.kv_heads <= kMostHeads && op.head_dim <= kMostHeads, "too many heads");
+  require(op.heads % op.kv_heads == 0, "heads are not a multiple of kv_heads");
+  require(!op.rotary || op.rotary->channels() == op.head_dim, "a rotation has other channels than a head");
+  check_heads(op.q_norm, op.heads);
+  check_heads(op.k_norm, op.kv_heads);
+  require(checks.channels_of(Value::projected) == op.projected(),
+          "attention reads another number of channels than are projected");
+  checks.channels_of(Value::attended) = op.width();
+}
+
+}  // namespace plan
 
 }  // namespace laneformer

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "../../common/checks.h"
 #include "../worker.h"
 #include "attention.h"
 
@@ -361,5 +362,57 @@ std::unique_ptr<Op> make_op(const plan::CompressedAttend& op, Setup& setup) {
   setup.attention = made.get();
   return made;
 }
+
+namespace plan {
+
+namespace {
+
+// The rotated channels are the last ones of a head with this many.
+void check_rotary(const RotaryIndex& rotary, int64_t channels) {
+  require(rotary.channels() <= channels, "a rotation has more channels than a head");
+}
+
+void check_compressor(const std::optional<Compressor>& op, Checks& checks, const char* what) {
+  if (!op) return;
+  require(op->channels <= kMostHeads && op->ratio <= kMostHeads, what);
+  require(op->first + 2 * op->width() <= checks.channels_of(Value::projected), what);
+  checks.vector(op->biases, op->ratio * op->width(), "a compressor's biases");
+  checks.norm(op->norm, op->channels);
+  check_rotary(op->rotary, op->channels);
+}
+
+}  // namespace
+
+void check(const CompressedKeep& op, Checks& checks) {
+  checks.norm(op.norm, op.channels);
+  check_rotary(op.rotary, op.channels);
+  require(op.channels <= checks.channels_of(Value::projected), "a position has more channels than are projected");
+  check_compressor(op.entries, checks, "entries have another size than what is projected");
+  check_compressor(op.keys, checks, "keys of an index have another size than what is projected");
+  require(!op.keys || (op.entries && op.entries->ratio == op.keys->ratio),
+          "an index has keys for other entries than there are");
+  require(!op.entries || op.entries->channels == op.channels, "entries have other channels than positions");
+}
+
+void check(const CompressedAttend& op, Checks& checks) {
+  const auto* keep = checks.earlier<CompressedKeep>();
+  require(op.heads <= kMostHeads && op.head_dim <= kMostHeads, "too many heads");
+  require(keep && keep->channels == op.head_dim, "heads have other channels than what is kept");
+  require(op.ratio ? keep->entries && keep->entries->ratio == *op.ratio : !keep->entries,
+          "compressed attention has other entries than are kept");
+  require(checks.channels_of(Value::queries) == op.width(), "compressed attention reads another number of queries");
+  check_rotary(op.rotary, op.head_dim);
+  if (op.index) {
+    require(keep->keys && keep->keys->channels == op.index->channels, "an index has no keys");
+    check_rotary(op.rotary, op.index->channels);
+    require(op.index->heads <= kMostHeads && checks.channels_of(Value::index) == op.index->heads * op.index->channels &&
+                op.index->first + op.index->heads <= checks.channels_of(Value::projected),
+            "an index reads another number of channels than are projected");
+  }
+  checks.attended_heads = op.head_dim;
+  checks.channels_of(Value::attended) = op.width();
+}
+
+}  // namespace plan
 
 }  // namespace laneformer

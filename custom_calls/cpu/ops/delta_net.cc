@@ -19,6 +19,7 @@
 #include <cstring>
 #include <vector>
 
+#include "../../common/checks.h"
 #include "../worker.h"
 #include "op.h"
 
@@ -277,5 +278,22 @@ std::unique_ptr<Op> make_op(const plan::DeltaNet& op, Setup& setup) {
   setup.state.transposed[op.convolution.number] = true;
   return std::make_unique<DeltaNetOp>(op);
 }
+
+namespace plan {
+
+void check(const DeltaNet& op, Checks& checks) {
+  require(op.key_heads <= kMostHeads && op.value_heads <= kMostHeads && op.key_dim <= kMostHeads &&
+              op.value_dim <= kMostHeads,
+          "too many heads");
+  require(op.value_heads % op.key_heads == 0, "value heads are not a multiple of key heads");
+  require(op.convolution.columns == 0 && op.convolution.size % op.channels() == 0,
+          "a convolution has other channels than its heads");
+  checks.norm(op.norm, op.value_dim);
+  require(checks.channels_of(Value::projected) == op.projected(),
+          "DeltaNet reads another number of channels than are projected");
+  checks.channels_of(Value::attended) = op.width();
+}
+
+}  // namespace plan
 
 }  // namespace laneformer

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "../../common/checks.h"
 #include "../products/prepare.h"
 #include "../worker.h"
 #include "product.h"
@@ -349,5 +350,63 @@ std::unique_ptr<Op> make_experts(const plan::Product& op, Setup& setup) {
   setup.chosen = true;
   return made;
 }
+
+namespace plan {
+
+namespace {
+
+// Any kind of router.
+template <class Kind>
+void check_router(const Kind& op, Checks& checks) {
+  const Array& weight = op.matrix.weight;
+  checks.reads_stream();
+  checks.matrix(weight, "a router");
+  require(weight.columns == checks.plan.hidden_size, "a router has other columns than the stream");
+  require(op.used <= weight.size, "a router chooses more experts than it has");
+  checks.vector(op.matrix.bias, weight.size, "a bias");
+  checks.norm(op.norm, checks.plan.hidden_size);
+  checks.channels_of(Value::routes) = op.used;
+  checks.experts = weight.size;
+}
+
+}  // namespace
+
+void check(const Route& op, Checks& checks) { check_router(op, checks); }
+
+void check(const SigmoidRoute& op, Checks& checks) {
+  check_router(op, checks);
+  checks.vector(op.correction, op.matrix.weight.size, "a correction");
+  require(op.groups == 1 || op.matrix.weight.size % op.groups == 0, "a router's groups differ in size");
+  const int64_t each = op.matrix.weight.size / op.groups;
+  require(op.groups == 1 || each >= 2, "a router's groups have less than two experts");
+  require(op.groups_used <= op.groups && op.used <= op.groups_used * each,
+          "a router chooses from too few groups of experts");
+}
+
+void check(const RootRoute& op, Checks& checks) {
+  check_router(op, checks);
+  checks.vector(op.correction, op.matrix.weight.size, "a correction");
+  checks.vector(op.by_token, checks.plan.vocab_size * op.used, "a table of experts");
+}
+
+void check(const SharedExpert& op, Checks& checks) {
+  require(checks.channels_of(Value::output) > 0, "a shared expert adds to an output that is not written");
+  require(!op.products.empty(), "a shared expert without products");
+  for (const Product& product : op.products) {
+    require(!product.chosen, "a shared expert chooses no experts");
+    check(product, checks);
+    require((product.writes == Value::output) == (&product == &op.products.back()),
+            "a shared expert's last product, and no other, writes the output");
+  }
+  require(op.products.back().activation == Activation::kNone && !op.products.back().gated,
+          "a shared expert's last product has an activation");
+  if (!op.gate) return;
+  checks.matrix(op.gate->weight, "a shared expert's gate");
+  require(op.gate->weight.columns == checks.plan.hidden_size && op.gate->weight.size == 1,
+          "a shared expert's gate is not one row of the stream's size");
+  checks.vector(op.gate->bias, 1, "a bias");
+}
+
+}  // namespace plan
 
 }  // namespace laneformer

@@ -3,6 +3,7 @@
 // themselves.
 #include <cstring>
 
+#include "../../common/checks.h"
 #include "../worker.h"
 #include "attention.h"
 
@@ -123,5 +124,24 @@ std::unique_ptr<Op> make_op(const plan::LatentAttend& op, Setup& setup) {
   setup.attention = made.get();
   return made;
 }
+
+namespace plan {
+
+void check(const LatentKeep& op, Checks& checks) {
+  checks.norm(op.norm, op.rank);
+  require(checks.channels_of(Value::projected) == op.channels(), "latents have another size than what is projected");
+}
+
+void check(const LatentAttend& op, Checks& checks) {
+  const int64_t rotating = op.rotating();
+  require(op.heads <= kMostHeads && op.rank <= kMostHeads && op.still <= kMostHeads, "too many heads");
+  require(checks.channels_of(Value::projected) == op.rank + rotating &&
+              checks.channels_of(Value::queries) == op.heads * (op.still + rotating) &&
+              checks.channels_of(Value::absorbed) == op.heads * op.rank,
+          "latent attention reads another number of channels than are projected");
+  checks.channels_of(Value::attended) = op.heads * op.rank;
+}
+
+}  // namespace plan
 
 }  // namespace laneformer

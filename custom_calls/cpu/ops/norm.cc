@@ -1,4 +1,5 @@
 // Op OutputNorm: the norm of a module's output, before the schedule adds and sends it.
+#include "../../common/checks.h"
 #include "../worker.h"
 #include "op.h"
 
@@ -26,5 +27,11 @@ class OutputNormOp final : public Op {
 }  // namespace
 
 std::unique_ptr<Op> make_op(const plan::OutputNorm& op, Setup&) { return std::make_unique<OutputNormOp>(op); }
+
+namespace plan {
+
+void check(const OutputNorm& op, Checks& checks) { checks.norm(op.norm, checks.plan.hidden_size); }
+
+}  // namespace plan
 
 }  // namespace laneformer

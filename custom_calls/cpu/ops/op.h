@@ -1,6 +1,6 @@
-// An op of a module as workers run it. Each kind of op in laneformer/ops.py has a file in this folder with a class
-// derived from Op and a function `make_op`: nothing outside of the file names the kind. EACH_OP, which is generated, is
-// the only list of kinds.
+// An op of a module as workers run it. A kind of op in laneformer/ops.py has a file in this folder with a class derived
+// from Op, a function `make_op`, and its check (common/checks.h); nothing outside of the file names the kind. EACH_OP,
+// which is generated, is the only list of kinds.
 //
 // Ops of a module run one after the other, and workers that share lanes meet between two of them. All workers run the
 // same object, so what a worker writes while it runs is in its own arena, or in a part of a shared buffer that no other

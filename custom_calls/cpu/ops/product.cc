@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "../../common/checks.h"
 #include "../products/prepare.h"
 #include "../worker.h"
 
@@ -67,5 +68,48 @@ void run_product(Worker& w, const Product& product, int module) {
 std::unique_ptr<Op> make_op(const plan::Product& op, Setup& setup) {
   return op.chosen ? make_experts(op, setup) : std::make_unique<ProductOp>(prepare_product(op, setup));
 }
+
+namespace plan {
+
+void check(const Product& product, Checks& checks) {
+  const std::vector<Matrix>& matrices = product.matrices;
+  require(!matrices.empty(), "a product without matrices");
+  if (product.reads == Value::stream) checks.reads_stream();
+  const int64_t experts = product.chosen ? matrices[0].weight.experts : product.blocks ? product.blocks->count : 0;
+  if (product.blocks) {
+    require(product.blocks->count <= kMostExperts, "too many blocks");
+    require(columns(product) <= product.blocks->step, "the blocks of a product overlap in what they read");
+    require(!product.chosen && !product.gated && !product.norm && product.activation == Activation::kNone,
+            "a product of blocks is gated, normed or of experts");
+    for (const Matrix& matrix : matrices) require(!matrix.bias, "a product of blocks has a bias");
+  }
+  if (product.chosen) {
+    require(checks.channels_of(Value::routes) == product.chosen->used, "a product uses another number of experts");
+    require(experts == checks.experts, "a product has other experts than its router");
+  }
+  for (const Matrix& matrix : matrices) {
+    checks.matrix(matrix.weight, "a product's weight", experts);
+    require(matrix.weight.columns == columns(product), "matrices of one product differ in columns");
+    if (matrix.bias) checks.vector(*matrix.bias, matrix.weight.size, "a bias", experts);
+  }
+  checks.norm(product.norm, columns(product));
+  require(!product.gated || (matrices.size() == 2 && matrices[0].weight.size == matrices[1].weight.size),
+          "a gated product needs two equal matrices");
+  require(product.gated || (!product.limit && product.up_offset == 0), "only a gated product has limits");
+  const int64_t read =
+      product.blocks ? product.blocks->count * product.blocks->step : columns(product) * read_experts(product);
+  require(product.reads != Value::routes && checks.channels_of(product.reads) == read,
+          "a product has other columns than the value that it reads");
+  require(product.reads != Value::attended || columns(product) % checks.attended_heads == 0,
+          "a product reads a part of a head's result");
+  for (const Value value : {Value::stream, Value::attended, Value::routes, Value::streams, Value::mixture})
+    require(product.writes != value, "a product writes what it must not");
+  const int64_t written = channels(product) * written_experts(product) * blocks(product);
+  require(product.writes != Value::output || written == checks.plan.hidden_size,
+          "a module's output has another size than the stream");
+  checks.channels_of(product.writes) = written;
+}
+
+}  // namespace plan
 
 }  // namespace laneformer

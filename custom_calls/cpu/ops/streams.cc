@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 
+#include "../../common/checks.h"
 #include "../products/prepare.h"
 #include "../worker.h"
 #include "product.h"
@@ -126,5 +127,23 @@ void ResidualStreams::join(const Kernels& kernels, int lane, int p, const float*
 std::unique_ptr<Op> make_op(const plan::GatherStreams& op, Setup& setup) {
   return std::make_unique<GatherStreamsOp>(op, setup);
 }
+
+namespace plan {
+
+void check(const GatherStreams& op, Checks& checks) {
+  const bool of_head = checks.of_head();
+  const int64_t count = op.count, rows = of_head ? count : 2 * count + count * count, d = checks.plan.hidden_size;
+  require(count == checks.plan.streams(), "a mixture is of another number of streams");
+  checks.matrix(op.mix.weight, "a mixture");
+  require(op.mix.weight.size == rows && op.mix.weight.columns == count * d && !op.mix.bias,
+          "a mixture has another shape than its streams");
+  checks.vector(op.factors, of_head ? 1 : 3, "factors");
+  checks.vector(op.offsets, rows, "offsets");
+  require(checks.channels_of(Value::stream) == 0,
+          "modules begin with a mixture of streams if the head does, and have no other");
+  checks.channels_of(Value::stream) = d;
+}
+
+}  // namespace plan
 
 }  // namespace laneformer
