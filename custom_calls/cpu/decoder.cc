@@ -61,7 +61,7 @@ void Decoder::lead(const Slot& slot) {
   state_.stopped.store(0);
   state_.reason.clear();
   state_.leader = &slot;
-  for (auto& worker : workers_) worker->reset();
+  for (auto& worker : workers_) worker->points.reset();
   state_.schedule.plan(slot, {}, state_.passes[0]);
   on_all([&](int w) { workers_[w]->generate(); });
   if (state_.stopped.load()) throw std::runtime_error(state_.reason);
@@ -175,20 +175,20 @@ double Decoder::read_pass() {
   double seconds;
   state_.schedule.alone([&] {
     const int64_t began = now_ns();
-    on_all([&](int w) { state_.packets[w].rows[0].sum = workers_[w]->read(); });
+    on_all([&](int w) { state_.packets[w].rows[0].sum = workers_[w]->weights.read(); });
     seconds = 1e-9 * (double)(now_ns() - began);
   });
   return seconds;
 }
 
 void Decoder::trace(int64_t spans) {
-  for (auto& worker : workers_) worker->trace(spans);
+  for (auto& worker : workers_) worker->trace.start(spans);
 }
 
 bool Decoder::recurrent() const {
   return std::any_of(kept().begin(), kept().end(), [](const plan::KeptArray& array) { return array.fixed; });
 }
 
-const std::vector<Span>& Decoder::spans(int worker) const { return workers_.at(worker)->spans(); }
+const std::vector<Span>& Decoder::spans(int worker) const { return workers_.at(worker)->trace.spans(); }
 
 }  // namespace laneformer

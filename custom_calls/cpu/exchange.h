@@ -1,5 +1,6 @@
-// The exchange between lanes as GPUs do it, here between threads: a sender writes into the receivers' memory, without
-// locks or acknowledgements. exchange.cc uses it in a session with one thread per lane; api.cc exports `ring_slots`.
+// The end of a module, where the schedule adds each lane's own outputs and sums over the lanes to the streams. Lanes
+// share memory or, in a session with one thread per lane, send each other messages as GPUs do: a sender writes into the
+// receivers' memory, without locks or acknowledgements (Mailboxes). api.cc exports `ring_slots`.
 //
 // Each word of 8 bytes has one float32 and a tag, and is written and read whole. So a word is valid once it carries the
 // tag that the reader waits for: words may arrive in any order, and relaxed accesses suffice. A tag is a sequence
@@ -86,5 +87,45 @@ inline int ring_slots(const std::vector<Exchange>& exchanges) {
   }
   return slots;
 }
+
+class Worker;
+
+// A worker's part in the schedule. Worker::step calls it around each module.
+//
+// Invariant: a sum adds the lanes' shares in the order of the lanes, whichever worker computes it and however the
+// shares arrive. So the bits are the same with shared memory and with messages.
+class LaneExchange {
+ public:
+  explicit LaneExchange(Worker&);
+
+  void begin_pass();
+  void begin_module(int module);  // keeps what a sum reads of the streams as they are now
+  void end_module(int module);    // when the worker has written its output
+  void apply(int time);           // applies the events that the schedule has at this time to the streams
+
+  // Messages, which the head exchanges too.
+  float* message(int position);  // [hidden_size]: what `post` sends and `fetch` receives; sums are computed here, too
+  uint32_t head_tag() const;     // of the head's messages in this pass
+  void post(uint32_t tag, int64_t floats);  // sends the first floats of the message to all other lanes
+  // Receives them from a lane. Throws Stopped after the session's timeout or another failure.
+  void fetch(int from, uint32_t tag, int64_t floats);
+
+ private:
+  void keep_streams(int payload);
+  float* kept_stream(int payload, int lane, int position) const;
+  const float* share_of(int payload, int lane, int position, float* space);
+  const float* total(int payload);
+  void send(int module);
+
+  Worker& w_;
+  std::vector<uint32_t> module_points_;  // by module: the point that a worker reaches once it has written its output
+  uint32_t tags_ = 1, pass_tags_ = 1;    // by message: the next free tag, the first tag of this pass
+  std::vector<float> total_;             // [kBlock][hidden_size]: a sum over the lanes, or a message
+  std::vector<float> share_;             // [lanes][hidden_size]: the lanes' shares of a sum
+  std::vector<const float*> added_;      // parts of a sum
+  std::vector<float> factors_;           // on these parts
+  std::vector<float> received_;          // by message: [sums][kBlock][hidden_size]
+  std::vector<uint8_t> has_;             // by message: which sums are received
+};
 
 }  // namespace laneformer

@@ -80,71 +80,80 @@ Adjustment adjustment_of(const SamplingOptions& sampling, int64_t vocab_size) {
   return adjustment;
 }
 
-void Worker::sample() {
-  const int64_t began = clock();
-  const int64_t vocab = plan.vocab_size, first = vocab_first_, count = vocab_last_ - first;
-  const int rows = pass->rows;
-  DecodeState::Packet& own = state.packets[index];
+Sampler::Sampler(Worker& worker) : w_(worker) {
+  const Product& head = w_.state.head;
+  const std::vector<Share>& shares = w_.weights.shares(head);
+  if (shares.empty()) return;
+  const Share &front = shares.front(), &back = shares.back();
+  vocab_first_ = front.matrix * head.rows + front.first * kTile;
+  vocab_last_ = back.matrix * head.rows + std::min(head.rows, back.last * kTile);
+}
+
+void Sampler::sample() {
+  const int64_t began = w_.trace.clock();
+  const int64_t vocab = w_.plan.vocab_size, first = vocab_first_, count = vocab_last_ - first;
+  const int rows = w_.pass->rows;
+  DecodeState::Packet& own = w_.state.packets[w_.index];
   bool any_filtered = false, any_masked = false;
-  for (int r = 0; r < pass->runs; r++) any_masked |= pass->run[r].rows > 0 && pass->run[r].slot->call->masked;
+  for (int r = 0; r < w_.pass->runs; r++) any_masked |= w_.pass->run[r].rows > 0 && w_.pass->run[r].slot->call->masked;
   if (any_masked) {
-    if (index == 0) await_masks();
-    barrier();  // then all workers know which calls are deferred
+    if (w_.index == 0) await_masks();
+    w_.barrier();  // then all workers know which calls are deferred
   }
-  for (int r = 0; r < pass->runs; r++) {
-    Slot& slot = *pass->run[r].slot;
-    if (index == 0) slot.cancelled = slot.cancel.load(std::memory_order_relaxed);
-    any_filtered |= pass->run[r].rows > 0 && filtered(slot.call->sampling);
+  for (int r = 0; r < w_.pass->runs; r++) {
+    Slot& slot = *w_.pass->run[r].slot;
+    if (w_.index == 0) slot.cancelled = slot.cancel.load(std::memory_order_relaxed);
+    any_filtered |= w_.pass->run[r].rows > 0 && filtered(slot.call->sampling);
   }
   scale_logits();
-  barrier();
+  w_.barrier();
 
   float largest[kMostRows], largest_z[kMostRows];
   for (int row = 0; row < rows; row++) {
-    largest[row] = state.packets[0].rows[row].largest, largest_z[row] = state.packets[0].rows[row].largest_z;
-    for (const DecodeState::Packet& packet : state.packets) {
+    largest[row] = w_.state.packets[0].rows[row].largest, largest_z[row] = w_.state.packets[0].rows[row].largest_z;
+    for (const DecodeState::Packet& packet : w_.state.packets) {
       const DecodeState::Drawn& part = packet.rows[row];
       if (part.largest > largest[row] || std::isnan(part.largest)) largest[row] = part.largest;
       largest_z[row] = std::max(largest_z[row], part.largest_z);
     }
   }
   if (any_filtered) {
-    each_row([&](const Run& run, int i) {
+    each_row(*w_.pass, [&](const Run& run, int i) {
       const int row = run.row + i;
-      if (row % workers == index && filtered(run.slot->call->sampling))
-        state.least[row] = threshold(run.slot->call->sampling, row, largest_z[row]);
+      if (row % w_.workers == w_.index && filtered(run.slot->call->sampling))
+        w_.state.least[row] = threshold(run.slot->call->sampling, row, largest_z[row]);
     });
-    barrier();
+    w_.barrier();
   }
-  each_row([&](const Run& run, int i) {
+  each_row(*w_.pass, [&](const Run& run, int i) {
     const int row = run.row + i;
     const Call& call = *run.slot->call;
     const int64_t position = run.start + run.count - run.rows + i + 1;  // of the token to draw
     const uint64_t seed = (uint64_t)call.sampling.seed;
     const uint32_t key[2] = {(uint32_t)seed, (uint32_t)(seed >> 32)};
-    own.rows[row].sum = kernels.sum_exp(state.logits.floats() + row * vocab + first, largest[row], count);
+    own.rows[row].sum = w_.kernels.sum_exp(w_.state.logits.floats() + row * vocab + first, largest[row], count);
     own.rows[row].best =
-        kernels.draw(state.z.floats() + row * vocab, filtered(call.sampling) ? state.least[row] : -INFINITY,
-                     call.sampling.temperature > 0, key, (uint32_t)position, first, vocab_last_);
+        w_.kernels.draw(w_.state.z.floats() + row * vocab, filtered(call.sampling) ? w_.state.least[row] : -INFINITY,
+                        call.sampling.temperature > 0, key, (uint32_t)position, first, vocab_last_);
   });
-  barrier();
-  if (index == 0) {
-    const float cost = state.schedule.cost_of(*pass);
-    for (int r = 0; r < pass->runs; r++)
-      if (pass->run[r].rows > 0) accept(pass->run[r], largest + pass->run[r].row, cost);
+  w_.barrier();
+  if (w_.index == 0) {
+    const float cost = w_.state.schedule.cost_of(*w_.pass);
+    for (int r = 0; r < w_.pass->runs; r++)
+      if (w_.pass->run[r].rows > 0) accept(w_.pass->run[r], largest + w_.pass->run[r].row, cost);
   }
-  mark(kSample, plan.num_layers(), began);
+  w_.trace.mark(kSample, w_.plan.num_layers(), began);
 }
 
 // Worker 0 waits for the masks of the pass's rows. A call whose mask is late draws nothing in this pass and has no rows
 // until its mask is given: computing its position again costs less than delaying the other calls.
-void Worker::await_masks() {
-  const bool alone = pass->runs == 1;
+void Sampler::await_masks() {
+  const bool alone = w_.pass->runs == 1;
   const int64_t until =
-      now_ns() + (alone ? std::min<int64_t>(kAloneNs, state.options.timeout_ms * 250'000LL) : kBesideNs);
-  for (int r = 0; r < pass->runs; r++) {
-    Slot& slot = *pass->run[r].slot;
-    if (pass->run[r].rows == 0 || !slot.call->masked) continue;
+      now_ns() + (alone ? std::min<int64_t>(kAloneNs, w_.state.options.timeout_ms * 250'000LL) : kBesideNs);
+  for (int r = 0; r < w_.pass->runs; r++) {
+    Slot& slot = *w_.pass->run[r].slot;
+    if (w_.pass->run[r].rows == 0 || !slot.call->masked) continue;
     const uint32_t target = (uint32_t)slot.drawn + 1;
     const auto given = [&] {
       const int64_t left = until - now_ns();
@@ -152,12 +161,12 @@ void Worker::await_masks() {
       return slot.masks.wait(target, slot.cancel, std::clamp<int64_t>(left, 0, kBesideNs), 0);
     };
     do slot.deferred = !given();
-    while (slot.deferred && alone && !slot.cancel.load() && !state.schedule.waits() && now_ns() < until);
+    while (slot.deferred && alone && !slot.cancel.load() && !w_.state.schedule.waits() && now_ns() < until);
   }
 }
 
 // Sets z to -inf for the tokens of this worker's part that the mask does not allow. z: of the part's first token.
-void Worker::apply_mask(const std::vector<uint32_t>& mask, float* z) const {
+void Sampler::apply_mask(const std::vector<uint32_t>& mask, float* z) const {
   for (int64_t token = vocab_first_; token < vocab_last_;) {
     const uint32_t word = mask[token / 32];
     const int64_t end = std::min(vocab_last_, (token / 32 + 1) * 32);
@@ -174,40 +183,40 @@ void Worker::apply_mask(const std::vector<uint32_t>& mask, float* z) const {
 // Computes z from the logits of this worker's part: penalties, biases, temperature and mask. For a row, the drafts
 // before it count as seen and drawn. So each worker counts the drafts of its part while it goes through a run's rows,
 // and then restores the counts.
-void Worker::scale_logits() {
-  const int64_t vocab = plan.vocab_size, first = vocab_first_, count = vocab_last_ - first;
-  for (int r = 0; r < pass->runs; r++) {
-    const Run& run = pass->run[r];
+void Sampler::scale_logits() {
+  const int64_t vocab = w_.plan.vocab_size, first = vocab_first_, count = vocab_last_ - first;
+  for (int r = 0; r < w_.pass->runs; r++) {
+    const Run& run = w_.pass->run[r];
     const Call& call = *run.slot->call;
     const SamplingOptions& s = call.sampling;
     int32_t marked[kMostRows];
     int marks = 0;
     for (int i = 0; i < run.rows; i++) {
-      const int32_t draft = pass->tokens[run.place_of(i)];
+      const int32_t draft = w_.pass->tokens[run.place_of(i)];
       if (i > 0 && draft >= first && draft < vocab_last_) {
         if (!call.seen[draft]) call.seen[marked[marks++] = draft] = 1;
         if (call.adjustment) call.adjustment->drawn[draft]++;
       }
-      const float* logits = state.logits.floats() + (run.row + i) * vocab + first;
-      float* z = state.z.floats() + (run.row + i) * vocab + first;
-      kernels.temper(logits, call.seen + first, s.repetition_penalty, call.adjustment ? 0 : s.temperature, count, z);
+      const float* logits = w_.state.logits.floats() + (run.row + i) * vocab + first;
+      float* z = w_.state.z.floats() + (run.row + i) * vocab + first;
+      w_.kernels.temper(logits, call.seen + first, s.repetition_penalty, call.adjustment ? 0 : s.temperature, count, z);
       if (call.adjustment) adjust(*call.adjustment, s, z);
       if (call.masked && !run.slot->deferred) apply_mask(run.slot->mask, z);
-      DecodeState::Drawn& own = state.packets[index].rows[run.row + i];
-      own.largest = kernels.largest(logits, count);
-      own.largest_z = kernels.largest(z, count);
+      DecodeState::Drawn& own = w_.state.packets[w_.index].rows[run.row + i];
+      own.largest = w_.kernels.largest(logits, count);
+      own.largest_z = w_.kernels.largest(z, count);
       if (call.logits) std::memcpy(call.logits + (run.slot->drawn + i) * vocab + first, logits, count * sizeof(float));
     }
     while (marks > 0) call.seen[marked[--marks]] = 0;
     for (int i = 1; i < run.rows && call.adjustment; i++) {
-      const int32_t draft = pass->tokens[run.place_of(i)];
+      const int32_t draft = w_.pass->tokens[run.place_of(i)];
       if (draft >= first && draft < vocab_last_) call.adjustment->drawn[draft]--;
     }
   }
 }
 
 // Applies presence and frequency penalty, biases and temperature to this worker's part of a row.
-void Worker::adjust(const Adjustment& by, const SamplingOptions& s, float* z) const {
+void Sampler::adjust(const Adjustment& by, const SamplingOptions& s, float* z) const {
   const int64_t count = vocab_last_ - vocab_first_;
   const float* const bias = by.bias.data() + vocab_first_;
   const int32_t* const drawn = by.drawn.data() + vocab_first_;
@@ -218,7 +227,7 @@ void Worker::adjust(const Adjustment& by, const SamplingOptions& s, float* z) co
 
 // Worker 0 records the tokens that the rows of a run have drawn, up to the first one that differs from the next row's
 // draft, or a stop token. largest: [rows], each row's largest logit. cost: of the pass, in passes without drafts.
-void Worker::accept(const Run& run, const float* largest, float cost) {
+void Sampler::accept(const Run& run, const float* largest, float cost) {
   Slot& slot = *run.slot;
   const Call& call = *slot.call;
   if (slot.cancelled) {
@@ -231,7 +240,7 @@ void Worker::accept(const Run& run, const float* largest, float cost) {
   for (int i = 0; i < run.rows; i++) {
     const int row = run.row + i;
     Best best = {-INFINITY, -1};
-    for (const DecodeState::Packet& packet : state.packets) {
+    for (const DecodeState::Packet& packet : w_.state.packets) {
       const Best& part = packet.rows[row].best;
       if (part.token >= 0 && (best.token < 0 || part.value > best.value)) best = part;  // workers are in order of ids
     }
@@ -239,12 +248,12 @@ void Worker::accept(const Run& run, const float* largest, float cost) {
     if (slot.drawn < (int64_t)call.speculation.forced.size()) token = call.speculation.forced[slot.drawn];
     stop = std::find(call.stops.begin(), call.stops.end(), token) != call.stops.end();
     emit(slot, row, token, largest[i]);
-    if (stop || (i + 1 < run.rows && token != pass->tokens[run.place_of(i + 1)])) break;
+    if (stop || (i + 1 < run.rows && token != w_.pass->tokens[run.place_of(i + 1)])) break;
   }
   const int drawn = slot.drawn - before;
   for (int i = 0; i < drawn; i++) {  // all but the last token were drafts
     slot.answer.drafted[before + i] = i < drawn - 1;
-    slot.answer.others[before + i] = (uint8_t)(pass->runs - 1);
+    slot.answer.others[before + i] = (uint8_t)(w_.pass->runs - 1);
   }
   if (before > 0) count(slot, run.rows, drawn);
   slot.stopped = stop || slot.drawn == call.limit;
@@ -258,7 +267,7 @@ void Worker::accept(const Run& run, const float* largest, float cost) {
 }
 
 // Adds to the counts of a call a run after the prompt's, of `rows` rows, in which `drawn` tokens were drawn.
-void Worker::count(Slot& slot, int rows, int drawn) {
+void Sampler::count(Slot& slot, int rows, int drawn) {
   Drafting& counts = slot.drafting;
   counts.passes[rows - 1]++;
   for (int place = 0; place < drawn - 1; place++) counts.accepted[place]++;
@@ -266,11 +275,11 @@ void Worker::count(Slot& slot, int rows, int drawn) {
 }
 
 // Records a drawn token, its log-probability, its time and the most likely tokens.
-void Worker::emit(Slot& slot, int row, int32_t token, float largest) {
+void Sampler::emit(Slot& slot, int row, int32_t token, float largest) {
   uint64_t sum = 0;
-  for (const DecodeState::Packet& packet : state.packets) sum += packet.rows[row].sum;
+  for (const DecodeState::Packet& packet : w_.state.packets) sum += packet.rows[row].sum;
   const float lse = std::isnan(largest) ? largest : (float)((double)largest + std::log((double)sum * 0x1p-40));
-  const float* logits = state.logits.floats() + (int64_t)row * plan.vocab_size;
+  const float* logits = w_.state.logits.floats() + (int64_t)row * w_.plan.vocab_size;
   slot.call->seen[token] = 1;
   if (slot.call->adjustment) slot.call->adjustment->drawn[token]++;
   slot.answer.logprobs[slot.drawn] = logits[token] - lse;
@@ -280,17 +289,18 @@ void Worker::emit(Slot& slot, int row, int32_t token, float largest) {
 }
 
 // The least z of a row that top_k, top_p and min_p keep; -inf keeps every token. best: the row's largest z.
-float Worker::threshold(const SamplingOptions& s, int row, float best) {
-  const float* z = state.z.floats() + (int64_t)row * plan.vocab_size;
+float Sampler::threshold(const SamplingOptions& s, int row, float best) {
+  const float* z = w_.state.z.floats() + (int64_t)row * w_.plan.vocab_size;
   float least = -INFINITY;
-  if (s.top_k > 0) least = largest_reaching(z, plan.vocab_size, (double)s.top_k, [](int64_t) { return uint64_t{1}; });
+  if (s.top_k > 0)
+    least = largest_reaching(z, w_.plan.vocab_size, (double)s.top_k, [](int64_t) { return uint64_t{1}; });
   if (s.top_p < 1) {
-    weights_of_.resize(plan.vocab_size);
-    kernels.exp_from(z, best, plan.vocab_size, weights_of_.data());
+    exponentials_.resize(w_.plan.vocab_size);
+    w_.kernels.exp_from(z, best, w_.plan.vocab_size, exponentials_.data());
     uint64_t total = 0;
-    for (int64_t i = 0; i < plan.vocab_size; i++) total += z[i] >= least ? (uint64_t)(weights_of_[i] * 0x1p40) : 0;
-    const auto amount = [&](int64_t i) { return z[i] >= least ? (uint64_t)(weights_of_[i] * 0x1p40) : 0; };
-    least = std::max(least, largest_reaching(z, plan.vocab_size, (double)s.top_p * (double)total, amount));
+    for (int64_t i = 0; i < w_.plan.vocab_size; i++) total += z[i] >= least ? (uint64_t)(exponentials_[i] * 0x1p40) : 0;
+    const auto amount = [&](int64_t i) { return z[i] >= least ? (uint64_t)(exponentials_[i] * 0x1p40) : 0; };
+    least = std::max(least, largest_reaching(z, w_.plan.vocab_size, (double)s.top_p * (double)total, amount));
   }
   if (s.min_p > 0) least = std::max(least, best + std::log(s.min_p));
   return std::min(least, best);
@@ -298,12 +308,12 @@ float Worker::threshold(const SamplingOptions& s, int row, float best) {
 
 // Writes the call's `top` most likely tokens and their log-probabilities, the lowest id first among equals. lse:
 // logarithm of the sum of the logits' exponentials.
-void Worker::best_tokens(Slot& slot, const float* logits, float lse) const {
+void Sampler::best_tokens(Slot& slot, const float* logits, float lse) const {
   const int n = slot.call->top;
   int32_t* tokens = slot.answer.top_tokens.data() + (int64_t)slot.drawn * n;
   float* logprobs = slot.answer.top_logprobs.data() + (int64_t)slot.drawn * n;
   int found = 0;
-  for (int32_t token = 0; token < plan.vocab_size; token++) {
+  for (int32_t token = 0; token < w_.plan.vocab_size; token++) {
     if (found == n && !(logits[token] > logits[tokens[n - 1]])) continue;
     int at = found < n ? found++ : n - 1;
     for (; at > 0 && logits[token] > logits[tokens[at - 1]]; at--) tokens[at] = tokens[at - 1];

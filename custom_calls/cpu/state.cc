@@ -33,10 +33,16 @@ DecodeState::DecodeState(plan::Plan of, const Options& with)
       activations(plan.rounded_activations ? Activations::rounded : Activations::exact),
       threads(options.one_thread_per_lane ? plan.lanes : std::max(1, options.threads)),
       lanes_shared(plan.lanes % threads != 0),
-      spin_ns(threads > default_threads() ? 500 : kSpinNs),  // more threads than cores: do not hold a core for long
       progress(std::make_unique<Counter[]>(threads)),
       kept(plan::kept_arrays(plan)),
-      schedule(options.slots, options.most_slowdown) {
+      schedule(options.slots, options.most_slowdown),
+      waiting{threads,
+              progress.get(),
+              stopped,
+              options.timeout_ms,
+              threads > default_threads() ? 500 : kSpinNs,  // more threads than cores: do not hold a core for long
+              options.chaos_us,
+              [this](const std::string& why) { fail(why); }} {
   if (options.bf12 && weights != Dtype::bf16) throw std::runtime_error("weights in 12 bits must be bfloat16");
   make_ops();
   make_buffers();
@@ -141,6 +147,16 @@ void DecodeState::number_caches() {
   }
   if (std::all_of(kept.begin(), kept.end(), [](const plan::KeptArray& array) { return array.fixed; }))
     throw std::runtime_error("the CPU kernel needs attention in at least one layer: use backend xla");
+}
+
+// A lane is divided into `workers` shares; counted through all lanes,
+// worker w has all_lanes shares from number all_lanes * w on. The things are divided in proportion.
+Interval Lanes::part_of(int lane, int64_t count) const {
+  const auto before = [&](int worker) {  // things that belong to workers before this one
+    const int64_t share = std::clamp<int64_t>((int64_t)all_lanes * worker - (int64_t)lane * workers, 0, workers);
+    return count * share / workers;
+  };
+  return {before(index), before(index + 1)};
 }
 
 void DecodeState::hold(plan::Value value, int64_t floats) {

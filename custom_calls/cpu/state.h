@@ -38,9 +38,48 @@ struct Options {
   double most_slowdown = 1.5;        // time of a pass over that of one row, up to which other calls join it
 };
 
+struct Interval {
+  int64_t first, last;  // first <= i < last
+};
+
+// A worker's lanes: first_lane <= lane < last_lane. Several workers share a lane, or a worker has several lanes.
+struct Lanes {
+  Lanes(int lanes, int worker, int of)
+      : index(worker),
+        workers(of),
+        all_lanes(lanes),
+        first_lane(lanes * index / workers),
+        last_lane((lanes * (index + 1) + workers - 1) / workers) {}
+
+  bool owns(int lane) const { return lane * workers / all_lanes == index; }  // whether it is the lane's first worker
+  Interval part_of(int lane, int64_t count) const;  // its part of `count` things that a lane's workers share out
+
+  const int index, workers;  // the worker's number, how many workers there are
+  const int all_lanes, first_lane, last_lane;
+};
+
 struct Span {  // one op of one worker, for the trace
   int32_t op, layer;
   int64_t begin_ns, end_ns;
+};
+
+// A worker's spans of the running or last call; none unless `start` was called.
+class Trace {
+ public:
+  void start(int64_t spans) {  // spans: at most
+    most_ = spans;
+    spans_.clear();
+    spans_.reserve(spans);
+  }
+  int64_t clock() const { return most_ > 0 ? now_ns() : 0; }
+  void mark(int op, int layer, int64_t began) {
+    if ((int64_t)spans_.size() < most_) spans_.push_back({op, layer, began, now_ns()});
+  }
+  const std::vector<Span>& spans() const { return spans_; }
+
+ private:
+  std::vector<Span> spans_;
+  int64_t most_ = 0;
 };
 
 // Numbers of ops in a trace (`ops` of custom_calls/cpu/session.py). From kOps on they are those of
@@ -71,7 +110,6 @@ struct DecodeState {
   const Activations activations;
   const int threads;
   const bool lanes_shared;              // some workers share a lane, so that workers meet after every op
-  const int64_t spin_ns;                // how long a waiting worker spins before it sleeps
   std::unique_ptr<Counter[]> progress;  // by worker: the point that it has reached
 
   const std::vector<plan::KeptArray> kept;                // in the order of a call's caches
@@ -80,7 +118,7 @@ struct DecodeState {
   std::vector<const Product*> products;                   // by number
   Product head{};
   std::unique_ptr<Op> head_gather;  // how the head reads several residual streams; null: there is one stream
-  std::vector<bool> transposed;     // by weight: a small weight that is packed transposed, a convolution
+  std::vector<bool> transposed;     // by weight: whether this vector is packed transposed
   std::vector<float> ones;          // for norms without a gain
   std::vector<Form> forms;          // by product
 
@@ -124,7 +162,8 @@ struct DecodeState {
   Pass passes[2];                // alternate: worker 0 plans one while the other workers finish the other
   std::atomic<int> stopped{0};   // set by `fail`
   std::mutex reason_lock;
-  std::string reason;  // of `fail`
+  std::string reason;     // of `fail`
+  const Waiting waiting;  // how workers wait for each other
 
  private:
   void make_ops();

@@ -1,4 +1,4 @@
-// How worker threads wait for each other: a Counter per worker, on its own cache lines (worker.cc). Sessions and slots
+// How worker threads wait for each other: a Barrier, which has a Counter per worker. Sessions and slots
 // have further counters for jobs, tokens and masks (decoder.cc, schedule.cc).
 //
 // A waiting thread spins first, because that notices a change fastest, and sleeps on a futex after kSpinNs. It sleeps
@@ -10,9 +10,12 @@
 // before it reads the value. These accesses have one order, so one of the two reads what the other has written.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
+#include <string>
 #include <thread>
 
 #if defined(__linux__)
@@ -115,6 +118,66 @@ struct alignas(128) Counter {
   bool wait(uint32_t target, const std::atomic<int>& stopped, int64_t timeout_ns, int64_t spin_ns = kSpinNs) {
     return wait(target, stopped, timeout_ns, spin_ns, [&] { return needs(this_core(), target); });
   }
+};
+
+struct Stopped {};  // thrown to leave a pass after a failure
+
+// How the workers of a session wait.
+struct Waiting {
+  int workers;
+  Counter* progress;            // by worker: the point that it has reached
+  std::atomic<int>& stopped;    // set after a failure
+  int64_t timeout_ms, spin_ns;  // how long to wait, and how long of it without sleeping
+  int chaos_us;                 // longest random delay at each point, for tests
+  std::function<void(const std::string&)> fail;
+};
+
+// A worker's place among the points that all workers reach in the same order; a point's number is a count of them.
+class Barrier {
+ public:
+  Barrier(const Waiting& waiting, int index)
+      : waiting_(waiting), index_(index), random_(0x9E3779B97F4A7C15u * (index + 1)) {}
+
+  void reset() {  // while all workers are idle
+    own().raise(0);
+    own().core = -1;  // unknown: the caller's thread, not the worker's, has raised it
+    point_ = 0;
+  }
+  uint32_t arrive() {  // reaches the next point and returns its number
+    delay();
+    own().raise(++point_);
+    return point_;
+  }
+  // Waits until all workers have reached a point. Throws Stopped after the session's timeout or another failure.
+  void wait_for(uint32_t point) {
+    Counter *const begin = waiting_.progress, *const end = begin + waiting_.workers;
+    const auto crowded = [&] {  // whether any worker that is behind needs this core
+      const int here = this_core();
+      return std::any_of(begin, end, [&](const Counter& progress) { return progress.needs(here, point); });
+    };
+    for (int w = 0; w < waiting_.workers; w++)
+      if (w != index_ &&
+          !begin[w].wait(point, waiting_.stopped, waiting_.timeout_ms * 1'000'000, waiting_.spin_ns, crowded)) {
+        waiting_.fail("worker " + std::to_string(w) + " of " + std::to_string(waiting_.workers) +
+                      " timed out at the barrier after " + std::to_string(waiting_.timeout_ms) + " ms");
+        throw Stopped();
+      }
+    delay();
+  }
+  void delay() {  // for a random time, if the session was opened so
+    if (waiting_.chaos_us == 0) return;
+    random_ ^= random_ << 13, random_ ^= random_ >> 7, random_ ^= random_ << 17;
+    const int64_t until = now_ns() + (int64_t)(random_ % (1000ull * waiting_.chaos_us));
+    while (now_ns() < until) std::this_thread::yield();
+  }
+
+ private:
+  Counter& own() const { return waiting_.progress[index_]; }
+
+  const Waiting& waiting_;
+  const int index_;
+  uint32_t point_ = 0;  // the last point that it has reached
+  uint64_t random_;     // state of the generator of delays
 };
 
 }  // namespace laneformer

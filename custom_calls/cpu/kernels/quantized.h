@@ -1,5 +1,5 @@
 // Weights of 8 and 4 bits: how their tiles are packed, and products with them as tables of functions, one table per
-// instruction set. custom_calls/cpu/tiles.py packs the tiles; Worker::times and Worker::prepare call the functions.
+// instruction set. custom_calls/cpu/tiles.py packs the tiles; class Multiplier calls the functions.
 // quantized.cc defines the tables, digits.h and eights.h have the arithmetic.
 //
 // Invariant: the bits of a result depend on its weights, its vector and the Activations alone: all tables give the same

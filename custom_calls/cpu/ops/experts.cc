@@ -229,7 +229,7 @@ void ExpertsOp::write_each(Worker& w, const Buffers& buffers, int lane, int modu
   for (const Routes::Group& group : routes.groups) all += units * cost(group);
   const Interval part = w.part_of(lane, all);
   if (part.first == part.last) return;
-  const Vectors x = w.vectors_of(product_, lane);
+  const Vectors x = w.products.vectors_of(product_, lane);
   int64_t stride, before = 0;
   float* const to = w.target(product_.writes, module, lane, &stride);
   for (const Routes::Group& group : routes.groups) {
@@ -243,12 +243,12 @@ void ExpertsOp::write_each(Worker& w, const Buffers& buffers, int lane, int modu
     const int64_t own = share.last - share.first, ldy = own * of * kTile,
                   tile = (share.matrix * units + share.first) * of;
     const Vectors read = read_by(w, buffers, routes, group, x, 0);
-    float* const y = w.results();
-    w.multiply(product_, share, tile, read, y, ldy);
-    w.add_biases(product_, lane, share, read.positions, y, ldy);
+    float* const y = w.products.results();
+    w.products.multiply(product_, share, tile, read, y, ldy);
+    w.products.add_biases(product_, lane, share, read.positions, y, ldy);
     for (int i = 0; i < read.positions; i++) {
       const int32_t use = routes.members[group.first + i];
-      w.activate(
+      w.products.activate(
           product_, own, y + i * ldy,
           to + use / product_.used * stride + use % product_.used * product_.written_step() + share.first * kTile);
     }
@@ -268,8 +268,8 @@ void ExpertsOp::write_sum(Worker& w, const Buffers& buffers, int lane, int modul
     const Share share{lane * product_.experts + group.expert, part.first, part.last};
     float* const y = buffers.each + group.first * rows;
     const Vectors read = read_by(w, buffers, routes, group, x, product_.read_step());
-    w.multiply(product_, share, share.matrix * units + part.first, read, y, rows);
-    w.add_biases(product_, lane, share, read.positions, y, rows);
+    w.products.multiply(product_, share, share.matrix * units + part.first, read, y, rows);
+    w.products.add_biases(product_, lane, share, read.positions, y, rows);
   }
   int64_t stride;
   float* const to = w.target(product_.writes, module, lane, &stride) + part.first * kTile;
@@ -320,16 +320,16 @@ class SharedExpertOp final : public Op {
 // Adds a product's result to the value that it writes, times the sigmoid of the gate's logit if there is a gate.
 void SharedExpertOp::add(Worker& w, const Product& product, int module) const {
   int64_t tile = 0;
-  for (const Share& share : w.shares(product)) {
+  for (const Share& share : w.weights.shares(product)) {
     const int64_t rows = (share.last - share.first) * kTile;
     const int lane = share.matrix;
     int64_t stride, step;
-    const Vectors x = w.vectors_of(product, lane);
+    const Vectors x = w.products.vectors_of(product, lane);
     float* const to = w.target(product.writes, module, lane, &stride) + share.first * kTile;
     const float* const logits = w.target(plan::Value::routes, 0, lane, &step);
-    float* const y = w.results();
-    tile = w.multiply(product, share, tile, x, y, rows);
-    w.add_biases(product, lane, share, w.positions, y, rows);
+    float* const y = w.products.results();
+    tile = w.products.multiply(product, share, tile, x, y, rows);
+    w.products.add_biases(product, lane, share, w.positions, y, rows);
     for (int p = 0; p < w.positions; p++)
       w.kernels.add_scaled(to + p * stride, y + p * rows, gate_ ? 1 / (1 + std::exp(-logits[p * step])) : 1, rows);
   }

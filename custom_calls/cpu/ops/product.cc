@@ -13,24 +13,24 @@ namespace {
 
 void run_dense(Worker& w, const Product& product, int module) {
   int64_t tile = 0;
-  for (const Share& share : w.shares(product)) {
+  for (const Share& share : w.weights.shares(product)) {
     const int64_t units = share.last - share.first, first = share.first * kTile;
     int64_t stride;
     const int lane = share.matrix;
-    const Vectors x = w.vectors_of(product, lane);
+    const Vectors x = w.products.vectors_of(product, lane);
     float* const y = w.target(product.writes, module, lane, &stride) + first;
     if (product.gated) {
-      float* const tiles = w.results();
+      float* const tiles = w.products.results();
       const int64_t ldy = 2 * kTile * units;
-      tile = w.multiply(product, share, tile, x, tiles, ldy);
-      w.add_biases(product, lane, share, w.positions, tiles, ldy);
-      for (int p = 0; p < w.positions; p++) w.activate(product, units, tiles + p * ldy, y + p * stride);
+      tile = w.products.multiply(product, share, tile, x, tiles, ldy);
+      w.products.add_biases(product, lane, share, w.positions, tiles, ldy);
+      for (int p = 0; p < w.positions; p++) w.products.activate(product, units, tiles + p * ldy, y + p * stride);
       continue;
     }
-    tile = w.multiply(product, share, tile, x, y, stride);
-    w.add_biases(product, lane, share, w.positions, y, stride);
+    tile = w.products.multiply(product, share, tile, x, y, stride);
+    w.products.add_biases(product, lane, share, w.positions, y, stride);
     for (int p = 0; p < w.positions && product.activation != Activation::kNone; p++)
-      w.activate(product, units, y + p * stride, y + p * stride);
+      w.products.activate(product, units, y + p * stride, y + p * stride);
   }
 }
 
@@ -38,14 +38,15 @@ void run_dense(Worker& w, const Product& product, int module) {
 // copied.
 void run_blocks(Worker& w, const Product& product, int module) {
   int64_t tile = 0, stride;
-  for (const Share& share : w.shares(product)) {
+  for (const Share& share : w.weights.shares(product)) {
     const int64_t first = share.first * kTile, last = std::min(product.rows, share.last * kTile);
     const int64_t ldy = (share.last - share.first) * kTile;
     const int lane = share.matrix / product.blocks, block = share.matrix % product.blocks;
-    tile = w.multiply(product, share, tile, w.vectors_of(product, lane, block), w.results(), ldy);
+    tile = w.products.multiply(product, share, tile, w.products.vectors_of(product, lane, block), w.products.results(),
+                               ldy);
     float* const to = w.target(product.writes, module, lane, &stride) + block * product.rows + first;
     for (int p = 0; p < w.positions; p++)
-      std::memcpy(to + p * stride, w.results() + p * ldy, (last - first) * sizeof(float));
+      std::memcpy(to + p * stride, w.products.results() + p * ldy, (last - first) * sizeof(float));
   }
 }
 

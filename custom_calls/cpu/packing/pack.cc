@@ -120,8 +120,8 @@ int64_t Decoder::pack_rows(const Rows& rows, const plan::Weight& weight, const v
   on_all([&](int w) {
     std::vector<float> wide(stretch);
     std::vector<char> row(stretch * 4);
-    char* unit = workers_[w]->weights(product);
-    for (const Share& share : workers_[w]->shares(product))
+    char* unit = workers_[w]->weights.first_tile(product);
+    for (const Share& share : workers_[w]->weights.shares(product))
       for (int64_t u = share.first; u < share.last; u++, unit += product.unit_bytes()) {
         char* tile = unit + (rows.second ? tile_bytes(packed, product.columns) : 0);
         for (int64_t r = 0; r < kTile; r++) {
