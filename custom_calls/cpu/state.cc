@@ -137,20 +137,22 @@ void DecodeState::number_caches() {
   for (size_t i = 0; i < kept.size(); i++) {
     int& number = kept_numbers[kept[i].layer * kKinds + (int)kept[i].kind];
     if (number >= 0)
-      throw std::runtime_error("the CPU kernel supports one attention or DeltaNet per layer: use backend xla");
+      throw std::runtime_error("layer " + std::to_string(kept[i].layer) + " keeps two arrays of " +
+                               plan::kKeptNames[(int)kept[i].kind] + ", the CPU kernel supports one: use backend xla");
     number = (int)i;
   }
   for (int layer = 0; layer < plan.num_layers(); layer++) {
     const int* numbers = &kept_numbers[layer * kKinds];
     if (std::count(numbers, numbers + kKinds, -1) == kKinds)
-      throw std::runtime_error("the CPU kernel needs attention or DeltaNet in every layer: use backend xla");
+      throw std::runtime_error("layer " + std::to_string(layer) +
+                               " keeps nothing between tokens, which the CPU kernel does not support: use backend xla");
   }
   if (std::all_of(kept.begin(), kept.end(), [](const plan::KeptArray& array) { return array.fixed; }))
     throw std::runtime_error("the CPU kernel needs attention in at least one layer: use backend xla");
 }
 
-// A lane is divided into `workers` shares; counted through all lanes,
-// worker w has all_lanes shares from number all_lanes * w on. The things are divided in proportion.
+// A lane is divided into `workers` shares; counted through all lanes, worker w has all_lanes shares from number
+// all_lanes * w on. The things are divided in proportion.
 Interval Lanes::part_of(int lane, int64_t count) const {
   const auto before = [&](int worker) {  // things that belong to workers before this one
     const int64_t share = std::clamp<int64_t>((int64_t)all_lanes * worker - (int64_t)lane * workers, 0, workers);

@@ -1,13 +1,20 @@
 """Gated DeltaNet in a session: logits against the recurrence in float64, prompts split in any way, and states."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 from jax.errors import JaxRuntimeError
 
+from laneformer import custom_calls
+from laneformer.custom_calls.plan import make_plan
 from laneformer.custom_calls.request import Source
+from laneformer.decoder import decoder_ops
 from tests.support import small
 from tests.support.decode_cases import DELTA_NET
+from tests.support.gpu_cases import state_of, weights_of
+from tests.support.plan_interpreter import interpret
 
 pytestmark = small.needs_library
 
@@ -58,6 +65,26 @@ def test_any_split_of_a_prompt_has_the_same_bits_in_a_narrow_cache():
     whole = absorbed(call, ids, [101], dtype="bfloat16")
     for sizes in ([1] * 20 + [81], [47, 54]):
         assert small.same(absorbed(call, ids, sizes, dtype="bfloat16"), whole), sizes
+
+
+def test_layers_of_different_sizes_match_the_recurrence():
+    """A worker's buffers suffice for the largest layer, before and after a smaller one."""
+    smaller = {"key_heads": 2, "value_heads": 2, "key_dim": 5, "value_dim": 19, "conv_kernel": 3}
+    plan, other = (
+        make_plan(decoder_ops(config), config.schedule)
+        for config in (CONFIG, small.make_config(**DELTA_NET["delta net"] | {"delta_net": smaller}))
+    )
+    for smaller_layer in (0, 2):
+        layers = [*plan.ops.layers]
+        layers[smaller_layer] = other.ops.layers[smaller_layer]
+        mixed = dataclasses.replace(plan, ops=dataclasses.replace(plan.ops, layers=tuple(layers)))
+        weights, ids = weights_of(mixed), small.prompt_of(CONFIG, 40)
+        session = custom_calls.Session(mixed, threads=3)
+        for path, weight in weights.items():
+            session.pack(path, weight)
+        outputs, _ = small.jitted(session, room=3, logits=True)(small.make_inputs(ids, 3), state_of(mixed, 64))
+        expected = interpret(mixed, weights, [*ids, *outputs.tokens[:2].tolist()])[len(ids) - 1 :]
+        assert np.abs(expected - outputs.logits).max() < 1e-4 * np.abs(expected).max() > 1e-4
 
 
 def test_state_of_another_position_is_refused(call):
