@@ -113,11 +113,7 @@ void AttendOp::merge(Worker& w, const Heads& wanted, float* to) const {
 
 }  // namespace
 
-std::unique_ptr<Op> make_op(const plan::Attend& op, Setup& setup) {
-  auto made = std::make_unique<AttendOp>(op, setup);
-  setup.attention = made.get();
-  return made;
-}
+std::unique_ptr<Op> make_op(const plan::Attend& op, Setup& setup) { return make_attention<AttendOp>(op, setup); }
 
 namespace plan {
 

@@ -7,6 +7,7 @@
 
 #include <array>
 #include <cmath>
+#include <memory>
 #include <vector>
 
 #include "../state.h"
@@ -59,6 +60,14 @@ struct Parts {
   int64_t heads, channels;  // of a lane, of a head
   float* data;              // [lanes][kChunks][kBlock][heads][channels + 2]
 };
+
+// Makes an op of this class, whose results the module's later products read.
+template <class Kind, class Fields>
+std::unique_ptr<Op> make_attention(const Fields& op, Setup& setup) {
+  auto made = std::make_unique<Kind>(op, setup);
+  setup.attention = made.get();
+  return made;
+}
 
 // Rounds x [n] to the weights' dtype if the session rounds what products read. space: [n].
 void round_as_read(const Worker&, int64_t n, float* x, float* space);

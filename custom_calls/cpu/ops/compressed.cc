@@ -141,12 +141,12 @@ void CompressedKeepOp::keep_tail(Worker& w, const plan::Compressor& op, const Ru
 
 class CompressedAttendOp final : public Attention {
  public:
-  CompressedAttendOp(const plan::CompressedAttend& op, const plan::Plan& plan)
+  CompressedAttendOp(const plan::CompressedAttend& op, const Setup& setup)
       : op_(op),
-        lanes_((int)plan.lanes),
-        entries_(op.index ? plan.context / *op.ratio : 0),
+        lanes_((int)setup.state.plan.lanes),
+        entries_(op.index ? setup.state.plan.context / *op.ratio : 0),
         most_(op.index ? op.index->most : 0),
-        size_(entries_of_chunk(plan.context)),
+        size_(entries_of_chunk(setup.state.plan.context)),
         ones_(op.head_dim, 1.0f) {}
 
   void scratch(Arena& own, Arena& shared) const override { Buffers(*this, own, shared); }
@@ -358,9 +358,7 @@ void CompressedAttendOp::merge(Worker& w, const Heads& wanted, float* to) const 
 std::unique_ptr<Op> make_op(const plan::CompressedKeep& op, Setup&) { return std::make_unique<CompressedKeepOp>(op); }
 
 std::unique_ptr<Op> make_op(const plan::CompressedAttend& op, Setup& setup) {
-  auto made = std::make_unique<CompressedAttendOp>(op, setup.state.plan);
-  setup.attention = made.get();
-  return made;
+  return make_attention<CompressedAttendOp>(op, setup);
 }
 
 namespace plan {

@@ -120,9 +120,7 @@ void LatentAttendOp::merge(Worker& w, const Heads& wanted, float* to) const {
 std::unique_ptr<Op> make_op(const plan::LatentKeep& op, Setup&) { return std::make_unique<LatentKeepOp>(op); }
 
 std::unique_ptr<Op> make_op(const plan::LatentAttend& op, Setup& setup) {
-  auto made = std::make_unique<LatentAttendOp>(op, setup);
-  setup.attention = made.get();
-  return made;
+  return make_attention<LatentAttendOp>(op, setup);
 }
 
 namespace plan {
