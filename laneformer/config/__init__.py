@@ -1,9 +1,9 @@
-"""A model's config (`model`), the parts of it with their own sizes (`sizes`), and the options of each layer's blocks
-that follow from it (`options`).
+"""A model's config (`model`): its fields (`fields`), the parts of it with their own sizes (`sizes`), its checks
+(`rules`), and the options of each layer's blocks that follow from it (`options`).
 """
 
 from laneformer.config.checks import LARGEST, LARGEST_OTHER
-from laneformer.config.model import HIDDEN_ACTS, ModelConfig, recorded_fields
+from laneformer.config.model import ModelConfig, recorded_fields
 from laneformer.config.options import (
     AttentionOptions,
     BlockOptions,
@@ -17,6 +17,7 @@ from laneformer.config.options import (
     Norms,
     StreamsOptions,
 )
+from laneformer.config.rules import HIDDEN_ACTS
 from laneformer.config.sizes import CompressedAttention, DeltaNetSizes, LatentAttention, ResidualStreams, RopeScaling
 
 __all__ = [

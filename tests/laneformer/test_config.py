@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from laneformer import ConfigError, LaneformerError, ModelConfig, RopeScaling
 from laneformer.blocks.layer import after, after_sum, before
 from laneformer.config import LARGEST, LARGEST_OTHER, AttentionOptions, MlpOptions, NormOptions, Norms, recorded_fields
-from laneformer.config.model import OF_EXPERTS
+from laneformer.config.rules import OF_EXPERTS
 from laneformer.hf import config_from_hf
 from laneformer.hf.fields import Fields
 from laneformer.ops import LATER, Activation
