@@ -1,19 +1,15 @@
 """The ops of a decode step, collected from the layers."""
 
 from laneformer.blocks.layer import Layer, norm_op
-from laneformer.blocks.rotary import rotary_frequencies
 from laneformer.blocks.streams import Streams
 from laneformer.config import ModelConfig
-from laneformer.ops import DecoderOps, Head, HeadKind, Rotary, Weight
+from laneformer.ops import DecoderOps, Head, HeadKind, Weight
 
 
 def decoder_ops(config: ModelConfig) -> DecoderOps:
     """The ops of a model's decode step: the embedding, the ops of every layer's blocks, and the head."""
     vocab, hidden, lanes = config.vocab_size, config.hidden_size, config.num_lanes
-    frequencies, factor = rotary_frequencies(config)
-    still = (0.0,) * (config.head_size // 2 - len(frequencies))  # pairs that do not rotate
-    rotary = Rotary((*frequencies.tolist(), *still), factor)
-    layers = tuple(Layer.ops(layer, config.norms, f"layers.{n}", rotary) for n, layer in enumerate(config.layers))
+    layers = tuple(Layer.ops(layer, config.norms, f"layers.{n}") for n, layer in enumerate(config.layers))
     embedding = Weight("tok_embeddings", (vocab, hidden), lane_sharded=False)
     streams = config.norms.streams
     kind = HeadKind[config.lm_head_type.upper()]

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 from laneformer.blocks.block import Memory, Weights, hold, plain, within
 from laneformer.blocks.layer import Layer
 from laneformer.blocks.norm import RMSNorm
-from laneformer.blocks.rotary import rotary_tables
+from laneformer.blocks.rotary import rotations
 from laneformer.blocks.streams import Mixture, Streams
 from laneformer.config import LayerOptions, ModelConfig
 from laneformer.errors import InputError
@@ -343,7 +343,7 @@ class Laneformer(nnx.Module):
         if config.residual_streams is not None:
             several = (*x_lbsd.shape[:3], config.residual_streams.count, x_lbsd.shape[3])
             x_lbsd = jnp.broadcast_to(x_lbsd[..., None, :], several)
-        rotary = rotary_tables(config, start + jnp.arange(ids_bs.shape[1]))
+        rotary = rotations(config, start + jnp.arange(ids_bs.shape[1]))
         kept: dict[int, dict[str, jax.Array]] = {}
         mixtures: dict[int, Mixture] = {}
 

@@ -25,7 +25,7 @@ from laneformer.blocks.attention import Attention
 from laneformer.blocks.layer import BEFORE
 from laneformer.blocks.mlp import Mlp
 from laneformer.blocks.norm import RMSNorm
-from laneformer.blocks.rotary import rotary_tables
+from laneformer.blocks.rotary import rotations
 from laneformer.config import AttentionOptions, MlpOptions
 from laneformer.layout import Schedule
 from laneformer.model import Laneformer
@@ -66,7 +66,7 @@ def measure(model: Laneformer, ids_bs: np.ndarray, progress: Callable[[str], Non
     """The units of every module of a dense model (one lane), observed on these tokens. progress: receives lines."""
     config = model.config
     weights = {path: weight for path, weight in model.weights().items() if not isinstance(weight, Quantized)}
-    rotary = rotary_tables(config, jnp.arange(ids_bs.shape[1]))
+    rotary = rotations(config, jnp.arange(ids_bs.shape[1]))
     x, modules = model.tok_embeddings[...][ids_bs].astype(jnp.float32)[None], []
     for n in range(config.num_hidden_layers):
         progress(f"measuring layer {n + 1} of {config.num_hidden_layers}")

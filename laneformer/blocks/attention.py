@@ -8,10 +8,10 @@ from jax.sharding import PartitionSpec as P
 
 from laneformer.blocks.block import Group, Held, Initial, KeptArray, Memory, Mixer, Plain, Weight, weight_of_op
 from laneformer.blocks.norm import rms_norm
-from laneformer.blocks.rotary import Tables, rotate
+from laneformer.blocks.rotary import Rotations, rotary_op, rotate
 from laneformer.blocks.tiled_attention import attend
 from laneformer.config import AttentionOptions
-from laneformer.ops import Attend, Matrix, Norm, Op, Product, ProductName, Rotary, Value
+from laneformer.ops import Attend, Matrix, Norm, Op, Product, ProductName, Value
 
 
 class Attention(Mixer):
@@ -41,7 +41,7 @@ class Attention(Mixer):
         return rms_norm(y, gain, self.options.norm_eps, plus_one=plus_one).reshape(heads)
 
     def __call__(
-        self, h_lbsd: jax.Array, rotary: Tables, memory: Memory | None = None, segments_bs: jax.Array | None = None
+        self, h_lbsd: jax.Array, rotary: Rotations, memory: Memory | None = None, segments_bs: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """h [l, b, s, d] -> o [l, b, s, d], and the keys and values to keep.
 
@@ -51,7 +51,8 @@ class Attention(Mixer):
         dtype, window = self.precision.compute, self.options.window
         q, k, v = self.project("qkv", h_lbsd)
         if self.options.rotary:
-            q, k = rotate(q, rotary), rotate(k, rotary)
+            tables = rotary[self.options.rotary]
+            q, k = rotate(q, tables), rotate(k, tables)
         q = q.astype(dtype)
         sinks = self.sinks[...] if self.options.sinks else None
         if memory is None:
@@ -102,7 +103,7 @@ class Attention(Mixer):
         return found
 
     @staticmethod
-    def ops(options: AttentionOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
+    def ops(options: AttentionOptions, path: str, norm: Norm | None) -> tuple[Op, ...]:
         weight = partial(weight_of_op, Attention.table(options, path))
 
         def matrix(name: str, biased: bool = options.qkv_bias) -> Matrix:
@@ -125,7 +126,7 @@ class Attention(Mixer):
             options.head_dim,
             scale=float(np.float32(1) / np.sqrt(np.float32(options.head_dim))),  # in float32, as the model computes it
             window=options.window,
-            rotary=rotary if options.rotary else None,
+            rotary=rotary_op(options.rotary, options.head_dim) if options.rotary else None,
             q_norm=head_norm("q_norm"),
             k_norm=head_norm("k_norm"),
             sinks=weight(f"{path}.sinks") if options.sinks else None,

@@ -14,9 +14,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from laneformer import ops
-from laneformer.blocks.rotary import Tables
+from laneformer.blocks.rotary import Rotations
 from laneformer.formats import FORMATS
-from laneformer.ops import Norm, Op, Rotary
+from laneformer.ops import Norm, Op
 from laneformer.precision import Precision
 from laneformer.quantized import Quantized
 from laneformer.routing import Routing
@@ -227,10 +227,10 @@ class Block(nnx.Module):
 
     @staticmethod
     @abstractmethod
-    def ops(options: Any, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
+    def ops(options: Any, path: str, norm: Norm | None) -> tuple[Op, ...]:
         """The ops of a decode step of a block at `path`, with the weights of `table`; see laneformer/ops.py.
 
-        norm: norm of the stream that the block reads, if any. rotary: rotation of the model's positions.
+        norm: norm of the stream that the block reads, if any.
         """
 
     @staticmethod
@@ -244,11 +244,11 @@ class Mixer(Block):
 
     @abstractmethod
     def __call__(
-        self, h_lbsd: jax.Array, rotary: Tables, memory: Memory | None = None, segments_bs: jax.Array | None = None
+        self, h_lbsd: jax.Array, rotary: Rotations, memory: Memory | None = None, segments_bs: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """h [l, b, s, d] -> o [l, b, s, d], and the arrays that `state` lists; {} without a memory.
 
-        rotary: cos and sin of the positions. memory: the state before the first token, if there is one. segments: see
+        rotary: the tables of the positions, by rotation. memory: the state before the first token, if there is one. segments: see
         `Laneformer.__call__`.
         """
 

@@ -34,12 +34,12 @@ from laneformer.blocks.block import (
     weight_of_op,
     within,
 )
-from laneformer.blocks.compressor import Compressor, rotary_op, rotations
+from laneformer.blocks.compressor import Compressor
 from laneformer.blocks.norm import rms_norm
-from laneformer.blocks.rotary import Tables, rotate_last
+from laneformer.blocks.rotary import Rotations, Tables, rotary_op, rotate_last
 from laneformer.config import CompressedAttentionOptions
 from laneformer.errors import InputError
-from laneformer.ops import Blocks, Matrix, Norm, Op, Product, ProductName, Rotary, Value
+from laneformer.ops import Blocks, Matrix, Norm, Op, Product, ProductName, Value
 from laneformer.precision import Precision, widen
 from laneformer.quantized import Quantized
 
@@ -68,16 +68,15 @@ class CompressedAttention(Mixer):
             self.index_compressor = Compressor(own, options, options.index_head_dim, precision)
 
     def __call__(
-        self, h_lbsd: jax.Array, rotary: Tables, memory: Memory | None = None, segments_bs: jax.Array | None = None
+        self, h_lbsd: jax.Array, rotary: Rotations, memory: Memory | None = None, segments_bs: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """h [l, b, s, d] -> o [l, b, s, d], and the arrays that `state` lists. Raises InputError for segments, because
         an entry may combine positions of several documents.
         """
         if segments_bs is not None:
             raise InputError("compressed attention does not support segments; put one document in each sequence")
-        options, dtype, tokens = self.options, self.precision.compute, h_lbsd.shape[2]
+        options, dtype, turns = self.options, self.precision.compute, rotary[self.options.rotary]
         start = jnp.int32(0) if memory is None else memory.start
-        turns = rotations(options, start + jnp.arange(tokens))
         rank_lbsr = rms_norm(self._product("lbsd,rd->lbsr", h_lbsd, "wq_a"), self.q_norm[...], options.norm_eps)
         q = self._product("lbsr,lkr->lbsk", rank_lbsr, "wq_b").reshape(*h_lbsd.shape[:3], options.heads, -1)
         q = q * jax.lax.rsqrt(jnp.mean(q * q, -1, keepdims=True) + options.norm_eps)
@@ -219,7 +218,7 @@ class CompressedAttention(Mixer):
         return found
 
     @staticmethod
-    def ops(options: CompressedAttentionOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
+    def ops(options: CompressedAttentionOptions, path: str, norm: Norm | None) -> tuple[Op, ...]:
         table, groups = CompressedAttention.table(options, path), options.o_groups
 
         def matrices(*names: str) -> tuple[Matrix, ...]:
@@ -231,7 +230,7 @@ class CompressedAttention(Mixer):
         def of_rank(name: ProductName, weight: str, writes: Value) -> Product:
             return Product(name, matrices(weight), reads=Value.HIDDEN, writes=writes, norm=inner("q_norm"))
 
-        rotary, size = rotary_op(options), options.head_dim
+        rotary, size = rotary_op(options.rotary), options.head_dim
         entries = index_keys = index = None
         projected = [*matrices("wkv")]
         queries = [of_rank(ProductName.QUERIES, "wq_b", Value.QUERIES)]

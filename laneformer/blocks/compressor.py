@@ -31,7 +31,7 @@ from laneformer.blocks.block import (
     weight_of_op,
 )
 from laneformer.blocks.norm import rms_norm
-from laneformer.blocks.rotary import Tables, rotate_last, stretched_frequencies, tables_of
+from laneformer.blocks.rotary import rotary_op, rotary_tables, rotate_last
 from laneformer.config import CompressedAttentionOptions
 from laneformer.ops import EntrySize
 from laneformer.precision import Precision
@@ -99,7 +99,7 @@ class Compressor(nnx.Module):
         made = (jax.nn.softmax(gate, 3) * x).sum(3)
         made = rms_norm(made, self.norm[...], self.options.norm_eps)
         positions = ratio * (first + jnp.arange(windows))
-        return rotate_last(made[..., None, :], rotations(self.options, positions))[..., 0, :], first
+        return rotate_last(made[..., None, :], rotary_tables(self.options.rotary, positions))[..., 0, :], first
 
     @staticmethod
     def table(options: CompressedAttentionOptions, path: str, channels: int) -> dict[str, Weight]:
@@ -134,20 +134,8 @@ class Compressor(nnx.Module):
         table, size = Compressor.table(options, path, channels), size_of(options, channels)
         biases = weight_of_op(table, f"{path}.positions", small=True)
         norm = ops.Norm(weight_of_op(table, f"{path}.norm"), options.norm_eps)
-        return ops.Compressor(**vars(size), first=first, biases=biases, norm=norm, rotary=rotary_op(options))
+        return ops.Compressor(**vars(size), first=first, biases=biases, norm=norm, rotary=rotary_op(options.rotary))
 
 
 def size_of(options: CompressedAttentionOptions, channels: int) -> EntrySize:
     return EntrySize(channels, options.ratio, options.overlaps)
-
-
-def rotary_op(options: CompressedAttentionOptions) -> ops.Rotary:
-    """The layer's rotation as an op refers to it."""
-    frequencies, factor = stretched_frequencies(options.qk_rope_head_dim, options.rope_theta, options.rope_scaling)
-    return ops.Rotary(tuple(frequencies.tolist()), factor)
-
-
-def rotations(options: CompressedAttentionOptions, positions: jax.Array) -> Tables:
-    """cos and sin of the layer's rotation at these positions [s], float32 [s, qk_rope_head_dim / 2]."""
-    found = stretched_frequencies(options.qk_rope_head_dim, options.rope_theta, options.rope_scaling)
-    return tables_of(*found, positions)

@@ -32,9 +32,9 @@ from laneformer.blocks.block import (
     weight_of_op,
 )
 from laneformer.blocks.norm import rms_norm
-from laneformer.blocks.rotary import Tables
+from laneformer.blocks.rotary import Rotations
 from laneformer.config import DeltaNetOptions
-from laneformer.ops import Matrix, Norm, Op, Product, ProductName, Rotary, Value
+from laneformer.ops import Matrix, Norm, Op, Product, ProductName, Value
 
 CHUNK = 64  # tokens that are computed together, a power of two
 UNIT_EPS = 1e-6  # added to the squared lengths of q and k
@@ -59,7 +59,7 @@ class DeltaNet(Mixer):
         return self.precision.widened(y).reshape(*y.shape[:-1], self.options.sizes.key_heads, -1)
 
     def __call__(
-        self, h_lbsd: jax.Array, rotary: Tables, memory: Memory | None = None, segments_bs: jax.Array | None = None
+        self, h_lbsd: jax.Array, rotary: Rotations, memory: Memory | None = None, segments_bs: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """h [l, b, s, d] -> o [l, b, s, d], and the arrays that `state` lists. segments: see `Laneformer.__call__`."""
         sizes, compute = self.options.sizes, self.precision.compute
@@ -110,7 +110,7 @@ class DeltaNet(Mixer):
         return {f"{path}.{name}": attention_weight(f"{path}.{name}", *row) for name, row in rows.items()}
 
     @staticmethod
-    def ops(options: DeltaNetOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
+    def ops(options: DeltaNetOptions, path: str, norm: Norm | None) -> tuple[Op, ...]:
         weight = partial(weight_of_op, DeltaNet.table(options, path))
 
         def matrices(*names: str) -> tuple[Matrix, ...]:

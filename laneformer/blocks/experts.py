@@ -31,7 +31,6 @@ from laneformer.ops import (
     Product,
     ProductName,
     RootRoute,
-    Rotary,
     Route,
     SharedExpert,
     SigmoidRoute,
@@ -235,7 +234,7 @@ class Experts(FeedForward):
         return found
 
     @staticmethod
-    def ops(options: ExpertsOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
+    def ops(options: ExpertsOptions, path: str, norm: Norm | None) -> tuple[Op, ...]:
         table, clamped = Experts.table(options, path), options.limit is not None
         functions = {QUICK_GELU_FACTOR: Activation.QUICK_GELU, 1.0: Activation.SILU}
         if clamped and options.alpha not in functions:
@@ -278,7 +277,7 @@ class Experts(FeedForward):
             route = Route(*router)
         if not options.shared:
             return route, hidden, down
-        beside = Mlp.ops(options.shared, f"{path}.{SHARED}", norm, rotary)
+        beside = Mlp.ops(options.shared, f"{path}.{SHARED}", norm)
         gate = matrix("shared_gate", of_experts=False) if options.shared_gate else None
         return route, hidden, down, SharedExpert(beside, gate)
 

@@ -28,10 +28,10 @@ from laneformer.blocks.block import (
     weight_of_op,
 )
 from laneformer.blocks.norm import rms_norm
-from laneformer.blocks.rotary import Tables, rotate
+from laneformer.blocks.rotary import Rotations, Tables, rotary_op, rotate
 from laneformer.blocks.tiled_attention import attend
 from laneformer.config import LatentAttentionOptions
-from laneformer.ops import Blocks, LatentAttend, LatentKeep, Matrix, Norm, Op, Product, ProductName, Rotary, Value
+from laneformer.ops import Blocks, LatentAttend, LatentKeep, Matrix, Norm, Op, Product, ProductName, Value
 from laneformer.precision import widen
 from laneformer.quantized import Quantized
 
@@ -57,7 +57,7 @@ class LatentAttention(Mixer):
     wo: Held
 
     def __call__(
-        self, h_lbsd: jax.Array, rotary: Tables, memory: Memory | None = None, segments_bs: jax.Array | None = None
+        self, h_lbsd: jax.Array, rotary: Rotations, memory: Memory | None = None, segments_bs: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """h [l, b, s, d] -> o [l, b, s, d], and the latents to keep.
 
@@ -66,8 +66,9 @@ class LatentAttention(Mixer):
         """
         dtype, options = self.precision.compute, self.options
         q_lbshe, q_lbshr = jnp.split(self._queries(h_lbsd), [options.qk_nope_head_dim], -1)
-        q_lbshr = rotate(q_lbshr, rotary)
-        x_lbsc, z_lbsr = self._latents(h_lbsd, rotary)
+        tables = rotary[options.rotary]
+        q_lbshr = rotate(q_lbshr, tables)
+        x_lbsc, z_lbsr = self._latents(h_lbsd, tables)
         if memory is None:
             kept = {}
             heads = self._product("lbsc,lic->lbsi", x_lbsc, "wkv_b").reshape(*x_lbsc.shape[:3], options.heads, -1)
@@ -101,12 +102,12 @@ class LatentAttention(Mixer):
             q = self._product("lbsj,lij->lbsi", y, "wq_b")
         return q.reshape(*q.shape[:3], self.options.heads, -1)
 
-    def _latents(self, h_lbsd: jax.Array, rotary: Tables) -> tuple[jax.Array, jax.Array]:
+    def _latents(self, h_lbsd: jax.Array, tables: Tables) -> tuple[jax.Array, jax.Array]:
         """The normed latents x [l, b, s, c] and the rotated keys z [l, b, s, r]."""
         y = self._product("lbsd,id->lbsi", h_lbsd, "wkv_a")
         x_lbsc, z_lbsr = jnp.split(y, [self.options.kv_lora_rank], -1)
         x_lbsc = rms_norm(x_lbsc, self.kv_norm[...], self.options.latent_norm_eps)
-        return x_lbsc, rotate(z_lbsr[..., None, :], rotary)[..., 0, :]
+        return x_lbsc, rotate(z_lbsr[..., None, :], tables)[..., 0, :]
 
     def _by_head(self, h_lbsd: jax.Array) -> list[jax.Array]:
         """The matrices wk [l, h, e, c] and wv [l, h, g, c]. h: array on which the widening depends, see `widen`."""
@@ -139,7 +140,7 @@ class LatentAttention(Mixer):
         return found
 
     @staticmethod
-    def ops(options: LatentAttentionOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Op, ...]:
+    def ops(options: LatentAttentionOptions, path: str, norm: Norm | None) -> tuple[Op, ...]:
         table = LatentAttention.table(options, path)
 
         def matrix(name: str) -> Matrix:
@@ -163,8 +164,7 @@ class LatentAttention(Mixer):
         def of_stream(name: ProductName, weight: str, writes: Value) -> Product:
             return Product(name, (matrix(weight),), reads=Value.STREAM, writes=writes, norm=norm)
 
-        rotary = Rotary(rotary.frequencies[: options.qk_rope_head_dim // 2], rotary.factor)  # other pairs do not rotate
-        heads, rank = options.heads, options.kv_lora_rank
+        rotary, heads, rank = rotary_op(options.rotary), options.heads, options.kv_lora_rank
         still, values = options.qk_nope_head_dim, options.v_head_dim
         if options.q_lora_rank is None:
             queries = [of_stream(ProductName.QUERIES, "wq", Value.QUERIES)]

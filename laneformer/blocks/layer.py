@@ -9,10 +9,10 @@ from laneformer import ops
 from laneformer.blocks import BLOCKS
 from laneformer.blocks.block import FeedForward, Memory, Mixer, Weight, Weights, weight_of_op, within
 from laneformer.blocks.norm import RMSNorm
-from laneformer.blocks.rotary import Tables
+from laneformer.blocks.rotary import Rotations
 from laneformer.blocks.streams import Mixture, Streams
 from laneformer.config import LayerOptions, NormOptions, Norms
-from laneformer.ops import Norm, Rotary
+from laneformer.ops import Norm
 from laneformer.precision import Precision
 from laneformer.routing import Routing
 
@@ -53,7 +53,7 @@ class Layer(nnx.Module):
         return streams.read(x)
 
     def attend(
-        self, x_lbsd: jax.Array, rotary: Tables, memory: Memory | None, segments_bs: jax.Array | None
+        self, x_lbsd: jax.Array, rotary: Rotations, memory: Memory | None, segments_bs: jax.Array | None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The attention's output [l, b, s, d] and the arrays to keep; see `Mixer.__call__`."""
         o_lbsd, kept = self.attention(self._read(x_lbsd, "attention"), rotary, memory, segments_bs)
@@ -101,7 +101,7 @@ class Layer(nnx.Module):
         ]
 
     @staticmethod
-    def ops(options: LayerOptions, norms: Norms, path: str, rotary: Rotary) -> ops.Layer:
+    def ops(options: LayerOptions, norms: Norms, path: str) -> ops.Layer:
         """The ops of a decode step of the layer."""
 
         def module(name: str) -> ops.Module:
@@ -110,7 +110,7 @@ class Layer(nnx.Module):
                 norm_op(norm, f"{path}.{names[name]}") if norm else None
                 for norm, names in ((before(norms), BEFORE), (after(norms), AFTER))
             )
-            found = BLOCKS[type(own)].ops(own, f"{path}.{name}", of_stream, rotary)
+            found = BLOCKS[type(own)].ops(own, f"{path}.{name}", of_stream)
             if norms.streams:
                 found = (Streams.op(norms.streams, f"{path}.{STREAMS[name]}"), *found)
             if after_sum(norms):

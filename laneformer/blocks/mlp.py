@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 
 from laneformer.blocks.block import FeedForward, Held, Initial, Weight, weight_of_op
 from laneformer.config import MlpOptions
-from laneformer.ops import QUICK_GELU_FACTOR, Activation, Matrix, Norm, Product, ProductName, Rotary, Value
+from laneformer.ops import QUICK_GELU_FACTOR, Activation, Matrix, Norm, Product, ProductName, Value
 
 FUNCTIONS: dict[Activation, Callable[[jax.Array], jax.Array]] = {
     Activation.SILU: jax.nn.silu,
@@ -53,7 +53,7 @@ class Mlp(FeedForward):
         return {f"{path}.{name}": weight for name, weight in (read | written).items()}
 
     @staticmethod
-    def ops(options: MlpOptions, path: str, norm: Norm | None, rotary: Rotary) -> tuple[Product, ...]:
+    def ops(options: MlpOptions, path: str, norm: Norm | None) -> tuple[Product, ...]:
         table = Mlp.table(options, path)
         *first, down = (Matrix(weight_of_op(table, f"{path}.{name}")) for name in (*_read_by(options), "w2"))
         hidden = Product(

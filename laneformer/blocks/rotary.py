@@ -3,29 +3,26 @@ contexts.
 """
 
 import math
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from laneformer.config import ModelConfig, RopeScaling
+from laneformer.config import ModelConfig, RopeScaling, RotaryOptions
+from laneformer.ops import Rotary
 
 Tables = tuple[jax.Array, jax.Array]
 """cos and sin of each position's angles, float32 [s, pairs of channels]."""
+Rotations = Mapping[RotaryOptions, Tables]
+"""The tables of all rotations of a model."""
 
 
-def rotary_frequencies(config: ModelConfig) -> tuple[np.ndarray, float]:
-    """The frequency of each pair of rotated channels in radians per position, float32 [rotary_size / 2], and the factor
-    on cos and sin.
+def rotary_frequencies(options: RotaryOptions) -> tuple[np.ndarray, float]:
+    """The frequency of each pair of rotated channels in radians per position, float32 [channels / 2], and the factor on
+    cos and sin.
     """
-    return stretched_frequencies(config.rotary_size, config.rope_theta, config.rope_scaling)
-
-
-def stretched_frequencies(size: int, theta: float, scaling: RopeScaling | None) -> tuple[np.ndarray, float]:
-    """The frequencies of `size` rotated channels in radians per position, float32 [size / 2], and the factor on cos and
-    sin. theta: base of the frequencies. scaling: their scaling to longer contexts, or None.
-    """
-    half = size // 2
+    half, theta, scaling = options.channels // 2, options.theta, options.scaling
     frequencies: np.ndarray = theta ** (-np.arange(half, dtype=np.float64) / half)
     factor = 1.0
     if scaling is not None:
@@ -75,15 +72,26 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
 _STRETCH = {"linear": _linear, "llama3": _llama3, "yarn": _yarn}
 
 
-def rotary_tables(config: ModelConfig, positions_s: jax.Array) -> Tables:
-    """cos and sin of each position's angles, float32 [s, rotary_size / 2]."""
-    return tables_of(*rotary_frequencies(config), positions_s)
+def rotations(config: ModelConfig, positions_s: jax.Array) -> Rotations:
+    """The tables of all rotations of a model at these positions."""
+    kinds = dict.fromkeys(layer.attention.rotary for layer in config.layers)
+    return {kind: rotary_tables(kind, positions_s) for kind in kinds if kind}
 
 
-def tables_of(frequencies: np.ndarray, factor: float, positions_s: jax.Array) -> Tables:
-    """cos and sin of each position's angles for the given frequencies, times the factor, float32 [s, frequencies]."""
+def rotary_tables(options: RotaryOptions, positions_s: jax.Array) -> Tables:
+    """cos and sin of each position's angles, float32 [s, channels / 2]."""
+    frequencies, factor = rotary_frequencies(options)
     angles = positions_s.astype(jnp.float32)[:, None] * frequencies
     return jnp.cos(angles) * factor, jnp.sin(angles) * factor
+
+
+def rotary_op(options: RotaryOptions, channels: int | None = None) -> Rotary:
+    """The rotation as an op refers to it. channels: channels of the op's heads, of which the last may not rotate; by
+    default those that rotate.
+    """
+    frequencies, factor = rotary_frequencies(options)
+    still = (channels or options.channels) // 2 - len(frequencies)
+    return Rotary((*frequencies.tolist(), *(0.0,) * still), factor)
 
 
 def rotate(x: jax.Array, tables: Tables) -> jax.Array:

@@ -15,6 +15,7 @@ from laneformer.config.options import (
     MlpOptions,
     NormOptions,
     Norms,
+    RotaryOptions,
     StreamsOptions,
 )
 from laneformer.config.rules import HIDDEN_ACTS
@@ -40,6 +41,7 @@ __all__ = [
     "Norms",
     "ResidualStreams",
     "RopeScaling",
+    "RotaryOptions",
     "StreamsOptions",
     "recorded_fields",
 ]

@@ -16,6 +16,7 @@ from laneformer.config.options import (
     MlpOptions,
     NormOptions,
     Norms,
+    RotaryOptions,
     StreamsOptions,
 )
 from laneformer.config.rules import LAYER_LISTS, check_together, check_values
@@ -57,6 +58,7 @@ class ModelConfig(ModelFields):
                 num_lanes=self.num_lanes,
                 **dataclasses.asdict(self.latent_attention),
                 heads=self.num_attention_heads // self.num_lanes,
+                rotary=self._rotary(),
                 scale=self.head_size**-0.5 * (self.rope_scaling.score_factor if self.rope_scaling else 1.0),
             )
             return tuple(LayerOptions(latent, self._feed_forward(n)) for n in range(self.num_hidden_layers))
@@ -84,7 +86,7 @@ class ModelConfig(ModelFields):
             kv_heads=max(1, self.num_key_value_heads // self.num_lanes),
             head_dim=self.head_size,
             window=window,
-            rotary=layer not in self.nope_layers,
+            rotary=None if layer in self.nope_layers else self._rotary(),
             qkv_bias=self.qkv_bias,
             out_bias=self.out_bias,
             sinks=self.attention_sinks,
@@ -94,9 +96,11 @@ class ModelConfig(ModelFields):
             **self.attention_variant,
         )
 
+    def _rotary(self) -> RotaryOptions:
+        return RotaryOptions(self.rotary_size, self.rope_theta, self.rope_scaling)
+
     def _compressed(self, own: CompressedAttention, layer: int) -> CompressedAttentionOptions:
         ratio, lanes = own.ratios[layer], self.num_lanes
-        rope = own if ratio else self
         return CompressedAttentionOptions(
             hidden_size=self.hidden_size,
             num_lanes=lanes,
@@ -106,14 +110,12 @@ class ModelConfig(ModelFields):
             overlaps=ratio == own.overlap_ratio,
             window=own.window,
             q_lora_rank=own.q_lora_rank,
-            qk_rope_head_dim=own.qk_rope_head_dim,
+            rotary=RotaryOptions(own.qk_rope_head_dim, own.rope_theta, own.rope_scaling) if ratio else self._rotary(),
             o_groups=own.o_groups // lanes,
             o_lora_rank=own.o_lora_rank,
             index_heads=own.index_heads,
             index_head_dim=own.index_head_dim,
             index_topk=own.index_topk,
-            rope_theta=rope.rope_theta,
-            rope_scaling=rope.rope_scaling,
             norm_eps=self.norm_eps,
         )
 

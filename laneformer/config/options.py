@@ -1,7 +1,7 @@
 """The options of each block of a layer, as its class in laneformer/blocks takes them. Sizes are those of one lane."""
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 from laneformer.config.sizes import DeltaNetSizes, LatentAttention, RopeScaling
 from laneformer.ops import QUICK_GELU_FACTOR, Activation, AttentionVariant, ModuleVariant
@@ -33,6 +33,18 @@ class Norms(ModuleVariant):
     """How modules read and write several residual streams; None: there is one."""
 
 
+@dataclass(frozen=True)
+class RotaryOptions:
+    """Options of the rotation of channels by their position; see laneformer/blocks/rotary.py."""
+
+    channels: int
+    """Channels of a head that rotate."""
+    theta: float
+    """Base of the frequencies."""
+    scaling: RopeScaling | None = None
+    """Scaling of the frequencies to longer contexts."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionOptions(AttentionVariant):
     """Options of the attention of one layer; see laneformer/blocks/attention.py."""
@@ -47,8 +59,8 @@ class AttentionOptions(AttentionVariant):
     """Channels of one head."""
     window: int | None
     """Keys that a query attends to, including its own position; None for all."""
-    rotary: bool
-    """Whether q and k are rotated by their positions."""
+    rotary: RotaryOptions | None
+    """How q and k are rotated by their positions; None: they are not."""
     qkv_bias: bool
     """Whether the projections of q, k, v and the gate have biases."""
     out_bias: bool = False
@@ -74,6 +86,8 @@ class DeltaNetOptions:
     norm_eps: float
     """Added to the mean square in the norm of each head's results."""
 
+    rotary: ClassVar[RotaryOptions | None] = None
+
     @property
     def keys(self) -> int:
         """Channels of q, equal to those of k, in one lane."""
@@ -95,6 +109,8 @@ class LatentAttentionOptions(LatentAttention):
     """Heads of one lane."""
     scale: float
     """Factor on the scores q . k."""
+    rotary: RotaryOptions
+    """How the last channels of a head are rotated."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,15 +193,14 @@ class CompressedAttentionOptions:
     """Whether entries also cover the positions of the entry before, and an indexer chooses among them."""
     window: int
     q_lora_rank: int
-    qk_rope_head_dim: int
+    rotary: RotaryOptions
+    """How the last channels of a head are rotated."""
     o_groups: int
     """Groups of heads of one lane."""
     o_lora_rank: int
     index_heads: int
     index_head_dim: int
     index_topk: int
-    rope_theta: float
-    rope_scaling: RopeScaling | None
     norm_eps: float
 
 

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 import laneformer
 from laneformer import CheckpointError, ConfigError, ModelConfig, Precision
 from laneformer.blocks.experts import Experts
-from laneformer.blocks.rotary import rotary_tables
+from laneformer.blocks.rotary import rotations
 from laneformer.config import ExpertsOptions, MlpOptions
 from laneformer.decoder import decoder_ops
 from laneformer.hf import read_hf_config
@@ -271,7 +271,7 @@ def test_routes_equal_the_reference(case):
     @jax.jit
     def routes(model, ids_bs):
         x_lbsd, found = model.tok_embeddings[...][ids_bs][None], []
-        rotary = rotary_tables(model.config, jnp.arange(ids_bs.shape[1]))
+        rotary = rotations(model.config, jnp.arange(ids_bs.shape[1]))
         for layer in model.layers:
             x_lbsd = x_lbsd + layer.attend(x_lbsd, rotary, None, None)[0]
             shares, routing = layer.feed_forward.route(layer.ffn_norm(x_lbsd))

@@ -11,7 +11,7 @@ from laneformer import ConfigError, ModelConfig, Precision
 from laneformer.blocks.block import Memory
 from laneformer.blocks.latent_attention import LatentAttention
 from laneformer.config import LatentAttention as Options
-from laneformer.config import LatentAttentionOptions, RopeScaling
+from laneformer.config import LatentAttentionOptions, RopeScaling, RotaryOptions
 from laneformer.decoder import decoder_ops
 from laneformer.ops import without_kernel
 from laneformer.weights import attention_flops_per_token, kv_bytes_per_token
@@ -20,10 +20,12 @@ LANES, HEADS, LENGTH = 2, 3, 20
 SIZES = {"kv_lora_rank": 5, "qk_nope_head_dim": 4, "qk_rope_head_dim": 6, "v_head_dim": 7}
 POSITIONS = np.arange(LENGTH)[:, None] * [1.0, 0.3, 0.1]
 TABLES = np.float32(np.cos(POSITIONS)), np.float32(np.sin(POSITIONS))
+ROTARY = RotaryOptions(6, 1.0)  # stands for these tables
 
 
 def options(rank: int | None) -> LatentAttentionOptions:
-    return LatentAttentionOptions(hidden_size=8, num_lanes=LANES, heads=HEADS, scale=0.4, q_lora_rank=rank, **SIZES)
+    sizes = {"hidden_size": 8, "num_lanes": LANES, "heads": HEADS, **SIZES}
+    return LatentAttentionOptions(scale=0.4, q_lora_rank=rank, rotary=ROTARY, **sizes)
 
 
 def weights_of(own: LatentAttentionOptions) -> dict[str, np.ndarray]:
@@ -76,7 +78,7 @@ def test_both_forms_equal_float64(rank):
     expected = reference(np, own, w, H)
     attention = block({name: jax.device_put(np.float32(array)) for name, array in w.items()}, own)
     call = jax.jit(lambda attention, *args: attention(*args))
-    found, kept = call(attention, np.float32(H), TABLES)
+    found, kept = call(attention, np.float32(H), {ROTARY: TABLES})
     assert kept == {}
     np.testing.assert_allclose(found, expected, atol=3e-5)
     [kept] = LatentAttention.state(own)
@@ -85,7 +87,7 @@ def test_both_forms_equal_float64(rank):
     for part in (1, 9, 9, 1):
         rows = slice(start, start + part)
         tables = [table[rows] for table in TABLES]
-        found, cache = call(attention, np.float32(H[:, :, rows]), tables, Memory(cache, np.int32(start)))
+        found, cache = call(attention, np.float32(H[:, :, rows]), {ROTARY: tables}, Memory(cache, np.int32(start)))
         np.testing.assert_allclose(found, expected[:, :, rows], atol=3e-5)
         start += part
 
@@ -96,7 +98,7 @@ def test_gradients_equal_the_reference():
     w = {name: jax.device_put(np.float32(array)) for name, array in weights_of(own).items()}
 
     def ours(w):
-        return jnp.sin(block(w, own)(jnp.float32(H), TABLES, segments_bs=segments_bs)[0]).mean()
+        return jnp.sin(block(w, own)(jnp.float32(H), {ROTARY: TABLES}, segments_bs=segments_bs)[0]).mean()
 
     def theirs(w):
         return jnp.sin(reference(jnp, own, w, jnp.float32(H), segments_bs)).mean()
