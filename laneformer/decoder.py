@@ -20,5 +20,7 @@ def decoder_ops(config: ModelConfig) -> DecoderOps:
         config.pre_norm_lane_agg,
         embedding if config.tie_word_embeddings else Weight("lm_head", (rows, hidden), kind != HeadKind.REPLICATE),
         Streams.op(streams, "head_streams", of_head=True) if streams else None,
+        config.final_logit_softcapping,
     )
-    return DecoderOps(lanes, hidden, vocab, config.max_position_embeddings, embedding, layers, head)
+    multiplier = config.embedding_multiplier
+    return DecoderOps(lanes, hidden, vocab, config.max_position_embeddings, embedding, multiplier, layers, head)

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from laneformer.mesh import DATA
 from laneformer.precision import Precision
+from laneformer.softcap import capped, slope_of_cap
 
 
 class TokenLoss(NamedTuple):
@@ -39,6 +40,7 @@ def cross_entropy(
     precision: Precision,
     axis: str | None = None,
     add_lanes: bool = False,
+    cap: float | None = None,
 ) -> TokenLoss:
     """Weighted cross-entropy of a head's logits, with z-loss (PaLM, Chowdhery et al., arXiv 2204.02311).
 
@@ -49,7 +51,7 @@ def cross_entropy(
 
     axis: the manual mesh axis over which slices or lanes are spread; None: each device has the whole head. y (float32)
     must vary over this axis: `jax.lax.pcast` does that, and its transpose sums dy once, at the end. The batch may be
-    sharded over the mesh axis "data".
+    sharded over the mesh axis "data". cap: softcap of the logits, or None.
 
     The sequence is cut into equal chunks of at most `chunk` positions. As the loss is a weighted sum, a chunk's dlogits
     are known as soon as its logits are. For a gradient, the same sweep therefore sums dy and, in float32, dhead, and
@@ -60,7 +62,7 @@ def cross_entropy(
     if weights_bs is None:
         weights_bs = jnp.ones(targets_bs.shape, jnp.float32)
     batch, data = targets_bs.shape[0], jax.sharding.get_abstract_mesh().shape.get(DATA, 1)
-    head = _Head(precision, axis, add_lanes, data if batch % data == 0 else 1)
+    head = _Head(precision, axis, add_lanes, data if batch % data == 0 else 1, cap)
     with jax.named_scope("loss"):
         found: TokenLoss = _cross_entropy(head, chunk, z_loss, y_lbsd, head_lvd, targets_bs, weights_bs)
     return found
@@ -78,9 +80,15 @@ class _Head:
     axis: str | None
     add_lanes: bool
     groups: int
+    cap: float | None
 
     def logits(self, y_lgbsd: jax.Array, w_lvd: jax.Array) -> jax.Array:
         """Logits of this device's slices of the vocabulary, float32 [l, g, b, s, v]; -inf outside the vocabulary."""
+        logits = self._products(y_lgbsd, w_lvd)
+        return logits if self.cap is None else jnp.where(logits == -jnp.inf, logits, capped(logits, self.cap))
+
+    def _products(self, y_lgbsd: jax.Array, w_lvd: jax.Array) -> jax.Array:
+        """The logits before their softcap."""
         if not self.add_lanes:
             return self.precision.einsum("lgbsd,lvd->lgbsv", y_lgbsd, w_lvd).astype(jnp.float32)
         logits = self.precision.einsum("lgbsd,lvd->gbsv", y_lgbsd, w_lvd).astype(jnp.float32)
@@ -92,8 +100,13 @@ class _Head:
             )
         return logits[None]
 
-    def gradients(self, dlogits_lgbsv: jax.Array, y_lgbsd: jax.Array, w_lvd: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def gradients(
+        self, dlogits_lgbsv: jax.Array, logits_lgbsv: jax.Array, y_lgbsd: jax.Array, w_lvd: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """dy [l, g, b, s, d] and each group's dw [l, g, d, v]. This order avoids transposes as large as dlogits."""
+        if self.cap is not None:
+            inside = jnp.maximum(logits_lgbsv, -self.cap)  # dlogits are 0 outside the vocabulary
+            dlogits_lgbsv = dlogits_lgbsv * slope_of_cap(inside, self.cap)
         dlogits, letters = dlogits_lgbsv.astype(self.precision.compute), "lgbsv"
         if self.add_lanes:
             dlogits, letters = dlogits[0], "gbsv"
@@ -185,7 +198,7 @@ def _sweep(
         slope = weights * (1 + 2 * z_loss * lse) / sum_exp
         one_hot = jax.nn.one_hot(columns, logits.shape[-1])
         dlogits = slope[..., None] * jnp.exp(logits - highest[..., None]) - weights[..., None] * one_hot
-        dy, more = head.gradients(dlogits, y, w)
+        dy, more = head.gradients(dlogits, logits, y, w)
         return dw + more.astype(jnp.float32), (nll, lse, dy)
 
     chunks = cut(y_lbsd.astype(head.precision.compute), 1), cut(targets_bs, 0), cut(weights_bs, 0)

@@ -33,6 +33,7 @@ from laneformer.mesh import DATA, LANE, check_mesh, fit_spec, lane_spec, shardin
 from laneformer.precision import Precision, widen
 from laneformer.quantized import WHOLE, Quantized
 from laneformer.routing import RouterSums, Routing, in_common, load_of, router_losses, router_sums
+from laneformer.softcap import capped
 from laneformer.state import Cache, make_cache
 from laneformer.weights import initial_weights, parameter_table
 
@@ -193,6 +194,7 @@ class Laneformer(nnx.Module):
                 precision=self.precision,
                 axis=LANE if self._head_is_split() else None,
                 add_lanes=self.config.lm_head_type == "lane",
+                cap=self.config.final_logit_softcapping,
             )
             routers = router_sums(routings, weights_bs)
             if routers is None:
@@ -337,6 +339,8 @@ class Laneformer(nnx.Module):
         config, start = self.config, jnp.zeros((), jnp.int32) if cache is None else cache.length
         with jax.named_scope("embed"):
             x_bsd = self.tok_embeddings[...][ids_bs].astype(self.precision.stream)
+            if config.embedding_multiplier != 1:
+                x_bsd = x_bsd * config.embedding_multiplier
             if self._split_mesh() is not None:
                 x_bsd = jax.lax.pcast(x_bsd, (LANE,), to="varying")  # each lane has its own stream from here on
             x_lbsd = self._by_batch(jnp.broadcast_to(x_bsd, (self._local_lanes(), *x_bsd.shape)))
@@ -392,9 +396,11 @@ class Laneformer(nnx.Module):
         y_lbsd, w_lvd = self._head_operands(x_lbsd)
         if self.config.lm_head_type == "lane":
             logits = self.precision.einsum("lbsd,lvd->lbsv", y_lbsd, w_lvd)
-            return self._sum_lanes(logits.astype(jnp.float32))[0]
-        logits = self.precision.einsum("lbsd,lvd->bslv", y_lbsd, w_lvd)
-        return logits.reshape(*logits.shape[:2], -1).astype(jnp.float32)
+            logits = self._sum_lanes(logits.astype(jnp.float32))[0]
+        else:
+            logits = self.precision.einsum("lbsd,lvd->bslv", y_lbsd, w_lvd)
+            logits = logits.reshape(*logits.shape[:2], -1).astype(jnp.float32)
+        return capped(logits, self.config.final_logit_softcapping)
 
     def _head_operands(self, x_lbsd: jax.Array) -> tuple[jax.Array, jax.Array | Quantized[jax.Array]]:
         """The head's operands y [l, b, s, d] and w [l, v, d], with l = 1 if the lanes share them."""

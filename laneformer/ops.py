@@ -394,6 +394,8 @@ class AttentionVariant:
 
     attention_gate: bool = dataclasses.field(default=False, metadata=LATER)
     """Each channel of the heads' results is multiplied by the sigmoid of a projection, before wo (arXiv 2505.06708)."""
+    attn_logit_softcapping: float | None = dataclasses.field(default=None, metadata=LATER)
+    """Softcap of the scaled scores: cap tanh(score / cap) (Gemma 2, arXiv 2408.00118); None: no cap."""
 
     @property
     def attention_variant(self) -> dict[str, Any]:
@@ -944,6 +946,8 @@ class Head:
     """Matrix of one lane, with the shape of its HeadKind; the embedding table if the two are tied."""
     gather: GatherStreams | None = None
     """How the head reads several residual streams; then each module begins with GatherStreams too."""
+    softcap: float | None = None
+    """The logits are softcap tanh(logits / softcap); None: unchanged."""
 
 
 @dataclass(frozen=True)
@@ -962,5 +966,7 @@ class DecoderOps:
     """Largest number of positions."""
     embedding: Weight
     """Embedding table [vocab_size, hidden_size], which all lanes share."""
+    embedding_multiplier: float
+    """Factor on its rows."""
     layers: tuple[Layer, ...]
     head: Head

@@ -48,7 +48,8 @@ class Attention(Mixer):
         memory: the cache, with keys and values [l, b, t, n, k] that are filled before position `start`. segments: see
         `Laneformer.__call__`.
         """
-        dtype, window = self.precision.compute, self.options.window
+        dtype, options = self.precision.compute, self.options
+        scored = partial(attend, window=options.window, scale=options.scale, softcap=options.attn_logit_softcapping)
         q, k, v = self.project("qkv", h_lbsd)
         if self.options.rotary:
             tables = rotary[self.options.rotary]
@@ -57,7 +58,7 @@ class Attention(Mixer):
         sinks = self.sinks[...] if self.options.sinks else None
         if memory is None:
             kept = {}
-            a = attend(q, k.astype(dtype), v.astype(dtype), window=window, segments=segments_bs, sinks=sinks)
+            a = scored(q, k.astype(dtype), v.astype(dtype), segments=segments_bs, sinks=sinks)
         else:
             caches, start = memory.arrays, memory.start
             kept = {
@@ -65,7 +66,7 @@ class Attention(Mixer):
                 for name, new in (("keys", k), ("values", v))
             }
             keys, values = (kept[name].astype(dtype) for name in ("keys", "values"))
-            a = attend(q, keys, values, window=window, start=start, sinks=sinks)
+            a = scored(q, keys, values, start=start, sinks=sinks)
         if self.options.attention_gate:
             a = a * jax.nn.sigmoid(*self.project("g", h_lbsd))
         o_lbsd = self.precision.block_einsum("lbsi,ldi->lbsd", a.reshape(*a.shape[:3], -1), self.wo[...])
@@ -124,7 +125,7 @@ class Attention(Mixer):
             options.heads,
             options.kv_heads,
             options.head_dim,
-            scale=float(np.float32(1) / np.sqrt(np.float32(options.head_dim))),  # in float32, as the model computes it
+            scale=options.scale or float(np.float32(1) / np.sqrt(np.float32(options.head_dim))),  # in float32
             window=options.window,
             rotary=rotary_op(options.rotary, options.head_dim) if options.rotary else None,
             q_norm=head_norm("q_norm"),

@@ -248,8 +248,8 @@ class Mixer(Block):
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """h [l, b, s, d] -> o [l, b, s, d], and the arrays that `state` lists; {} without a memory.
 
-        rotary: the tables of the positions, by rotation. memory: the state before the first token, if there is one. segments: see
-        `Laneformer.__call__`.
+        rotary: the tables of the positions, by rotation. memory: the state before the first token, if there is one.
+        segments: see `Laneformer.__call__`.
         """
 
 

@@ -8,7 +8,7 @@ has one row for each of its positions and each of the h / n query heads that rea
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,19 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from laneformer.mesh import DATA, fit_spec
+from laneformer.softcap import capped, slope_of_cap
 
 _UNSEEN = -1e30  # finite: inf - inf in a row without visible keys so far would be nan
 Two = tuple[jax.Array, jax.Array]
 Three = tuple[jax.Array, jax.Array, jax.Array]
+
+
+class _Scoring(NamedTuple):
+    """How queries score keys; see `attend`."""
+
+    window: int | None
+    scale: float
+    softcap: float | None
 
 
 def attend(
@@ -32,8 +41,10 @@ def attend(
     start: jax.Array | None = None,
     sinks: jax.Array | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> jax.Array:
-    """softmax(scale q k^T) v over the visible keys of each query, for each lane; the softmax is in float32.
+    """softmax(scores) v over the visible keys of each query, for each lane; the softmax is in float32. The
+    scores are scale q k^T or, with a softcap, softcap tanh(scale q k^T / softcap).
 
     q [l, b, s, h, k], k [l, b, t, n, k], v [l, b, t, n, e] -> [l, b, s, h, e]. Query head m reads key head
     m // (h / n). Key j is at position j, query i at position start + i. The visible keys of a query are the newest
@@ -48,15 +59,15 @@ def attend(
     of each query's scores (FlashAttention-2: Dao, arXiv 2307.08691). Tiles outside the window or after the query are
     skipped.
     """
-    usual = scale is None and q.shape[-1] == v.shape[-1]
+    usual = scale is None and softcap is None and q.shape[-1] == v.shape[-1]
     if usual and start is None and segments is None and sinks is None and _has_cudnn_kernel(q):
         if jax.sharding.get_abstract_mesh().size > 1:
             return _attend_on_mesh(window, q, k, v)
         by_lane: jax.Array = jax.vmap(_cudnn_kernel(window))(q, k, v)
         return by_lane
     start = jnp.int32(0) if start is None else start
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return _attend_in_tiles(_block_sizes(q.shape[2], k.shape[2]), window, scale, q, k, v, segments, start, sinks)
+    scoring = _Scoring(window, q.shape[-1] ** -0.5 if scale is None else scale, softcap)
+    return _attend_in_tiles(_block_sizes(q.shape[2], k.shape[2]), scoring, q, k, v, segments, start, sinks)
 
 
 def _device() -> Any:
@@ -118,11 +129,10 @@ def _block_sizes(s: int, t: int) -> tuple[int, int]:
     return s, t
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attend_in_tiles(
     sizes: tuple[int, int],
-    window: int | None,
-    scale: float,
+    scoring: _Scoring,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -130,7 +140,7 @@ def _attend_in_tiles(
     start: jax.Array,
     sinks: jax.Array | None,
 ) -> jax.Array:
-    return _forward(sizes, window, scale, q, k, v, segments, start, sinks)[0]
+    return _forward(sizes, scoring, q, k, v, segments, start, sinks)[0]
 
 
 Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array | None, jax.Array, jax.Array]
@@ -139,8 +149,7 @@ Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, 
 
 def _forward(
     sizes: tuple[int, int],
-    window: int | None,
-    scale: float,
+    scoring: _Scoring,
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
@@ -149,7 +158,7 @@ def _forward(
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, Residuals]:
     """The output and the residuals, which include the log-sum-exp of every query's scores [i, l, b, n, r, 1]."""
-    tiles = _Tiles(sizes, window, scale, q, k, segments, start)
+    tiles = _Tiles(sizes, scoring, q, k, segments, start)
     keys, values = tiles.key_blocks(k), tiles.key_blocks(v)
 
     def block(_: tuple[()], inputs: tuple[jax.Array, jax.Array]) -> tuple[tuple[()], tuple[jax.Array, jax.Array]]:
@@ -177,15 +186,16 @@ def _forward(
 
 
 def _backward(
-    sizes: tuple[int, int], window: int | None, scale: float, kept: Residuals, do: jax.Array
+    sizes: tuple[int, int], scoring: _Scoring, kept: Residuals, do: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, None, None, jax.Array | None]:
-    """With p = exp(scale q k^T - lse): dv = p^T do, ds = p (do v^T - sum(do o)), dq = ds k, dk = ds^T q.
+    """With p = exp(scores - lse): dv = p^T do, ds = p (do v^T - sum(do o)), dq = ds k, dk = ds^T q; with a softcap, ds
+    is also multiplied by its slope.
 
     dk and dv are summed as [k, t], because XLA:CPU multiplies several times slower when it transposes a tile of p or
     ds. A sink's score has ds = -exp(sink - lse) sum(do o), because its value is 0.
     """
     q, k, v, segments, start, sinks, o, lse = kept
-    tiles = _Tiles(sizes, window, scale, q, k, segments, start)
+    tiles = _Tiles(sizes, scoring, q, k, segments, start)
     keys, values = tiles.key_blocks(k), tiles.key_blocks(v)
     do_o = (do.astype(jnp.float32) * o.astype(jnp.float32)).sum(-1, keepdims=True)
 
@@ -197,7 +207,8 @@ def _backward(
             dq, dk, dv = carry
             scores, seen = tiles.scores(i, j, q_i, keys[j])
             p = jnp.where(seen, jnp.exp(scores - lse_i), 0.0)
-            ds = (p * (_product("lbnrk,lbntk->lbnrt", do_i, values[j]) - do_o_i)).astype(q.dtype)
+            ds = p * (_product("lbnrk,lbntk->lbnrt", do_i, values[j]) - do_o_i)
+            ds = (ds * slope_of_cap(scores, scoring.softcap)).astype(q.dtype)
             dq = dq + _product("lbnrt,lbntk->lbnrk", ds, keys[j])
             dk = dk.at[j].add(_product("lbnkr,lbnrt->lbnkt", q_kr, ds))
             return dq, dk, dv.at[j].add(_product("lbnkr,lbnrt->lbnkt", do_kr, p.astype(v.dtype)))
@@ -229,8 +240,7 @@ class _Tiles:
     def __init__(
         self,
         sizes: tuple[int, int],
-        window: int | None,
-        scale: float,
+        scoring: _Scoring,
         q: jax.Array,
         k: jax.Array,
         segments: jax.Array | None,
@@ -239,7 +249,7 @@ class _Tiles:
         self.size, self.key_size = sizes
         self.s, self.t, self.n, self.group = q.shape[2], k.shape[2], k.shape[3], q.shape[3] // k.shape[3]
         self.rows, self.columns = math.ceil(self.s / self.size), math.ceil(self.t / self.key_size)
-        self.window, self.start, self.scale = window, start, scale
+        self.window, self.start, self.scale, self.softcap = scoring.window, start, scoring.scale, scoring.softcap
         length = max(self.rows * self.size, self.columns * self.key_size)
         self.segments = None if segments is None else jnp.pad(segments, ((0, 0), (0, length - self.s)))
 
@@ -271,7 +281,7 @@ class _Tiles:
         return lowest, jnp.minimum(last // self.key_size + 1, self.columns)
 
     def scores(self, i: jax.Array, j: jax.Array, q_i: jax.Array, k_j: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """scale q k^T of a tile, float32 [l, b, n, r, t], and whether each query attends to each key, bool in a shape
+        """The scores of a tile, float32 [l, b, n, r, t], and whether each query attends to each key, bool in a shape
         that broadcasts to the scores.
         """
         distance = (
@@ -285,7 +295,8 @@ class _Tiles:
             of_query = jax.lax.dynamic_slice_in_dim(self.segments, i * self.size, self.size, 1)
             of_key = jax.lax.dynamic_slice_in_dim(self.segments, j * self.key_size, self.key_size, 1)
             seen = seen & (of_query[:, None, :, None] == of_key[:, None, None, :])
-        return _product("lbnrk,lbntk->lbnrt", q_i, k_j) * self.scale, jnp.tile(seen, (self.group, 1))
+        scores = capped(_product("lbnrk,lbntk->lbnrt", q_i, k_j) * self.scale, self.softcap)
+        return scores, jnp.tile(seen, (self.group, 1))
 
 
 def _blocks(x: jax.Array, size: int, count: int, n: int) -> jax.Array:

@@ -76,6 +76,16 @@ class ModelFields(AttentionVariant, ModuleVariant):
     """Base of the rotary frequencies."""
     rope_scaling: RopeScaling | None = None
     """Scaling of the rotary frequencies for long contexts."""
+    rope_local_base_freq: float | None = dataclasses.field(default=None, metadata=LATER)
+    """Base of the rotary frequencies in sliding layers, which are not scaled (Gemma 3, arXiv 2503.19786); none: as in
+    the other layers.
+    """
+    embedding_multiplier: float = dataclasses.field(default=1.0, metadata=LATER)
+    """Factor on the rows of the embedding table."""
+    attention_multiplier: float | None = dataclasses.field(default=None, metadata=LATER)
+    """Factor on the scores q . k; by default 1 / sqrt(head_dim)."""
+    final_logit_softcapping: float | None = dataclasses.field(default=None, metadata=LATER)
+    """Softcap of the logits: cap tanh(logits / cap) (Gemma 2, arXiv 2408.00118); none: no cap."""
     norm_eps: float = 1e-5
     """Added to the mean square in every RMSNorm."""
     qkv_bias: bool = False

@@ -86,7 +86,8 @@ class ModelConfig(ModelFields):
             kv_heads=max(1, self.num_key_value_heads // self.num_lanes),
             head_dim=self.head_size,
             window=window,
-            rotary=None if layer in self.nope_layers else self._rotary(),
+            scale=self.attention_multiplier,
+            rotary=None if layer in self.nope_layers else self._rotary(window),
             qkv_bias=self.qkv_bias,
             out_bias=self.out_bias,
             sinks=self.attention_sinks,
@@ -96,7 +97,10 @@ class ModelConfig(ModelFields):
             **self.attention_variant,
         )
 
-    def _rotary(self) -> RotaryOptions:
+    def _rotary(self, window: int | None = None) -> RotaryOptions:
+        """The rotation of a layer with this window."""
+        if window is not None and self.rope_local_base_freq is not None:
+            return RotaryOptions(self.rotary_size, self.rope_local_base_freq)
         return RotaryOptions(self.rotary_size, self.rope_theta, self.rope_scaling)
 
     def _compressed(self, own: CompressedAttention, layer: int) -> CompressedAttentionOptions:

@@ -59,6 +59,8 @@ class AttentionOptions(AttentionVariant):
     """Channels of one head."""
     window: int | None
     """Keys that a query attends to, including its own position; None for all."""
+    scale: float | None = None
+    """Factor on the scores q . k; None: 1 / sqrt(head_dim)."""
     rotary: RotaryOptions | None
     """How q and k are rotated by their positions; None: they are not."""
     qkv_bias: bool

@@ -17,6 +17,7 @@ OF_SCORES = (  # options of routers whose scores depend on one logit each
 )
 OF_GROUPED = (  # options of grouped-query attention
     *("sliding_window", "qkv_bias", "out_bias", "attention_sinks", "qk_norm", "rotary_dim", "delta_layers"),
+    *("rope_local_base_freq", "attention_multiplier"),
     *(field.name for field in dataclasses.fields(AttentionVariant)),
 )
 LAYER_LISTS = ("unclamped_layers", "swa_layers", "nope_layers", "mlp_only_layers", "delta_layers")

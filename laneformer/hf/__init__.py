@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.files import parse_json, read_file
-from laneformer.hf import deepseek, deepseek_v4, exaone4, gpt_oss, llama, mixtral, olmo2, qwen3_moe, qwen3_next
+from laneformer.hf import deepseek, deepseek_v4, exaone4, gemma, gpt_oss, llama, mixtral, olmo2, qwen3_moe, qwen3_next
 from laneformer.hf import laneformer as own
 from laneformer.hf.dimensions import Dimensions
 from laneformer.hf.family import Family
@@ -41,7 +41,13 @@ class Vision(NamedTuple):
     """Prefixes of the names of all other tensors."""
 
 
-MULTIMODAL = {"kimi_k25": Vision("language_model.", ("vision_tower.", "mm_projector."))}  # by model_type
+MULTIMODAL = {  # by model_type
+    "gemma3": Vision("language_model.", ("vision_tower.", "multi_modal_projector.")),
+    "kimi_k25": Vision("language_model.", ("vision_tower.", "mm_projector.")),
+}
+OUTSIDE = (  # fields of the language model that may be beside text_config
+    *("quantization_config", "dtype", "torch_dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings"),
+)
 
 FAMILIES: dict[str, Family] = {  # by model_type
     "laneformer_tp": own.FAMILY,
@@ -55,6 +61,9 @@ FAMILIES: dict[str, Family] = {  # by model_type
     "smollm3": llama.SMOLLM3,
     "olmo2": olmo2.FAMILY,
     "exaone4": exaone4.FAMILY,
+    "gemma": gemma.GEMMA,
+    "gemma2": gemma.GEMMA_2,
+    "gemma3_text": gemma.GEMMA_3,
     "mixtral": mixtral.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
     "qwen3_next": qwen3_next.FAMILY,
@@ -79,8 +88,7 @@ def language_model(values: Mapping[str, Any]) -> Mapping[str, Any]:
     text = values.get("text_config")
     if not isinstance(text, Mapping):
         return values
-    shared = {key: values[key] for key in ("quantization_config", "dtype", "torch_dtype") if key in values}
-    return shared | dict(text)
+    return {key: values[key] for key in OUTSIDE if key in values} | dict(text)
 
 
 def tensor_prefixes(values: Mapping[str, Any]) -> Vision:

@@ -45,6 +45,7 @@ NO_EFFECT = frozenset(  # fields without effect on inference, such as bookkeepin
         "output_attentions",
         "output_hidden_states",
         "return_dict",
+        "cache_implementation",
     }
 )
 
@@ -73,6 +74,7 @@ UNCOMPUTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "attn_logit_softcap"), (0,)),
     **dict.fromkeys(("final_logit_softcap", "logits_soft_cap", "router_logit_softcapping", "logit_cap"), (0,)),
     **dict.fromkeys(("llama_4_scaling_beta", "clip_qkv", "attention_chunk_size", "num_kv_shared_layers"), (0,)),
+    **dict.fromkeys(("use_bidirectional_attention",), (False,)),
     **dict.fromkeys(("alibi", "use_alibi", "attn_temperature_tuning", "use_logn_attn", "use_dynamic_ntk"), (False,)),
     **dict.fromkeys(("use_parallel_residual", "parallel_attn", "normalize_embedding", "scale_embedding"), (False,)),
     **dict.fromkeys(("use_qk_norm", "qk_layernorm", "scale_attn_by_inverse_layer_idx", "use_bias"), (False,)),
@@ -89,6 +91,7 @@ class Fields:
 
     def __init__(self, values: Mapping[str, Any]):
         self._values = values
+        self._usual: dict[str, Any] = {}
         self._read: set[str] = set()
 
     @property
@@ -100,7 +103,11 @@ class Fields:
         """The value, unchecked."""
         self._read.add(name)
         value = self._values.get(name)
-        return default if value is None else value
+        return self._usual.get(name, default) if value is None else value
+
+    def usually(self, values: Mapping[str, Any]) -> None:
+        """Sets the values of fields that are missing or null."""
+        self._usual |= values
 
     def given(self, *names: str) -> dict[str, Any]:
         """Name -> unchecked value of the named fields that are neither missing nor null."""
@@ -164,13 +171,14 @@ class Fields:
                 raise ConfigError(f"{name} = {value!r}: only models with {name} = {known[0]!r} are supported")
 
     def refuse_uncomputed(self) -> None:
-        """Raises ConfigError for a field that was not read and changes all logits."""
+        """Raises ConfigError for a field that was not read and changes all logits. Those without effect count as read."""
         for name in self.unread():
             value = self._values[name]
             if name in UNCOMPUTED and value not in UNCOMPUTED[name]:
                 raise ConfigError(
                     f"{name} = {value!r} changes all logits, and no family here computes it: the model cannot be used"
                 )
+        self._read |= UNCOMPUTED.keys()
 
     def unread(self) -> list[str]:
         """Names of the fields that have a value, were not read, and may have an effect."""

@@ -4,6 +4,7 @@ They are cut into lanes with layout tp: lane l has the l-th share of the heads a
 defaults of missing and null fields are those of transformers' configuration classes.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from laneformer.errors import ConfigError
 from laneformer.hf.dimensions import Dimensions
 from laneformer.hf.family import Family
 from laneformer.hf.fields import REQUIRED, Fields
-from laneformer.hf.rope import THETA, read_rope
+from laneformer.hf.rope import THETA, read_local_base, read_rope
 from laneformer.hf.safetensors import Cut, Source
 
 if TYPE_CHECKING:
@@ -74,6 +75,12 @@ class Dialect:
     """Returns the layers without rotation."""
     rope: Mapping[str, Any] | None = None
     """Default of rope_scaling."""
+    usual: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Values of fields that files leave out."""
+    local_rope: bool = False
+    """Whether sliding layers rotate by their own base, without scaling."""
+    local_theta: float | None = None
+    """Default of that base; None: the base of the other layers."""
     partial_rotary: bool = False
     """Whether `more` reads how many channels of a head are rotated."""
     more: Callable[[Fields], dict[str, Any]] = lambda fields: {}
@@ -84,18 +91,23 @@ class Dialect:
 
 def config_from(dialect: Dialect, fields: Fields, num_lanes: int | None) -> ModelConfig:
     """The ModelConfig of a family with this dialect, in `num_lanes` lanes, by default 1. Raises ConfigError."""
+    fields.usually(dialect.usual)
     fields.require(*REQUIRED)
     for name in dialect.refused:
         if fields.flag(name):
             raise ConfigError(f"{name} = true: only checkpoints without these biases are supported")
     found = {"num_key_value_heads": fields.get("num_attention_heads")} | dict(dialect.defaults) | fields.given(*READ)
     longest = fields.size("max_position_embeddings", dialect.longest)
-    theta, scaling = read_rope(fields, longest, dialect.theta, dialect.rope, dialect.partial_rotary)
+    full = FULL if dialect.local_rope else None
+    theta, scaling = read_rope(fields, longest, dialect.theta, dialect.rope, dialect.partial_rotary, full)
     found["hidden_act"] = fields.activation(found.get("hidden_act", ModelConfig.hidden_act))
     window, types = dialect.windows(fields)
     sliding = tuple(n for n, kind in enumerate(types) if kind == SLIDING)
     if window is not None and sliding:
         found |= {"sliding_window": window, "swa_layers": sliding}
+    if dialect.local_rope:
+        base = read_local_base(fields, SLIDING, dialect.local_theta or theta)
+        found |= {"rope_local_base_freq": base} if "swa_layers" in found else {}
     return ModelConfig(
         **found | dialect.more(fields),
         max_position_embeddings=longest,

@@ -26,16 +26,22 @@ _OLD_NAMES = ("old_context_len", "old_context_length")  # older names of origina
 
 
 def read_rope(
-    fields: Fields, longest: int, theta: float = THETA, usual: Mapping[str, Any] | None = None, partial: bool = False
+    fields: Fields,
+    longest: int,
+    theta: float = THETA,
+    usual: Mapping[str, Any] | None = None,
+    partial: bool = False,
+    layers: str | None = None,
 ) -> tuple[float, RopeScaling | None]:
     """The base and scaling of the rotary frequencies, from `rope_parameters` (transformers 5), `rope_scaling`
     (transformers 4) or `rope_scaling_args` (Laneformer: llama3). Raises ConfigError.
 
     longest: longest context in tokens. theta: the family's default base. usual: the family's default scaling. partial:
-    whether the family supports rotating only some channels of a head, see `rotated_channels`.
+    whether the family supports rotating only some channels of a head, see `rotated_channels`. layers: type of the
+    layers that are meant, if the family has settings by the type of layers.
     """
     args = _given(fields, "rope_scaling_args")
-    scaling = _parameters(fields) or dict(usual or {})
+    scaling = _parameters(fields, layers) or dict(usual or {})
     theta = scaling.pop("rope_theta", fields.get("rope_theta", theta))
     types = [scaling.pop(name, None) for name in ("rope_type", "type")]
     kind = types[0] or types[1] or ("llama3" if args else "default")
@@ -66,6 +72,19 @@ def read_rope(
     return theta, RopeScaling(**{**given, "type": kind})
 
 
+def read_local_base(fields: Fields, layers: str, usual: float) -> float:
+    """The base of the rotary frequencies in layers of a type that does not scale them, from `rope_parameters`
+    (transformers 5) or `rope_local_base_freq`. usual: its default. Raises ConfigError.
+    """
+    older: float = fields.get("rope_local_base_freq", usual)
+    own = (fields.mapping("rope_parameters") or {}).get(layers)
+    if not isinstance(own, Mapping):
+        return older
+    if own.get("rope_type") not in (None, "default"):
+        raise ConfigError(f"rope_parameters.{layers}.rope_type = {own['rope_type']!r}: only 'default' is supported")
+    return older if (base := own.get("rope_theta")) is None else base
+
+
 def rotated_channels(fields: Fields, head_dim: int, usual: float) -> int | None:
     """Channels of a head that are rotated, from `partial_rotary_factor`; None for all. usual: default of that field.
     Raises ConfigError.
@@ -78,15 +97,20 @@ def rotated_channels(fields: Fields, head_dim: int, usual: float) -> int | None:
     return None if found == head_dim else found
 
 
-def _parameters(fields: Fields) -> dict[str, Any]:
+def _parameters(fields: Fields, layers: str | None = None) -> dict[str, Any]:
     """The values of `rope_scaling` or, without them, of `rope_parameters`, as transformers chooses between them."""
-    parameters, scaling = _given(fields, "rope_parameters"), _given(fields, "rope_scaling")
+    parameters, scaling = _given(fields, "rope_parameters", layers), _given(fields, "rope_scaling")
     return scaling or parameters
 
 
-def _given(fields: Fields, name: str) -> dict[str, Any]:
-    """The values of a field that is an object, without nulls. Raises ConfigError for nested objects."""
-    found = {key: value for key, value in (fields.mapping(name) or {}).items() if value is not None}
+def _given(fields: Fields, name: str, layers: str | None = None) -> dict[str, Any]:
+    """The values of a field that is an object, without nulls. layers: type of layers that may have an object there, for
+    the values in it. Raises ConfigError for other nested objects.
+    """
+    given = fields.mapping(name) or {}
+    if layers is not None and isinstance(of_layers := given.get(layers), Mapping):
+        given = of_layers
+    found = {key: value for key, value in given.items() if value is not None}
     for key, value in found.items():
         if isinstance(value, Mapping):
             raise ConfigError(f"{name}.{key} is an object: only one rotary setting for all layers is supported")

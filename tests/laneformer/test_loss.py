@@ -30,6 +30,7 @@ class Head:
     w_spec: P
     split: bool = True
     add_lanes: bool = False
+    cap: float | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -52,6 +53,7 @@ class Head:
                 precision=precision,
                 axis=axis,
                 add_lanes=self.add_lanes,
+                cap=self.cap,
             )
 
         if mesh is None:
@@ -80,10 +82,10 @@ SHARED, OF_LANES = P(None, DATA), P(LANE, DATA)
 HEADS = {
     "shared, in slices": Head((1, BATCH, LENGTH, WIDTH), (1, 24, WIDTH), SHARED, P(None, LANE, DATA)),
     "shared, whole": Head((1, BATCH, LENGTH, WIDTH), (1, 23, WIDTH), SHARED, P(None, None, DATA), split=False),
-    "vocab_parallel": Head((LANES, BATCH, LENGTH, WIDTH), (LANES, 3, WIDTH), OF_LANES, P(LANE, None, DATA)),
+    "vocab_parallel": Head((LANES, BATCH, LENGTH, WIDTH), (LANES, 3, WIDTH), OF_LANES, P(LANE, None, DATA), cap=2.0),
     "lane": Head((LANES, BATCH, LENGTH, WIDTH), (LANES, 24, WIDTH), OF_LANES, P(LANE, None, DATA), add_lanes=True),
     "lane, a slice without tokens": Head(
-        (LANES, BATCH, LENGTH, WIDTH), (LANES, 17, WIDTH), OF_LANES, P(LANE, None, DATA), add_lanes=True
+        (LANES, BATCH, LENGTH, WIDTH), (LANES, 17, WIDTH), OF_LANES, P(LANE, None, DATA), add_lanes=True, cap=3.0
     ),
 }
 MESHES = {"none": None, "1": (1, 1), "2": (1, 2), "4": (1, 4), "8": (1, 8), "2x4": (2, 4)}
@@ -103,13 +105,19 @@ def expected(head: Head, y, w, targets, weights, z_loss=Z_LOSS):
         logits = np.einsum("lbsd,lvd->bsv", y, w)
     else:
         logits = np.concatenate(list(np.einsum("lbsd,lvd->lbsv", y, w)), axis=-1)
+    slope = 1.0
+    if head.cap:
+        logits = head.cap * np.tanh(logits / head.cap)
+        slope = 1 - (logits / head.cap) ** 2
     highest = logits.max(-1, keepdims=True)
     exp = np.exp(logits - highest)
     lse = np.log(exp.sum(-1)) + highest[..., 0]
     one_hot = targets[..., None] == np.arange(head.vocabulary)
     nll = lse - (logits * one_hot).sum(-1)
     cost = nll + z_loss * lse**2
-    dlogits = weights[..., None] * ((1 + 2 * z_loss * lse)[..., None] * exp / exp.sum(-1, keepdims=True) - one_hot)
+    dlogits = (
+        weights[..., None] * ((1 + 2 * z_loss * lse)[..., None] * exp / exp.sum(-1, keepdims=True) - one_hot) * slope
+    )
     dlogits = np.stack([dlogits] * len(w)) if head.add_lanes else np.stack(np.split(dlogits, len(w), axis=-1))
     gradient = np.einsum("lbsv,lvd->lbsd", dlogits, w), np.einsum("lbsv,lbsd->lvd", dlogits, y), cost
     return TokenLoss((weights * cost).sum(), nll, lse), gradient

@@ -34,17 +34,21 @@ def visible(s: int, t: int, window=None, segments=None, start=0) -> np.ndarray:
     return seen
 
 
-def expected(q, k, v, do, **which) -> tuple[np.ndarray, ...]:
+def expected(q, k, v, do, scale=None, softcap=None, **which) -> tuple[np.ndarray, ...]:
     """o, dq, dk, dv of softmax attention in float64; do is the gradient of o. which: arguments of `visible`."""
     q, k, v, do = (np.asarray(x, np.float64) for x in (q, k, v, do))
-    group, scale = q.shape[3] // k.shape[3], q.shape[-1] ** -0.5
+    group, scale = q.shape[3] // k.shape[3], scale or q.shape[-1] ** -0.5
     keys, values = k.repeat(group, 3), v.repeat(group, 3)
     seen = visible(q.shape[2], k.shape[2], **which)[None, :, None]
-    scores = np.where(seen, np.einsum("lbshk,lbthk->lbhst", q, keys) * scale, -np.inf)
+    scores, slope = np.einsum("lbshk,lbthk->lbhst", q, keys) * scale, scale
+    if softcap:
+        slope = scale / np.cosh(scores / softcap) ** 2
+        scores = softcap * np.tanh(scores / softcap)
+    scores = np.where(seen, scores, -np.inf)
     p = np.exp(scores - scores.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
     dp = np.einsum("lbshk,lbthk->lbhst", do, values)
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * scale
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * slope
     dq = np.einsum("lbhst,lbthk->lbshk", ds, keys)
     dk, dv = np.einsum("lbhst,lbshk->lbthk", ds, q), np.einsum("lbhst,lbshk->lbthk", p, do)
     dk, dv = (x.reshape(*x.shape[:3], -1, group, x.shape[-1]).sum(4) for x in (dk, dv))
@@ -61,10 +65,11 @@ def random_inputs(l=2, b=2, s=24, n=2, group=1, k=8, t=None, seed=0, dtype="floa
     return tuple(jax.device_put(x.astype(dtype)) for x in draws)
 
 
-@partial(jax.jit, static_argnames="window")
-def with_gradients(q, k, v, do, window=None, segments=None) -> tuple[jax.Array, ...]:
+@partial(jax.jit, static_argnames=("window", "scale", "softcap"))
+def with_gradients(q, k, v, do, window=None, segments=None, scale=None, softcap=None) -> tuple[jax.Array, ...]:
     """o, dq, dk, dv of `attend` without a mesh."""
-    o, pull = jax.vjp(lambda q, k, v: attend(q, k, v, window=window, segments=segments), q, k, v)
+    which = {"window": window, "segments": segments, "scale": scale, "softcap": softcap}
+    o, pull = jax.vjp(partial(attend, **which), q, k, v)
     return o, *pull(do)
 
 

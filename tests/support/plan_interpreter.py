@@ -59,7 +59,7 @@ class Interpreter:
     def logits(self, ids: Sequence[int]) -> np.ndarray:
         """Logits [s, vocab] of a sequence."""
         ops, self.ids = self.plan.ops, list(ids)
-        embedded = self.matrix(ops.embedding, 0)[self.ids]
+        embedded = self.matrix(ops.embedding, 0)[self.ids] * ops.embedding_multiplier
         if ops.head.gather:
             embedded = np.stack([embedded] * ops.head.gather.count, 1)
         modules = [module for layer in ops.layers for module in layer.modules]
@@ -80,7 +80,8 @@ class Interpreter:
 
         streams = np.stack([embedded] * ops.lanes)
         joins = join if ops.head.gather else None
-        return self.head(run_schedule(self.plan.schedule, streams, module, norm_sum, joins))
+        logits = self.head(run_schedule(self.plan.schedule, streams, module, norm_sum, joins))
+        return softcap(logits, ops.head.softcap)
 
     def module(self, ops: Sequence[Op], lane: int, x: np.ndarray) -> np.ndarray:
         """Output [s, d] of a module on one lane, from the lane's stream [s, d] or streams [s, streams, d]."""
@@ -228,7 +229,8 @@ class Interpreter:
         k, v = (np.repeat(self.cached(x), op.heads // op.kv_heads, 1) for x in (k, v))
         distance = np.arange(s)[:, None] - np.arange(s)
         seen = (distance >= 0) & (distance < (s if op.window is None else op.window))
-        scores = np.where(seen, op.scale * np.einsum("she,the->hst", q, k), -np.inf)
+        scores = softcap(op.scale * np.einsum("she,the->hst", q, k), op.attn_logit_softcapping)
+        scores = np.where(seen, scores, -np.inf)
         if op.sinks is not None:  # scores that belong to no value
             sinks = np.broadcast_to(self.vector(op.sinks, lane)[:, None, None], (op.heads, s, 1))
             scores, v = np.concatenate([sinks, scores], -1), np.concatenate([np.zeros_like(v[:1]), v])
@@ -360,6 +362,10 @@ class Interpreter:
     def vector(self, weight: Weight, lane: int, expert: int | None = None) -> np.ndarray:
         (offset, stride), size = self.places[int(weight.path)], math.prod(weight.shape)
         return self.small[offset + lane * stride + (expert or 0) * size :][:size]
+
+
+def softcap(x: np.ndarray, cap: float | None) -> np.ndarray:
+    return x if cap is None else cap * np.tanh(x / cap)
 
 
 def rotate(rotary: Rotary, x: np.ndarray) -> np.ndarray:

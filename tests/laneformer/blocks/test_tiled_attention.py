@@ -28,6 +28,8 @@ def test_values_and_gradients_equal_float64(data):
         b=b, s=s, group=group, n=data.draw(st.integers(1, 2), "n"), k=data.draw(st.sampled_from((2, 8)), "k"), seed=s
     )
     which = {"window": data.draw(st.none() | st.integers(1, s + 3), "window")}
+    if data.draw(st.booleans(), "scored otherwise?"):
+        which |= {"scale": 0.7, "softcap": 0.9}
     segments = st.lists(st.integers(0, 2), min_size=b * s, max_size=b * s)
     if data.draw(st.booleans(), "segments?"):
         which["segments"] = np.array(data.draw(segments), np.int32).reshape(b, s)

@@ -84,6 +84,11 @@ def softmax(x):
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
+def softcap(x, cap):
+    """x limited to values between -cap and cap; unchanged without a cap."""
+    return cap * np.tanh(x / cap) if cap else x
+
+
 def rope_settings(config):
     """Theta, and the dict of the scaling with at least "rope_type", from any of the published spellings."""
     new_style = config.get("rope_parameters") or {}
@@ -164,7 +169,10 @@ def attend(config, q, k, v, window, sinks=None):
     sinks [H']: a score of each head that belongs to no key.
     """
     b, s, heads, e = q.shape
-    q, k = rotate(config, q), rotate(config, k)
+    local = config.get("rope_local_base_freq")  # of layers with a window, if they have their own rotation
+    rope = config | {"rope_theta": local, "rope_scaling": None} if local and window is not None else config
+    q, k = rotate(rope, q), rotate(rope, k)
+    scale = config.get("attention_multiplier") or 1 / math.sqrt(e)
     queries_per_key = heads // k.shape[2]
     query_pos, key_pos = np.arange(s)[:, None], np.arange(s)[None, :]
     visible = key_pos <= query_pos
@@ -173,7 +181,8 @@ def attend(config, q, k, v, window, sinks=None):
     out = np.empty_like(q)
     for j in range(heads):
         kv = j // queries_per_key
-        scores = q[:, :, j] @ k[:, :, kv].swapaxes(1, 2) / math.sqrt(e)  # [b, s queries, s keys]
+        scores = scale * q[:, :, j] @ k[:, :, kv].swapaxes(1, 2)  # [b, s queries, s keys]
+        scores = softcap(scores, config.get("attn_logit_softcapping"))
         sink = np.full((b, s, 1), -np.inf if sinks is None else sinks[j])
         out[:, :, j] = softmax(np.concatenate([np.where(visible, scores, -np.inf), sink], -1))[..., :-1] @ v[:, :, kv]
     return out.reshape(b, s, heads * e)
@@ -254,11 +263,17 @@ def in_float64(weights):
 
 def embed(config, weights, ids):
     """The embedding: ids [b, s] -> L equal streams [b, s, D]."""
-    return [weights["model.tok_embeddings.weight"][np.asarray(ids)] for _ in range(lanes_of(config))]
+    rows = weights["model.tok_embeddings.weight"][np.asarray(ids)] * (config.get("embedding_multiplier") or 1)
+    return [rows for _ in range(lanes_of(config))]
 
 
 def head(config, weights, X):
-    """Final norm and output matrix: streams X (L of [b, s, D]) -> logits [b, s, V]."""
+    """Final norm, output matrix and softcap: streams X (L of [b, s, D]) -> logits [b, s, V]."""
+    return softcap(products_of_head(config, weights, X), config.get("final_logit_softcapping"))
+
+
+def products_of_head(config, weights, X):
+    """The logits before their softcap."""
     L, eps = lanes_of(config), epsilon(config)
     kind = config.get("lm_head_type") or "replicate"
     tied = config.get("tie_word_embeddings", False)
