@@ -1,5 +1,6 @@
-// Activations of a product's rows, written once for vectors on a CPU and single numbers on a GPU. GPU kernels are
-// compiled with a copy of this file in their folder. The kinds are those of laneformer.ops.Activation.
+// Activations of a product's rows, and the softcap of scores and logits, written once for vectors on a CPU and single
+// numbers on a GPU. GPU kernels are compiled with a copy of this file in their folder. The kinds are those of
+// laneformer.ops.Activation.
 #pragma once
 
 #ifndef LF_MATH  // GPU kernels define their own
@@ -31,6 +32,13 @@ LF_MATH Number normal_tail(Number x) {
 template <class Math, class Number>
 LF_MATH Number sigmoid(Number x) {
   return 1.0f / (1.0f + Math::exp(-Math::at_least(x, -87.0f)));  // exp(87) is finite
+}
+
+// cap tanh(x / cap), with an absolute error of at most 2e-7 cap. A NaN or an infinity becomes NaN.
+template <class Math, class Number>
+LF_MATH Number softcapped(Number x, float cap) {
+  const Number e = Math::exp(-Math::at_least(x * (2.0f / cap), -87.0f));
+  return cap * (1.0f - e) / (1.0f + e) + (x - x);
 }
 
 // If exp is exact to 2 units in the last place, gelu and its approximation have an absolute error of at most 2e-7 |x|,

@@ -69,9 +69,12 @@ void Sampler::compute_logits() {
     const int64_t count = std::min(w_.state.head.rows, share.last * kTile) - begin;
     tile = w_.products.multiply(w_.state.head, share, tile, {x.x + share.matrix * d, x.stride, rows},
                                 w_.products.results(), ldy);
-    for (int row = 0; row < rows; row++)
-      std::memcpy(w_.state.logits.floats() + row * w_.plan.vocab_size + share.matrix * w_.state.head.rows + begin,
-                  w_.products.results() + row * ldy, count * sizeof(float));
+    for (int row = 0; row < rows; row++) {
+      float* const logits =
+          w_.state.logits.floats() + row * w_.plan.vocab_size + share.matrix * w_.state.head.rows + begin;
+      std::memcpy(logits, w_.products.results() + row * ldy, count * sizeof(float));
+      if (const auto& cap = w_.plan.head.softcap) w_.kernels.softcap(*cap, count, logits);
+    }
   }
   w_.trace.mark(kHead, w_.plan.num_layers(), began);
 }

@@ -74,7 +74,9 @@ void Worker::step() {
   positions = pass->positions;
   const int64_t began = trace.clock();
   for (int p = 0; p < positions; p++) {
-    state.embed(pass->tokens[p], stream(first_lane, p));
+    float* const embedded = stream(first_lane, p);
+    state.embed(pass->tokens[p], embedded);
+    for (int64_t i = 0; i < plan.hidden_size; i++) embedded[i] *= plan.embedding_multiplier;
     for (int lane = first_lane + 1; lane < last_lane; lane++)
       std::memcpy(stream(lane, p), stream(first_lane, p), plan.hidden_size * sizeof(float));
     for (int lane = first_lane; lane < last_lane; lane++) streams.embed(lane, p, stream(lane, p));

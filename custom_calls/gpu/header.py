@@ -103,6 +103,7 @@ def model_header(layout: Layout) -> str:
         *(f"constexpr int {name} = {value};" for name, value in numbers.items()),
         *(f"constexpr bool {name} = {literal(value)};" for name, value in truths.items()),
         *(f"constexpr Dtype {name} = k{value.name.title()};" for name, value in dtypes.items()),
+        f"constexpr float kEmbeddingMultiplier = {literal(float(layout.plan.ops.embedding_multiplier))};",
         *_kinds(layout),
         *_head_struct(layout),
         *_head_mixture(layout),

@@ -171,7 +171,9 @@ class Fields:
                 raise ConfigError(f"{name} = {value!r}: only models with {name} = {known[0]!r} are supported")
 
     def refuse_uncomputed(self) -> None:
-        """Raises ConfigError for a field that was not read and changes all logits. Those without effect count as read."""
+        """Raises ConfigError for a field that was not read and changes all logits. Those whose values have no effect
+        count as read.
+        """
         for name in self.unread():
             value = self._values[name]
             if name in UNCOMPUTED and value not in UNCOMPUTED[name]:

@@ -82,6 +82,7 @@ GEMMA_2 = make_family(
     AROUND_NAMES,
     longest=8192,
     defaults=COMMON | {"norm_after": "sum"},
+    usual={"num_key_value_heads": 4},
     refused=("attention_bias",),
     windows=lambda fields: windows(fields, 2),
     more=scores_2,

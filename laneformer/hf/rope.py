@@ -108,8 +108,10 @@ def _given(fields: Fields, name: str, layers: str | None = None) -> dict[str, An
     the values in it. Raises ConfigError for other nested objects.
     """
     given = fields.mapping(name) or {}
-    if layers is not None and isinstance(of_layers := given.get(layers), Mapping):
-        given = of_layers
+    if layers is not None:
+        of_layers = given.get(layers)
+        shared = {key: value for key, value in given.items() if not isinstance(value, Mapping)}
+        given = of_layers if isinstance(of_layers, Mapping) else shared
     found = {key: value for key, value in given.items() if value is not None}
     for key, value in found.items():
         if isinstance(value, Mapping):

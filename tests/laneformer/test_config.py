@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from laneformer import ConfigError, LaneformerError, ModelConfig, RopeScaling
 from laneformer.blocks.layer import after, after_sum, before
-from laneformer.config import LARGEST, LARGEST_OTHER, AttentionOptions, MlpOptions, NormOptions, Norms, recorded_fields
+from laneformer.config import (
+    LARGEST,
+    LARGEST_OTHER,
+    AttentionOptions,
+    MlpOptions,
+    NormOptions,
+    Norms,
+    RotaryOptions,
+    recorded_fields,
+)
 from laneformer.config.rules import OF_EXPERTS
 from laneformer.hf import config_from_hf
 from laneformer.hf.fields import Fields
@@ -113,7 +122,7 @@ def test_layers_are_the_shares_of_one_lane():
         kv_heads=1,
         head_dim=6,
         window=3,
-        rotary=True,
+        rotary=RotaryOptions(6, 10000.0),
         qkv_bias=False,
         qk_norm="head",
         norm_eps=1e-3,
@@ -121,7 +130,8 @@ def test_layers_are_the_shares_of_one_lane():
     )
     shared = make(num_lanes=8).layers[0].attention
     assert (shared.heads, shared.kv_heads) == (1, 1), "two lanes have copies of a key/value head"
-    assert [layer.attention.rotary for layer in make(nope_layers=[1]).layers] == [True, False, True]
+    rotary = RotaryOptions(4, 10000.0)
+    assert [layer.attention.rotary for layer in make(nope_layers=[1]).layers] == [rotary, None, rotary]
     assert [layer.attention for layer in others] == [dataclasses.replace(first.attention, window=None)] * 2
 
 

@@ -75,11 +75,6 @@ void add_parts(const float* const* parts, const float* weights, int count, bool 
   }
 }
 
-struct Vectors {  // the functions that activation.h needs
-  LF_INLINE vf exp(vf x) { return LF_ISA::exp(x); }
-  LF_INLINE vf at_least(vf x, float low) { return select(x < splat(low), splat(low), x); }
-};
-
 template <Activation kind>
 void activate_with(bool gated, const float* x, int64_t tiles, float* out) {
   const int step = gated ? 2 * kTile : kTile;
@@ -114,6 +109,14 @@ void gate(const float* gates, int64_t n, float* x) {
   for (int64_t i = 0; i < n; i += kWidth) {
     const int count = n - i < kWidth ? (int)(n - i) : kWidth;
     const vf y = load_first<vf>(x + i, count) * laneformer::sigmoid<Vectors>(load_first<vf>(gates + i, count));
+    std::memcpy(x + i, &y, count * sizeof(float));
+  }
+}
+
+void softcap(float cap, int64_t n, float* x) {
+  for (int64_t i = 0; i < n; i += kWidth) {
+    const int count = n - i < kWidth ? (int)(n - i) : kWidth;
+    const vf y = softcapped<Vectors>(load_first<vf>(x + i, count), cap);
     std::memcpy(x + i, &y, count * sizeof(float));
   }
 }
@@ -273,8 +276,8 @@ Best draw(const float* z, float least, bool noise, const uint32_t key[2], uint32
 
 extern "C" const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA);
 const laneformer::Kernels LF_JOIN(laneformer_kernels_, LF_ISA) = {
-    LF_TEXT(LF_ISA),    LF_ISA::product,   LF_ISA::product_bf12,   LF_ISA::prepare,       LF_ISA::rms_norm,
-    LF_ISA::add_scaled, LF_ISA::add_parts, LF_ISA::advance,        LF_ISA::activate,      LF_ISA::limit_gated,
-    LF_ISA::gate,       LF_ISA::attend,    LF_ISA::attend_latents, LF_ISA::compress,      LF_ISA::index_scores,
-    LF_ISA::widen,      LF_ISA::narrow,    LF_ISA::read,           LF_ISA::multiply_adds, LF_ISA::largest_of,
-    LF_ISA::temper,     LF_ISA::sum_exp,   LF_ISA::exp_from,       LF_ISA::draw};
+    LF_TEXT(LF_ISA),      LF_ISA::product,   LF_ISA::product_bf12, LF_ISA::prepare,        LF_ISA::rms_norm,
+    LF_ISA::add_scaled,   LF_ISA::add_parts, LF_ISA::advance,      LF_ISA::activate,       LF_ISA::limit_gated,
+    LF_ISA::gate,         LF_ISA::softcap,   LF_ISA::attend,       LF_ISA::attend_latents, LF_ISA::compress,
+    LF_ISA::index_scores, LF_ISA::widen,     LF_ISA::narrow,       LF_ISA::read,           LF_ISA::multiply_adds,
+    LF_ISA::largest_of,   LF_ISA::temper,    LF_ISA::sum_exp,      LF_ISA::exp_from,       LF_ISA::draw};

@@ -64,6 +64,7 @@ struct Attend {
   int positions;
   const void *next_keys, *next_values;  // rows that are read after this chunk, to prefetch
   int64_t next;                         // how many of each; 0 if unknown
+  float softcap;                        // of the scores; 0: none
 };
 
 constexpr int kLatentEntries = 96;       // blocks of entries begin at multiples of this
@@ -146,6 +147,7 @@ struct Kernels {
   // In place on x [tiles][gate 16 | up 16]: gate = min(gate, limit), up = (up clamped to -limit .. limit) + offset.
   void (*limit_gated)(float limit, float offset, int64_t tiles, float* x);
   void (*gate)(const float* gates, int64_t n, float* x);  // x *= sigmoid(gates)
+  void (*softcap)(float cap, int64_t n, float* x);        // x = cap * tanh(x / cap)
   void (*attend)(const Attend&);
   void (*attend_latents)(const AttendLatents&);
   // out[c] = the sum over i < count of vectors[i][c] * (softmax over i of gates[i][c] + biases[i][c]).

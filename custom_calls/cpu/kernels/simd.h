@@ -249,4 +249,9 @@ LF_INLINE vf log(vf x) {
   return m + p + e * splat(0.693359375f);
 }
 
+struct Vectors {  // the functions that activation.h needs
+  LF_INLINE vf exp(vf x) { return LF_ISA::exp(x); }
+  LF_INLINE vf at_least(vf x, float low) { return select(x < splat(low), splat(low), x); }
+};
+
 }  // namespace LF_ISA

@@ -98,7 +98,7 @@ void AttendOp::attend(Worker& w, const Buffers& buffers, int layer, const Unit& 
                     (int)(op_.heads / n), (int)e, part.first, part.last, run.start, window_, run.count,
                     cache(after, plan::Kept::keys, ahead.lane) + ahead.first * n * e * width,
                     cache(after, plan::Kept::values, ahead.lane) + ahead.first * n * e * width,
-                    ahead.last - ahead.first});
+                    ahead.last - ahead.first, op_.attn_logit_softcapping.value_or(0)});
 }
 
 // Each channel is multiplied by the sigmoid of its gate if the op has gates.

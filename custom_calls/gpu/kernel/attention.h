@@ -369,6 +369,7 @@ struct Attention {
       LF_UNROLL for (int i = 0; i < kOwn; i++) if (kKvPieces % kKeyThreads == 0 || own_element(i) < kHeadDim) score[h] =
           fma(q[own_element(i)], k[i], score[h]);
       LF_UNROLL for (int mask = 1; mask < kKeyThreads; mask *= 2) score[h] += shuffle(score[h], mask);
+      if constexpr (Op::kSoftcap > 0) score[h] = softcapped<Numbers>(score[h], Op::kSoftcap);
     }
   }
 

@@ -98,11 +98,14 @@ class Decoder : public ChosenOps {
         float factor = 1;
         if constexpr (normed && most == 1) factor = norm_factor(squares, Head::kNormEps);
         float* logits = shared_.logits + turn * Head::kRows + part * part_rows;
-        each_of_rows<part_rows>(
-            run, parts == 1 ? here : smaller(here - part * part_rows, part_rows), [&](int m, int r) {
-              if constexpr (normed && most > 1) factor = norm_factor(squares + m * kWarps, Head::kNormEps);
-              logits[m * kHeadRows + r] = row_sum<Head, most, parts>(partial, r, m, part * part_rows) * factor;
-            });
+        each_of_rows<part_rows>(run, parts == 1 ? here : smaller(here - part * part_rows, part_rows),
+                                [&](int m, int r) {
+                                  if constexpr (normed && most > 1)
+                                    factor = norm_factor(squares + m * kWarps, Head::kNormEps);
+                                  float logit = row_sum<Head, most, parts>(partial, r, m, part * part_rows) * factor;
+                                  if constexpr (Head::kSoftcap > 0) logit = softcapped<Numbers>(logit, Head::kSoftcap);
+                                  logits[m * kHeadRows + r] = logit;
+                                });
       };
       const auto each_part = [&](int part) {
         sync_cta();

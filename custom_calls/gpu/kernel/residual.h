@@ -48,7 +48,7 @@ struct Residual {
   template <int most, class Token>
   LF_DEVICE void begin(const Run<most>& run, Token token) {
     each(run, [&](int m, int r) {
-      const float value = element<kEmbedding>(p.embedding, (i64)token(m) * kHidden + first + r);
+      const float value = element<kEmbedding>(p.embedding, (i64)token(m) * kHidden + first + r) * kEmbeddingMultiplier;
       if constexpr (kStreams == 0) {
         stream(m, r) = value;
       } else {

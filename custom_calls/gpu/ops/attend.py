@@ -3,6 +3,7 @@ the same numbers as constants.
 """
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -112,7 +113,9 @@ class AttentionKernel(OpKernel[T], ABC):
     def rotations(self) -> list[tuple[Rotary, int]]:
         return [(self.rotary, self.rotating)] if self.rotary else []
 
-    def add_constants(self, struct: OpStruct, scale: float, options: dict[str, Any]) -> None:
+    def add_constants(
+        self, struct: OpStruct, scale: float, options: dict[str, Any], softcap: float | None = None
+    ) -> None:
         """Adds the constants of attention, after those of its kind, `options`."""
         sizes = self.sizes(struct.lane)
         struct.names.attended = struct.name
@@ -124,6 +127,7 @@ class AttentionKernel(OpKernel[T], ABC):
             "kMergedHeads": sizes.merged_heads,
             "kSharedKeys": sizes.shared,
             "kScale": score_scale(scale),
+            "kSoftcap": math.log2(math.e) * (softcap or 0.0),
             "kRotated": self.rotary is not None,
         }
         struct.add_rotations(self.rotary, self.rotating)
@@ -157,4 +161,4 @@ class AttendKernel(AttentionKernel[Attend]):
             name: norm is not None and norm.gain.shape[0] > op.head_dim
             for name, norm in (("kQNormOfAll", op.q_norm), ("kKNormOfAll", op.k_norm))
         }
-        self.add_constants(struct, op.scale, of_all)
+        self.add_constants(struct, op.scale, of_all, op.attn_logit_softcapping)

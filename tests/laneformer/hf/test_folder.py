@@ -53,6 +53,10 @@ def test_dense_fixtures_are_complete():
     assert [folder.name for folder in DENSE] == [
         "arcee",
         "exaone4",
+        "gemma",
+        "gemma2",
+        "gemma3",
+        "gemma3_linear",
         "llama2",
         "llama3",
         "llama_linear",
@@ -71,6 +75,7 @@ def test_dense_fixtures_are_complete():
         "smollm3_nope",
     ]
     assert [folder.name for folder in OLD_STYLE] == [
+        "gemma2",
         "llama3",
         "llama_linear",
         "llama_yarn",

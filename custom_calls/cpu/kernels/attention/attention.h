@@ -20,6 +20,7 @@ namespace LF_ISA {
 namespace {
 
 using laneformer::Attend;
+using laneformer::softcapped;
 
 constexpr int kKeys = 32;  // positions of a block, whose keys and values stay in the first-level cache
 constexpr int kQueries = kWidth < 8 ? kWidth : 8;  // queries of one key/value head that share its loads, at most
@@ -65,9 +66,10 @@ LF_INLINE vf sum_by_rest(vf v) {
   }
 }
 
-// scores[j * G + g] = q[g] . key[j] for G queries of e channels and `count` keys; then -inf up to the end of a vector.
+// scores[j * G + g] = q[g] . key[j], with their softcap, for G queries of e channels and `count` keys; then -inf up to
+// the end of a vector.
 template <Dtype dtype, int G>
-void score(const float* q, Rows keys, int count, int e, float* scores, Ahead ahead) {
+void score(const float* q, Rows keys, int count, int e, float softcap, float* scores, Ahead ahead) {
   constexpr int kAtOnce = kWidth / G;  // keys whose scores fill a vector
   const int whole = e / kWidth * kWidth, rest = e - whole,
             steps = (count + kAtOnce - 1) / kAtOnce * ((e + kWidth - 1) / kWidth);
@@ -90,7 +92,8 @@ void score(const float* q, Rows keys, int count, int e, float* scores, Ahead ahe
         for (int g = 0; g < G; g++) acc[c * G + g] += load_first<vf>(q + g * e + whole, rest) * key;
       }
     }
-    storef(scores + j * G, sums(acc));
+    const vf found = sums(acc);
+    storef(scores + j * G, softcap > 0 ? softcapped<Vectors>(found, softcap) : found);
   }
   for (int i = count * G; i % kWidth; i++) scores[i] = -INFINITY;
 }
@@ -153,13 +156,13 @@ LF_INLINE vf sum_of_chains(vf (&chains)[G]) {
 
 // Attends with G queries of one key/value head and position to `count` keys of a block, from key number `slot` on.
 template <Dtype dtype, int G>
-void attend_block(const float* q, Rows keys, Rows values, int slot, int count, int e, float* out, Ahead first_half,
-                  Ahead second_half) {
+void attend_block(const float* q, Rows keys, Rows values, int slot, int count, int e, float softcap, float* out,
+                  Ahead first_half, Ahead second_half) {
   const int64_t ldo = e + 2;
   constexpr int kScores = kKeys * G;
   float scores[kScores + kWidth], shrink[kWidth], before[kWidth], most[kWidth];
   for (int i = 0; i < kScores; i += kWidth) storef(scores + i, splat(-INFINITY));
-  score<dtype, G>(q, keys, count, e, scores + slot * G, first_half);
+  score<dtype, G>(q, keys, count, e, softcap, scores + slot * G, first_half);
   for (int i = 0; i < kWidth; i++) before[i] = out[i % G * ldo + e];
   vf largest = loadf(before);
   for (int i = 0; i < kScores; i += kWidth) largest = max(largest, loadf(scores + i));
@@ -220,8 +223,8 @@ void attend_in(const Attend& a) {
           const int64_t head = (int64_t)p * heads + n * a.group + g;
           const auto some = [&](auto queries) {
             attend_block<dtype, queries()>(a.q + head * a.e, {a.keys, offset, stride}, {a.values, offset, stride},
-                                           (int)(low - t0), count, a.e, a.out + head * (a.e + 2), share(2 * n),
-                                           share(2 * n + 1));
+                                           (int)(low - t0), count, a.e, a.softcap, a.out + head * (a.e + 2),
+                                           share(2 * n), share(2 * n + 1));
             g += queries();
           };
           const int left = a.group - g;
@@ -257,10 +260,10 @@ constexpr int reversed_bits(int number) {
   return reversed;
 }
 
-// Computes the scores of `count` keys of a block, from key number `slot` on; -inf if a query does not attend to a key.
-// all: every query attends to every key.
+// Computes the scores of `count` keys of a block, from key number `slot` on, with their softcap; -inf if a query does
+// not attend to a key. all: every query attends to every key.
 template <Dtype dtype>
-void score_panel(Panel& panel, Rows keys, int slot, int count, int e, bool all) {
+void score_panel(Panel& panel, Rows keys, int slot, int count, int e, float softcap, bool all) {
   int64_t stride;
   const float* rows = widened<dtype>(keys, count, e, panel.rows, &stride);
   for (int j = 0; j < count; j += kTogether) {
@@ -294,7 +297,8 @@ void score_panel(Panel& panel, Rows keys, int slot, int count, int e, bool all) 
       if (j + c() < count)
         each<2>([&](auto v) LF_INLINED {
           const int at = slot + j + c();
-          const vf seen = all ? acc[c()][v()] : select(panel.seen[at][v()], acc[c()][v()], splat(-INFINITY));
+          const vf found = softcap > 0 ? softcapped<Vectors>(acc[c()][v()], softcap) : acc[c()][v()];
+          const vf seen = all ? found : select(panel.seen[at][v()], found, splat(-INFINITY));
           storef(panel.scores[at] + v() * kWidth, seen);
         });
     });
@@ -387,7 +391,7 @@ void attend_panels(const Attend& a) {
           for (int j = slot; j < slot + count; j++) panel.seen[j][v] = (j >= first) & (j <= last);
         }
         const int64_t offset = low * stride + (int64_t)n * a.e;
-        score_panel<dtype>(panel, {a.keys, offset, stride}, slot, count, a.e, all);
+        score_panel<dtype>(panel, {a.keys, offset, stride}, slot, count, a.e, a.softcap, all);
         vf shrink[2];
         weigh_panel(panel, slot, count, shrink);
         if (all) {
