@@ -49,7 +49,12 @@ CASES = {  # every layout with its own backward pass, and every option of the bl
         "sliding_window": 4,
         "swa_layers": (0,),
     },
-    "laneformer alone; lane head, exact geglu": {"use_early_comm": False, "lm_head_type": "lane", "hidden_act": "gelu"},
+    "laneformer alone; lane head, softcap, exact geglu": {
+        "use_early_comm": False,
+        "lm_head_type": "lane",
+        "final_logit_softcapping": 2.0,
+        "hidden_act": "gelu",
+    },
     "dtp(1); norms of lanes after, vocab_parallel, yarn": {
         "layout": "dtp(1)",
         "norm_before": False,
@@ -64,7 +69,17 @@ CASES = {  # every layout with its own backward pass, and every option of the bl
         "hidden_act": "relu2",
         "gated_mlp": False,
     },
-    "tp; norms of sums": {"layout": "tp", "norm_after": "sum"},
+    "tp; norms of sums, softcaps, factors, windows that rotate otherwise": {
+        "layout": "tp",
+        "norm_after": "sum",
+        "attn_logit_softcapping": 0.5,
+        "final_logit_softcapping": 2.0,
+        "embedding_multiplier": 3.0,
+        "attention_multiplier": 0.7,
+        "sliding_window": 4,
+        "swa_layers": (1,),
+        "rope_local_base_freq": 30.0,
+    },
     "caat(0.5); aggregation before the norm, lane norms": {
         "layout": "caat(0.5)",
         "pre_norm_lane_agg": True,

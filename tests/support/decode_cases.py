@@ -73,12 +73,12 @@ CONFIGS = {
     "norms after of one lane": {"norm_before": False, "norm_after": "sum", "lanes": 1},
     "softcaps, scaled embedding and scores": {
         "attn_logit_softcapping": 0.7,
-        "final_logit_softcapping": 0.5,
+        "final_logit_softcapping": 3.0,
         "embedding_multiplier": 3.5,
         "attention_multiplier": 0.6,
     },
-    "softcap of a lane head": {"final_logit_softcapping": 0.5, "lm_head_type": "lane", "lanes": 3},
-    "softcap of a vocab head": {"final_logit_softcapping": 0.5, "lm_head_type": "vocab_parallel"},
+    "softcap of a lane head": {"final_logit_softcapping": 3.0, "lm_head_type": "lane", "lanes": 3},
+    "softcap of a vocab head": {"final_logit_softcapping": 3.0, "lm_head_type": "vocab_parallel"},
     "layers that slide rotate otherwise": {
         "sliding_window": 5,
         "swa_layers": (0, 2),

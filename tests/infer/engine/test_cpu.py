@@ -203,7 +203,10 @@ def _elsewhere():
     """Models and devices on both backends. The cases of backend xla are slow tests, because the tests of the model
     cover its cache.
     """
-    for name, lanes, devices in (("exaone4", 4, 1), ("exaone4", 4, 4), ("olmo2", 1, 1), ("smollm3_nope", 2, 2)):
+    for name, lanes, devices in (
+        *(("exaone4", 4, 1), ("exaone4", 4, 4), ("olmo2", 1, 1), ("smollm3_nope", 2, 2)),
+        *(("gemma2", 2, 2), ("gemma3", 1, 1)),
+    ):
         yield name, lanes, devices, "cpu"
         rare = pytest.mark.exhaustive if (name, devices) == ("exaone4", 1) else pytest.mark.slow
         yield pytest.param(name, lanes, devices, "xla", marks=rare)
@@ -211,7 +214,9 @@ def _elsewhere():
 
 @pytest.mark.parametrize(("name", "lanes", "devices", "backend"), list(_elsewhere()))
 def test_greedy_tokens_match_models_with_other_norms_and_rotations(name, lanes, devices, backend):
-    """Norms of the modules' outputs, summed over the lanes; a norm over all heads; layers without rotation."""
+    """Norms of the modules' outputs, summed over the lanes; a norm over all heads; layers without rotation, or with
+    their own; softcaps.
+    """
     data = np.load(DENSE / name / "io.npz")
     engine = Engine.load(DENSE / name, backend, num_lanes=lanes, devices=devices)
     answer = engine.generate(data["greedy_prompt"], max_new_tokens=12, stop_tokens=())

@@ -69,6 +69,16 @@ def configs(draw) -> ModelConfig:
             "rope_scaling": draw(scalings),
             "hidden_act": draw(st.sampled_from(["silu", "gelu", "gelu_pytorch_tanh", "relu2"])),
             "norm_eps": draw(st.floats(1e-8, 1e-2)),
+            **{
+                name: draw(st.none() | st.floats(0.1, 100))
+                for name in (
+                    "attn_logit_softcapping",
+                    "final_logit_softcapping",
+                    "attention_multiplier",
+                    "rope_local_base_freq",
+                )
+            },
+            "embedding_multiplier": draw(st.floats(0.1, 100)),
             "bos_token_id": draw(st.none() | st.integers(0, 39)),
             "eos_token_id": draw(st.lists(st.integers(0, 39), max_size=3)),
         }
