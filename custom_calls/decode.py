@@ -41,8 +41,8 @@ class State(NamedTuple):
     @classmethod
     def of_arrays(cls, plan: Plan, arrays: Sequence[jax.Array]) -> "State":
         """The inverse of `arrays`."""
-        seen, *rest = arrays
-        rest = iter(rest)
+        seen, *layers = arrays
+        rest = iter(layers)
         return cls(seen, [{name: next(rest) for name in kept} for kept in plan.kept])
 
 
@@ -114,14 +114,14 @@ def decode(
             " (donate_argnums)"
         )
     vocab, slots = session.plan.ops.vocab_size, session.together
-    outputs = Outputs(
+    outputs = [  # in the order of Outputs
         jax.ShapeDtypeStruct((slots * room,), jnp.int32),
         jax.ShapeDtypeStruct((slots * room,), jnp.float32),
         jax.ShapeDtypeStruct((slots * room, top), jnp.int32),
         jax.ShapeDtypeStruct((slots * room, top), jnp.float32),
         jax.ShapeDtypeStruct((slots * room if logits else 0, vocab), jnp.float32),
         jax.ShapeDtypeStruct((slots * 3,), jnp.int32),
-    )
+    ]
     devices, places = (1, _everywhere()) if mesh is None else (len(_ordinals(mesh)), _places(mesh))
 
     if len(operands) != len(session.operands):

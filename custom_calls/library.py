@@ -135,7 +135,8 @@ def _check_version(compiled: int, path) -> None:
     would make every JAX program of this process fail.
     """
     header = (build.headers() / "xla/ffi/api/c_api.h").read_text(encoding="utf-8")
-    major, minor = (int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", header)[1]) for part in ("MAJOR", "MINOR"))
+    numbers = dict(re.findall(r"#define XLA_FFI_API_(MAJOR|MINOR) (\d+)", header))
+    major, minor = int(numbers["MAJOR"]), int(numbers["MINOR"])
     if compiled != 1000 * major + minor:
         raise NativeError(
             f"{path} was compiled for version {compiled // 1000}.{compiled % 1000} of XLA's FFI, but jaxlib has"

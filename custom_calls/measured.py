@@ -17,7 +17,6 @@ from laneformer.custom_calls.library import speedup
 log = logging.getLogger("laneformer")
 NAME = "measured.json"
 KEPT = 50  # most measurements in the file; the oldest are dropped
-Measurement = float | list[float]
 T = TypeVar("T", float, list[float])
 
 
@@ -85,7 +84,7 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _read(path: Path) -> dict[str, Measurement]:
+def _read(path: Path) -> dict[str, Any]:
     """The measurements in the file, by key; {} if the file is missing or damaged."""
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
@@ -98,7 +97,7 @@ def _fits(value: Any) -> bool:
     return isinstance(value, float) or (isinstance(value, list) and all(isinstance(one, float) for one in value))
 
 
-def _write(path: Path, known: dict[str, Measurement]) -> None:
+def _write(path: Path, known: dict[str, Any]) -> None:
     """Replaces the file atomically. If it cannot be written, the next session measures again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -20,7 +20,7 @@ import numpy as np
 
 from laneformer.custom_calls.words import Reader, Writer
 from laneformer.errors import CheckpointError, ConfigError
-from laneformer.formats import FORMATS, KERNEL_FORMATS
+from laneformer.formats import FORMATS
 from laneformer.ops import Attend, DecoderOps, Kept, KeptDtype, Product, RootRoute, Weight, kept_by, without_kernel
 from laneformer.quantized import Quantized
 
@@ -120,8 +120,12 @@ class Table:
         return max(ages)
 
 
-Dtype = IntEnum("Dtype", {name: FORMATS[name].id for name in KERNEL_FORMATS})
-"""Number formats of packed weights and caches, with their numbers in the kernels."""
+class Dtype(IntEnum):
+    """Number formats of packed weights and caches (KERNEL_FORMATS), with their numbers in the kernels."""
+
+    float32 = FORMATS["float32"].id
+    bfloat16 = FORMATS["bfloat16"].id
+    float16 = FORMATS["float16"].id
 
 
 class Place(NamedTuple):
@@ -238,8 +242,8 @@ class Plan:
     @cached_property
     def tables(self) -> dict[str, int]:
         """The number of experts by the path of each weight that is a table of experts."""
-        routes = [op for layer in self.ops.layers for op in layer.ops if isinstance(op, RootRoute) and op.by_token]
-        return {op.by_token.path: op.matrix.rows for op in routes}
+        routes = (op for layer in self.ops.layers for op in layer.ops if isinstance(op, RootRoute))
+        return {op.by_token.path: op.matrix.rows for op in routes if op.by_token}
 
     @cached_property
     def attends(self) -> tuple[Attend, ...]:
@@ -263,7 +267,7 @@ class Plan:
 
     def kept_bytes(self, positions: int) -> int:
         """Bytes of all arrays that the layers keep, with room for `positions` positions."""
-        width = FORMATS[self.cache_dtype.name].bytes
+        width = FORMATS[self.cache_dtype.name].bits // 8
         return self.ops.lanes * sum(
             math.prod(kept.shape) * (width if kept.dtype is KeptDtype.CACHE else 4) * kept.entries(positions)
             for layer in self.kept
@@ -330,7 +334,7 @@ def _places(ops: DecoderOps) -> Iterator[tuple[str, Place]]:
 
 def _cut(weight: Weight, array: np.ndarray | Quantized) -> np.ndarray | Quantized:
     """Cuts `weight`, [lanes, heads, *weight.shape], from a matrix [lanes, heads * rows, columns]."""
-    heads, first, count = weight.experts, weight.first_row, weight.shape[weight.transposed]
+    heads, first, count = weight.experts or 1, weight.first_row, weight.shape[weight.transposed]
     if isinstance(array, Quantized):
         return array.cut(heads, first, count, weight.transposed)
     rows = array.reshape(*array.shape[:-2], heads, -1, array.shape[-1])[..., first : first + count, :]

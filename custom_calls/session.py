@@ -2,6 +2,7 @@
 
 import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -83,8 +84,10 @@ class CallStream(ABC):
     def _stream(self, name: str, *arguments: Any) -> Any:
         """Calls the library's function `name` for this stream."""
 
-    copied: int = 0
-    """Positions that the running or last call copied from another call. Valid once the call has drawn a token."""
+    @property
+    def copied(self) -> int:
+        """Positions that the running or last call copied from another call. Valid once the call has drawn a token."""
+        return 0
 
     def begin(self) -> int:
         """Discards the last call's tokens and a pending cancellation. Required before a call whose tokens `wait` is to
@@ -129,14 +132,12 @@ class DecodeSession(CallStream):
     """Names of the ops in a trace, by their number in a span."""
     worker: str
     """Name in a trace for a unit that computes ops, such as a worker thread or a CTA."""
-    of_lanes: tuple[bool, ...] = ()
-    """For each operand, whether its first axis is the lanes."""
-    failure: str | None = None
-    """Why the last call failed, if XLA could not report it; None if it did not fail."""
     together: int = 1
     """Slots of one call. If there are several, they are the leading axis of inputs, outputs and `seen`, and the second
     axis of the caches.
     """
+    close: "weakref.finalize[..., Any]"
+    """Frees the session's memory; also when the session is deleted."""
     _prefix: str
     """Prefix of the library's functions for this platform, after `laneformer_`."""
 
@@ -172,6 +173,16 @@ class DecodeSession(CallStream):
         self._require_weights()
         return ()
 
+    @property
+    def of_lanes(self) -> tuple[bool, ...]:
+        """For each operand, whether its first axis is the lanes."""
+        return ()
+
+    @property
+    def failure(self) -> str | None:
+        """Why the last call failed, if XLA could not report it; None if it did not fail."""
+        return None
+
     def _check_weight(self, path: str, shape: tuple[int, ...]) -> None:
         """Raises NativeError unless the model has a weight of this path and shape."""
         if path not in self.plan.weights:
@@ -187,11 +198,14 @@ class DecodeSession(CallStream):
             )
 
     @abstractmethod
-    def inputs(self, *requests: Request | None, most_tokens: int = 0, most_stops: int = 0) -> Any:
-        """The arrays in which a call gets its requests, one for each of its `together` slots; None for a slot without a
-        request. Calls with arrays of the same shapes share one program; most_tokens, most_stops: numbers of prompt and
-        stop tokens for which they have room at least. On GPUs this also sets the texts of the slots' next calls.
+    def inputs(self, request: Request, /, *, most_tokens: int = 0, most_stops: int = 0) -> Any:
+        """The arrays in which a call with one slot gets its request. Calls with arrays of the same shapes share one
+        program; most_tokens, most_stops: numbers of prompt and stop tokens for which they have room at least.
         """
+
+    @abstractmethod
+    def spans(self) -> Iterator[tuple[int, np.ndarray]]:
+        """The number and the recorded spans of each worker; the spans are an array of SPAN."""
 
     @property
     def slots(self) -> tuple[CallStream, ...]:

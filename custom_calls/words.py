@@ -215,10 +215,10 @@ class Reader:
                 kinds = kinds[:1] * self._next()
             return tuple(self.get(item) for item in kinds)
         if found := alternatives(kind):
-            kinds, optional = found
+            members, optional = found
             if optional and not self._next():
                 return None
-            return self.get(kinds[0]) if len(kinds) == 1 else self._one_of(kinds)
+            return self.get(members[0]) if len(members) == 1 else self._one_of(members)
         return kind(**{name: self.get(field_kind) for name, field_kind in fields(kind)})
 
     def _one_of(self, kinds: list):

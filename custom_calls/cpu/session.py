@@ -317,7 +317,7 @@ class Session(DecodeSession):
         """
         return tuple(Slot(self, number) for number in range(self._num_slots))
 
-    def inputs(self, request: Request, most_tokens: int = 0, most_stops: int = 0) -> np.ndarray:
+    def inputs(self, request: Request, /, *, most_tokens: int = 0, most_stops: int = 0) -> np.ndarray:
         return request_words(request, most_tokens + most_stops)
 
     def _stream(self, name: str, *arguments: Any) -> Any:
@@ -347,7 +347,6 @@ class Session(DecodeSession):
         self._lib.laneformer_trace(self.id, spans_per_worker)
 
     def spans(self) -> Iterator[tuple[int, np.ndarray]]:
-        """The number and the recorded spans of each worker; the spans are an array of SPAN."""
         for worker in range(self.threads):
             spans = np.zeros(self._lib.laneformer_spans(self.id, worker, None, 0), SPAN)
             self._lib.laneformer_spans(self.id, worker, spans.ctypes.data, len(spans))

@@ -88,7 +88,7 @@ def in_blocks(record: Quantized, joined: bool = False) -> tuple[Quantized, np.nd
         entries = np.concatenate([np.where(entries < 0, -1, entries + n * columns) for n in range(len(record.codes))])
         arrays = {name: np.concatenate(list(array), -1) for name, array in record.arrays.items() if array.ndim > 1}
         group = min(record.group[1], record.columns)
-        record = replace(record, **arrays, group=(record.group[0], group), columns=len(entries))
+        record = replace(record.with_arrays(arrays), group=(record.group[0], group), columns=len(entries))
     in_order = (entries == np.arange(len(entries))).all()
     return replace(record, order=None), None if in_order else np.ascontiguousarray(entries, np.int32)
 
@@ -116,19 +116,20 @@ def make_pieces(
             raise MidTile(begin)
         else:
             first, step, count = sum(rows[:begin]) // ROWS, 1, -(-sum(rows[begin:end]) // ROWS)
-        records, order = [record for record, _ in held[begin:end]], held[begin][1]
-        if records[0] is None:
-            pieces.append(Piece(first, step, count, columns))
-        else:
+        records, order = [record for record, _ in held[begin:end] if record is not None], held[begin][1]
+        if records:
             tiles = make_tiles(records, lanes, gated and bool(rest))
             pieces.append(Piece(first, step, count, records[0].columns, tiles, order))
+        else:
+            pieces.append(Piece(first, step, count, columns))
     return pieces
 
 
 def _flat(record: Quantized) -> Quantized:
     """Reshapes a record [lanes, experts, rows, columns] to [lanes * experts, rows, columns]."""
-    found = {name: array.reshape(-1, *array.shape[-2:]) for name, array in record.arrays.items() if array.ndim == 4}
-    return replace(record, **found)
+    return record.with_arrays(
+        {name: array.reshape(-1, *array.shape[-2:]) for name, array in record.arrays.items() if array.ndim == 4}
+    )
 
 
 class MidTile(ValueError):
@@ -168,7 +169,7 @@ def make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool) -> Til
 def _some_lanes(record: Quantized, which: slice) -> Quantized:
     if record.ndim == 2:
         return record
-    return replace(record, **{name: array[which] for name, array in record.arrays.items() if array.ndim == 3})
+    return record.with_arrays({name: array[which] for name, array in record.arrays.items() if array.ndim == 3})
 
 
 def _make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool, shared: bool) -> Tiles:
@@ -206,33 +207,28 @@ def _make_tiles(parts: Sequence[Quantized], lanes: int, alternating: bool, share
     empty = {"int4": 0x88888888, "int8": 0x80808080}.get(kind, 0)
     short = -(-columns // BLOCK) * BLOCK * parts[0].format.bits // (8 * of_code.itemsize) - of_code.shape[-1]
     of_code = np.pad(of_code, [(0, 0)] * 3 + [(0, short)], constant_values=empty) if short else of_code
-    of_scale = None if whole_rows else tiled(scales, "edge")
-    shared = shared and kind == "fp8" and of_scale is not None and bool((of_scale == of_scale[:, :, :1]).all())
-    code_type = CODES[kind]
-    scale_type = {"mxfp4": E8M0, "nvfp4": E4M3}.get(kind) if not wide else SCALES["float32"]
     if whole_rows:
-        scale_type = 0
-    elif scale_type is None:
-        scale_type = SCALES[of_scale.dtype.name]
+        scale_type, shared, grids = 0, False, []
+    else:
+        of_scale = tiled(scales, "edge")  # [lanes, tiles, 16, groups]
+        of_kind = SCALES["float32"] if wide else {"mxfp4": E8M0, "nvfp4": E4M3}.get(kind)
+        scale_type = of_kind or SCALES[of_scale.dtype.name]
+        shared = shared and kind == "fp8" and bool((of_scale == of_scale[:, :, :1]).all())
+        grids = [of_scale[:, :, :1] if shared else of_scale, *([tiled(zero_points, "edge")] if zeros else [])]
     pieces = []  # uint8 [lanes, tiles, units, bytes of a unit]; `_streams` alternates the units of two tiles
     if rows:
         pieces.append(_bytes(tiled(factors, 0))[:, :, None])
-    of_zero = tiled(zero_points, "edge") if zeros else None
     for first in range(0, columns, CHUNK):
         here = min(CHUNK, columns - first)
         if group:
             groups = slice(first // group, first // group + -(-here // group))
-            part = of_scale[:, :, :1, groups] if shared else of_scale[..., groups]
-            found = [_bytes(part.swapaxes(2, 3))]
-            if zeros:
-                found.append(_bytes(of_zero[..., groups].swapaxes(2, 3)))
-            found = np.concatenate(found, -1)
+            found = np.concatenate([_bytes(grid[..., groups].swapaxes(2, 3)) for grid in grids], -1)
             pieces.append(np.pad(found, [(0, 0), (0, 0), (0, -found.shape[-1] % 64)])[:, :, None])
         per = 8 * of_code.itemsize // parts[0].format.bits
         end = -(-(first + here) // BLOCK) * BLOCK // per
         lines = _bytes(of_code[..., first // per : end].swapaxes(2, 3))
         pieces.append(lines.reshape(*lines.shape[:2], -1, LINE))
-    return Tiles((code_type, scale_type, group, shared, zeros, rows), _streams(pieces, 1 if kind == "fp8" else 2))
+    return Tiles((CODES[kind], scale_type, group, shared, zeros, rows), _streams(pieces, 1 if kind == "fp8" else 2))
 
 
 def _streams(pieces: list[np.ndarray], together: int) -> np.ndarray:
@@ -269,7 +265,10 @@ def _words(part: Quantized) -> np.ndarray:
         codes[..., -1] |= ZEROS["int4"] << 4
     if short := -codes.shape[-1] % per:
         codes = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, short)], constant_values=fill)
-    words = np.ascontiguousarray(codes).view(np.uint16 if part.kind == "fp8" else np.uint32)
+    codes = np.ascontiguousarray(codes)
+    if part.kind == "fp8":
+        return codes.view(np.uint16)
+    words = codes.view(np.uint32)
     if part.format.bits == 8:
         return words
     low, high = words & 0x0F0F, words >> 16 & 0x0F0F  # even columns of the first and of the last four

@@ -27,7 +27,7 @@ from laneformer.custom_calls.gpu.weights import GpuWeights
 from laneformer.custom_calls.library import EMULATED, SPAN, TARGET, NativeError, call
 from laneformer.custom_calls.plan import Plan
 from laneformer.custom_calls.request import Request
-from laneformer.custom_calls.session import Bf12Weights, CallStream, DecodeSession, Drafting
+from laneformer.custom_calls.session import Bf12Weights, DecodeSession, Drafting
 from laneformer.ops import TRACE_NAMES, GpuOp, without_kernel
 from laneformer.quantized import Quantized
 
@@ -221,7 +221,7 @@ class GpuSession(SlotStream, DecodeSession):
         layout, plan = self.layout, self.layout.plan
         steps = [] if launch == "persistent" else layout.steps
         self.launches_per_token = len(steps)  # 0: one launch for all tokens
-        numbers = {
+        numbers: dict[str, int | list[int]] = {
             "lanes_here": layout.lanes_here,
             "packed_words": math.prod(layout.packed_shape) // len(devices),
             "ctas": layout.ctas,
@@ -316,6 +316,9 @@ class GpuSession(SlotStream, DecodeSession):
         return self._weights.operands
 
     def inputs(self, *requests: Request | None, most_tokens: int = 0, most_stops: int = 0) -> Inputs:
+        """The arrays in which a call gets its requests, one for each of its `together` slots; None for a slot without a
+        request. This also sets the texts of the slots' next calls.
+        """
         for slot, request in zip(self.slots, requests, strict=True):
             if request is not None and (self.layout.drafting or len(request.forced) or len(request.given)):
                 slot.set_texts(request)
@@ -351,7 +354,7 @@ class GpuSession(SlotStream, DecodeSession):
         return self.id, 0
 
     @cached_property
-    def slots(self) -> tuple[CallStream, ...]:
+    def slots(self) -> tuple[SlotStream, ...]:
         """The slots of a call by number; the session itself if there is one slot."""
         if self.together == 1:
             return (self,)

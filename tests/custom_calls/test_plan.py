@@ -15,6 +15,7 @@ from laneformer.custom_calls.plan import ALIGNED, Dtype, Event, Table, decode_pl
 from laneformer.custom_calls.request import Request, SamplingOptions, Source
 from laneformer.custom_calls.words import Reader, Writer, request_words
 from laneformer.decoder import decoder_ops
+from laneformer.formats import KERNEL_FORMATS
 from laneformer.layout import Landing, Own, Payload, Schedule
 from laneformer.ops import HeadKind, Matrix, Norm, OutputNorm, Rotary, Value, Weight
 from tests.support import small
@@ -52,6 +53,10 @@ def decoded(schedule) -> Table:
     table = reader.get(Table)
     reader.finish()
     return table
+
+
+def test_every_format_of_the_kernels_is_a_dtype():
+    assert list(Dtype.__members__) == list(KERNEL_FORMATS)
 
 
 def toy_module(matrices, m, X):
