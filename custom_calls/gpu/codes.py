@@ -25,13 +25,16 @@ from laneformer.quantized import Quantized
 
 BITS = {"int8": 8, "e4m3": 8, "int4": 4, "e2m1": 4}
 CODES = {"int8": "int8", "fp8": "e4m3", "int4": "int4", "mxfp4": "e2m1", "nvfp4": "e2m1"}
-SCALE_BYTES = {"e8m0": 1, "e4m3": 1, "bfloat16": 2, "float16": 2, "float32": 4}
+SCALE_BYTES: dict[str | None, int] = {"e8m0": 1, "e4m3": 1, "bfloat16": 2, "float16": 2, "float32": 4}
 OWN_SCALES = {"mxfp4": "e8m0", "nvfp4": "e4m3"}
 # Instructions per weight on the usual path of the loops in an H200's kernel, by code and whether there are zero points:
 # for vector code, and for tensor cores
 INSTRUCTIONS = {("int4", False): (4.7, 1.5), ("int4", True): (5.3, 1.6), ("e2m1", False): (4.9, 2.9)}
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # columns that share a scale
 HALF_1024 = 0x6400  # bits of 1024 in float16, whose low bits are a zero point beside a scale
+
+AnyWeight = np.ndarray | jax.Array | Quantized | Quantized[jax.Array]
+"""A weight as a session takes it."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +207,7 @@ class Header(NamedTuple):
     columns: int
 
 
-def arrays_of(record: Quantized, header: Header, format: Codes, granule: int) -> dict[str, jax.Array]:
+def arrays_of(record: Quantized[jax.Array], header: Header, format: Codes, granule: int) -> dict[str, jax.Array]:
     """The arrays of a record that are dealt to threads: "codes", uint8 [*lanes, rows, columns]; "scales" if blocks have
     them, the bits for each granule of columns, uint32 [*lanes, rows, granules]; "factors" if rows have them, float32
     [*lanes, rows, 1].
@@ -272,7 +275,7 @@ class CodesChoice:
     """Name of each quantized matrix's format for reports, by path."""
 
     @classmethod
-    def of(cls, plan: Plan, weights: Iterable[tuple[str, np.ndarray | jax.Array | Quantized]]) -> "CodesChoice":
+    def of(cls, plan: Plan, weights: Iterable[tuple[str, AnyWeight]]) -> "CodesChoice":
         """The choice for the weights of a model, which are read one by one. Raises NativeError for a weight that the
         kernel cannot hold.
         """
@@ -298,9 +301,11 @@ class CodesChoice:
             self.formats |= dict.fromkeys(paths, format_of(paths, records, **options))
 
 
-def _without_values(record: Quantized) -> Quantized:
+def _without_values(record: Quantized | Quantized[jax.Array]) -> Quantized:
     """The record with only the shapes and dtypes of its arrays, so that no matrix stays in memory."""
-    return replace(record, **{name: jax.ShapeDtypeStruct(a.shape, a.dtype) for name, a in record.arrays.items()})
+    return record.with_arrays(
+        {name: np.broadcast_to(np.zeros((), a.dtype), a.shape) for name, a in record.arrays.items()}
+    )
 
 
 def _two_formats(parts: list[Product], kinds: Mapping[str, str]) -> str:

@@ -83,16 +83,15 @@ def kernel_sources(kernel: str) -> list[Path]:
 def compiler(architecture: str) -> Callable[[Path, Path, str], None]:
     """A function that runs the installed compiler for an architecture. Raises BuildError if none is installed."""
     if architecture.startswith("gfx"):
-        if clang() is None:
+        if (program := clang()) is None:
             raise BuildError(
                 "clang for AMD GPUs is not installed: install clang-19 and lld-19, or set HIP_CLANG to its path"
             )
-        return _clang
-    if nvcc() is not None:
-        return _nvcc
+        return functools.partial(_clang, program)
+    if (program := nvcc()) is not None:
+        return functools.partial(_nvcc, program)
     if (library := nvrtc()) is not None:
-        load_nvrtc(library)  # reports missing parts before anything is compiled
-        return _nvrtc
+        return functools.partial(_nvrtc, load_nvrtc(library))  # reports missing parts before anything is compiled
     raise BuildError("neither nvcc nor NVRTC is installed: pip install nvidia-cuda-nvrtc, or install the CUDA toolkit")
 
 
@@ -179,11 +178,11 @@ def _run(command: list[str]) -> str:
     return done.stderr
 
 
-def _nvcc(folder: Path, out: Path, architecture: str) -> None:
+def _nvcc(program: str, folder: Path, out: Path, architecture: str) -> None:
     number = architecture.removeprefix("sm_")
     _run(
         [
-            nvcc(),
+            program,
             "-cubin",
             "-O3",
             *NVIDIA_FLAGS,
@@ -195,12 +194,11 @@ def _nvcc(folder: Path, out: Path, architecture: str) -> None:
     )
 
 
-def _clang(folder: Path, out: Path, architecture: str) -> None:
-    _run([clang(), *HIP_FLAGS, f"--offload-arch={architecture}", "-c", str(folder / KERNEL), "-o", str(out)])
+def _clang(program: str, folder: Path, out: Path, architecture: str) -> None:
+    _run([program, *HIP_FLAGS, f"--offload-arch={architecture}", "-c", str(folder / KERNEL), "-o", str(out)])
 
 
-def _nvrtc(folder: Path, out: Path, architecture: str) -> None:
-    lib = load_nvrtc(nvrtc())
+def _nvrtc(lib: ctypes.CDLL, folder: Path, out: Path, architecture: str) -> None:
     program = ctypes.c_void_p()
 
     def check(status: int) -> None:

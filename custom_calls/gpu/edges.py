@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from laneformer.custom_calls.gpu.layout import Layout
 from laneformer.custom_calls.library import ring_slots
+from laneformer.ops import Product
 
 
 def mail_slots(layout: Layout) -> int:
@@ -77,7 +78,7 @@ def _between_ops(layout: Layout) -> dict[str, int]:
         for stage in kind.stages:
             if stage.writes:
                 own = stage.first + stage.kernel.words(stage)
-                if stage.writes in layout.triples:
+                if stage.writes in layout.triples and isinstance(stage.op, Product):
                     own = _in_threes(layout.triples[stage.writes], stage.op.channels)
                 words[stage.writes] = max(words.get(stage.writes, 0), own)
     return words

@@ -188,7 +188,7 @@ class Bf12Choice:
         """
         found = cls()
         for group in product_weights(plan):
-            total = sum(counts[path] for path in group)
+            total = np.sum([counts[path] for path in group], axis=0)
             table = bf12_table(total)
             if total.sum() - total[table].sum() <= BF12_MOST_EXCEPTIONS * total.sum():
                 found.tables |= dict.fromkeys(group, table)

@@ -82,7 +82,7 @@ def model_header(layout: Layout) -> str:
         "kEmbedding": layout.plan.weight_dtype,
         "kCache": layout.plan.cache_dtype,
     }
-    functions = []
+    functions: list[tuple[list[str], str]] = []
     if layout.any_experts:
         numbers |= {
             "kRowLines": layout.row_lines,
@@ -136,11 +136,11 @@ def _head_struct(layout: Layout) -> Iterator[str]:
 
 def _head_mixture(layout: Layout) -> Iterator[str]:
     """What the head reads of several streams: a list of one op, or of none."""
-    gather = layout.plan.ops.head.gather
-    if gather:
+    gather, tiling = layout.plan.ops.head.gather, layout.head_mixture
+    if gather and tiling:
         constants, functions = fields_of(layout.plan.places, {0: gather})
-        constants |= layout.head_mixture.fields | {"kTiled": True, "kChosen": False, "kSumSets": 1}
-        aliases = {"Weights": layout.head_mixture.format.struct}
+        constants |= tiling.fields | {"kTiled": True, "kChosen": False, "kSumSets": 1}
+        aliases = {"Weights": tiling.format.struct}
         yield from struct_lines("HeadMixture", constants, functions | {"product": {0: 0}}, aliases, layout.num_layers)
     yield f"using HeadGather = Ops<{'HeadMixture' if gather else ''}>;"
 

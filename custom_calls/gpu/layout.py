@@ -171,10 +171,13 @@ class Layout:
         module = self.stages[layer][number].module
         return module, number - self.first_stage(layer, module)
 
-    def tiling(self, layer: int, number: int) -> Tiling | None:
-        """The tiling of stage `number` of a layer; None if the stage multiplies no matrix."""
+    def tiling(self, layer: int, number: int) -> Tiling:
+        """The tiling of stage `number` of a layer. Raises ValueError if the stage multiplies no matrix."""
         module, own = self._place(layer, number)
-        return self.kinds_of[layer][module].tilings[own]
+        tiling = self.kinds_of[layer][module].tilings[own]
+        if tiling is None:
+            raise ValueError(f"stage {number} of layer {layer} multiplies no matrix")
+        return tiling
 
     @cached_property
     def memory(self) -> Memory:
@@ -374,7 +377,7 @@ class Layout:
         """The first line of a layer's product in the memory of each warp."""
         module, own = self._place(layer, op)
         kind = self.kinds_of[layer][module]
-        if not kind.tilings[own].pieces:
+        if not self.tiling(layer, op).pieces:
             return self.module_start(layer, module) + kind.lines_before(own)
         before = sum(other.stored_lines for other in self.kinds_of[layer][:module])
         before += sum(tiling.stored_lines for at, tiling in kind.of_experts if at < own)
@@ -439,9 +442,9 @@ class Layout:
         others = set()
         for kind in self.kinds:
             for stage, tiling in zip(kind.stages, kind.tilings, strict=True):
-                product = isinstance(stage.op, Product) and not stage.op.blocks
-                if stage.writes and product and not stage.of_head and not stage.first:
-                    rows = tiling.rows // 2 if stage.op.gated else tiling.rows
+                product = stage.op if isinstance(stage.op, Product) and not stage.op.blocks else None
+                if tiling and stage.writes and product and not stage.of_head and not stage.first:
+                    rows = tiling.rows // 2 if product.gated else tiling.rows
                     if found.setdefault(stage.writes, rows) != rows:
                         others.add(stage.writes)
                 elif stage.writes:

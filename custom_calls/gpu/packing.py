@@ -27,6 +27,17 @@ class Placement(NamedTuple):
     """As in `placed`."""
 
 
+class Exceptions(NamedTuple):
+    """The exceptions of a product in 12 bits."""
+
+    words: jax.Array
+    """The list of each warp, uint32 [lanes, CTAs, warps, n]."""
+    most: jax.Array
+    """The largest number of exceptions in a warp."""
+    total: jax.Array
+    """The number of all exceptions."""
+
+
 @partial(jax.jit, static_argnames=("tiling", "arrangement", "sharding"), donate_argnums=0)
 def placed(
     packed: jax.Array,
@@ -36,7 +47,7 @@ def placed(
     tiling: Tiling,
     arrangement: str,
     sharding,
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, Exceptions | None]:
     """Packs the matrices `parts` of a product into `packed`, from word `offset` of each warp on. Returns what `_stored`
     returns.
 
@@ -46,7 +57,7 @@ def placed(
     the lanes, end to end; "as it is".
     """
     matrix = _arranged(parts, packed.shape[0], arrangement)
-    return _stored(packed, tiling.deal(tiling.format.encode(matrix, table)), offset, tiling, sharding)
+    return _stored(packed, tiling.deal(tiling.floats.encode(matrix, table)), offset, tiling, sharding)
 
 
 @partial(jax.jit, static_argnames=("headers", "tiling", "arrangement", "sharding"), donate_argnums=0)
@@ -62,18 +73,17 @@ def placed_codes(
     """`placed` for quantized matrices, whose records are given as arrays and headers. Returns the packed weights
     including the product, and the factors of the rows as words for each warp, uint32 [lanes, CTAs, warps, n], or None.
     """
-    records = [
+    records: list[Quantized[jax.Array]] = [
         Quantized(header.kind, group=header.group, columns=header.columns, **part)
         for header, part in zip(headers, parts, strict=True)
     ]
     found = [
-        arrays_of(record, header, tiling.format, tiling.granule)
-        for record, header in zip(records, headers, strict=True)
+        arrays_of(record, header, tiling.codes, tiling.granule) for record, header in zip(records, headers, strict=True)
     ]
     arrays = {name: _arranged([each[name] for each in found], packed.shape[0], arrangement) for name in found[0]}
-    lines = tiling.format.pack(tiling.deal(arrays["codes"]))
+    lines = tiling.codes.pack(tiling.deal(arrays["codes"]))
     if "scales" in arrays:
-        lines = tiling.format.with_scales(lines, tiling.deal_granules(arrays["scales"]), tiling.cluster)
+        lines = tiling.codes.with_scales(lines, tiling.deal_granules(arrays["scales"]), tiling.cluster)
     packed = jax.lax.dynamic_update_slice(packed, _of_lanes(lines, packed, tiling, sharding), (0, 0, 0, offset))
     if "factors" not in arrays:
         return packed, None
@@ -85,12 +95,12 @@ def chunks(matrices: list, tiling: Tiling) -> Iterator[tuple[int, list]]:
     """Cuts the matrices of all experts into chunks of experts. Yields the first line of each chunk in the memory of a
     warp, and its part of each matrix.
     """
-    for number, first in enumerate(range(0, tiling.pieces.experts, tiling.chunk)):
+    for number, first in enumerate(range(0, tiling.expert_pieces.experts, tiling.chunk)):
         some = slice(first, first + tiling.chunk)
         yield (
             number * tiling.chunk_lines,
             [
-                replace(one, **{name: array[:, some] for name, array in one.arrays.items()})
+                one.with_arrays({name: array[:, some] for name, array in one.arrays.items()})
                 if isinstance(one, Quantized)
                 else one[:, some]
                 for one in matrices
@@ -113,12 +123,12 @@ def _arranged(parts: list[jax.Array], lanes: int, arrangement: str) -> jax.Array
 @partial(jax.jit, static_argnames=("tiling", "sharding"), donate_argnums=0)
 def filled(
     packed: jax.Array, block: jax.Array, offset: jax.Array, table: jax.Array, tiling: Tiling, sharding
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, Exceptions | None]:
     """`placed` for a matrix that repeats the weights of `block`."""
-    coded = tiling.format.encode(block, table)
+    coded = tiling.floats.encode(block, table)
     if tiling.pieces:
-        lines = tiling.format.pack(jnp.resize(coded, tiling.dealt))
-        return _repeated(packed, lines, offset, tiling, sharding), None, None, None
+        lines = tiling.floats.pack(jnp.resize(coded, tiling.dealt))
+        return _repeated(packed, lines, offset, tiling, sharding), None
     steps = jnp.resize(coded, (*packed.shape[:3], tiling.turns, *tiling.dealt))
     steps = jnp.moveaxis(steps, 3, 2).reshape(*_dealt_to(packed, tiling), *tiling.dealt)
     return _stored(packed, steps, offset, tiling, sharding)
@@ -129,7 +139,7 @@ def filled_codes(
     packed: jax.Array, bits: jax.Array, offset: jax.Array, tiling: Tiling, sharding
 ) -> tuple[jax.Array, jax.Array | None]:
     """`placed_codes` for a matrix that repeats the random bytes `bits` as codes, with equal scales."""
-    format, rows = tiling.format, tiling.rows
+    format, rows = tiling.codes, tiling.rows
     of_cta = replace(tiling, all_rows=rows, ctas=1, blocks=0)
     codes = jnp.resize(bits & random_codes(format), (rows, tiling.columns))
     lines = format.pack(of_cta.deal(codes))
@@ -152,19 +162,19 @@ def filled_codes(
     return packed, of_all(jax.lax.bitcast_convert_type(factors, jnp.uint32))
 
 
-def _stored(packed: jax.Array, steps: jax.Array, offset: jax.Array, tiling: Tiling, sharding) -> tuple[jax.Array, ...]:
-    """Writes a product into the packed weights. steps: its encoded weights, dealt to CTAs and warps.
-
-    Returns the packed weights, and three values that are None if the format has no list: the list of exceptions of each
-    warp, uint32 [lanes, CTAs, warps, n], the largest number of exceptions in a warp, and their total number.
+def _stored(
+    packed: jax.Array, steps: jax.Array, offset: jax.Array, tiling: Tiling, sharding
+) -> tuple[jax.Array, Exceptions | None]:
+    """Writes a product into the packed weights. steps: its encoded weights, dealt to CTAs and warps. Returns the packed
+    weights, and the exceptions if the format has a list of them.
     """
-    lines, listed = _of_lanes(tiling.format.pack(steps), packed, tiling, sharding), tiling.format.listed(steps)
+    lines, listed = _of_lanes(tiling.floats.pack(steps), packed, tiling, sharding), tiling.floats.listed(steps)
     packed = jax.lax.dynamic_update_slice(packed, lines, (0, 0, 0, offset))
     if listed is None:
-        return packed, None, None, None
+        return packed, None
     listed = _of_lanes(listed, packed, tiling, sharding)
     counts = (listed != np.uint32(BF12_END)).sum(-1)
-    return packed, listed, counts.max(), counts.sum()
+    return packed, Exceptions(listed, counts.max(), counts.sum())
 
 
 def _repeated(packed: jax.Array, lines: jax.Array, offset: jax.Array, tiling: Tiling, sharding) -> jax.Array:
@@ -223,4 +233,4 @@ def normal(key: jax.Array, like: jax.Array) -> jax.Array:
     0.02. All rows are equal, and a row repeats after 2^20 numbers.
     """
     block = 0.02 * jax.random.normal(key, (min(like.shape[-1], 1 << 20),))
-    return jnp.broadcast_to(jnp.resize(block, like.shape[-1]).astype(like.dtype), like.shape)
+    return jnp.broadcast_to(jnp.resize(block, like.shape[-1:]).astype(like.dtype), like.shape)

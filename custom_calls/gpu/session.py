@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from laneformer.custom_calls.gpu import edges, watchdog
-from laneformer.custom_calls.gpu.codes import CodesChoice
+from laneformer.custom_calls.gpu.codes import AnyWeight, CodesChoice
 from laneformer.custom_calls.gpu.compile import PERSISTENT, STEPS, image
 from laneformer.custom_calls.gpu.formats import Bf12Choice
 from laneformer.custom_calls.gpu.header import model_header
@@ -80,12 +80,16 @@ class Group(Protocol):
 
     index: int
     """This process's number in the job."""
-    machine: str
-    """Identifier of the machine, equal in all processes on one machine."""
-    several: bool
-    """Whether there are other processes."""
 
-    def share(self, own: dict) -> dict[int, dict]:
+    @property
+    def machine(self) -> str:
+        """Identifier of the machine, equal in all processes on one machine."""
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other processes."""
+
+    def share(self, own: dict[str, Any]) -> dict[int, dict[str, Any]]:
         """Exchanges a value with all processes. Returns the value of each process, by its number."""
 
     def barrier(self) -> bool:
@@ -290,7 +294,7 @@ class GpuSession(SlotStream, DecodeSession):
 
     # ---- weights
 
-    def pack(self, path: str, weight: np.ndarray | jax.Array | Quantized) -> None:
+    def pack(self, path: str, weight: AnyWeight) -> None:
         """Packs a weight whose path and shape are those of the table in laneformer/weights.py. A matrix must be
         quantized as announced when the session was opened. Raises NativeError if the weight does not fit.
         """

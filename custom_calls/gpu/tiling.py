@@ -4,7 +4,6 @@ A tiling is a function of a matrix's shape and format, and of the GPU. custom_ca
 a model, and custom_calls/gpu/packing.py packs weights according to them.
 """
 
-import itertools
 import math
 from dataclasses import dataclass, replace
 
@@ -106,6 +105,27 @@ class Tiling:
     """
 
     @property
+    def floats(self) -> Plain | Bf12:
+        """The format of a matrix that is not quantized. Raises TypeError for a quantized one."""
+        if isinstance(self.format, Codes):
+            raise TypeError(f"{self.format} is a format of quantized weights")
+        return self.format
+
+    @property
+    def codes(self) -> Codes:
+        """The format of a quantized matrix. Raises TypeError for another one."""
+        if not isinstance(self.format, Codes):
+            raise TypeError(f"{self.format} is not a format of quantized weights")
+        return self.format
+
+    @property
+    def expert_pieces(self) -> Pieces:
+        """How the matrices of experts are divided. Raises TypeError for a matrix without experts."""
+        if self.pieces is None:
+            raise TypeError("a matrix without experts has no pieces")
+        return self.pieces
+
+    @property
     def block_parts(self) -> int:
         """Number of products that compute one block."""
         return -(-self.all_rows // self.rows)
@@ -183,12 +203,12 @@ class Tiling:
     @property
     def parts(self) -> int:
         """Parts of each expert's matrix."""
-        return self.warps if self.pieces.summed else self.ctas
+        return self.warps if self.expert_pieces.summed else self.ctas
 
     @property
     def stored_lines(self) -> int:
         """Lines in the memory of a warp for all experts."""
-        return -(-self.pieces.experts * self.parts // self.pieces.rows) * self.lines
+        return -(-self.expert_pieces.experts * self.parts // self.expert_pieces.rows) * self.lines
 
     @property
     def read_lines(self) -> int:
@@ -198,12 +218,12 @@ class Tiling:
     @property
     def chunk(self) -> int:
         """The smallest number of experts whose parts are dealt evenly to all CTAs (warps)."""
-        return self.pieces.rows // math.gcd(self.pieces.rows, self.parts)
+        return self.expert_pieces.rows // math.gcd(self.expert_pieces.rows, self.parts)
 
     @property
     def chunk_lines(self) -> int:
         """Lines in the memory of a warp for a chunk of experts."""
-        return self.chunk * self.parts // self.pieces.rows * self.lines
+        return self.chunk * self.parts // self.expert_pieces.rows * self.lines
 
     def deal(self, matrix: jax.Array) -> jax.Array:
         """Deals a matrix to threads: [..., all rows, columns] -> [..., CTAs, warps, *dealt]. Each thread gets its part
@@ -237,7 +257,7 @@ class Tiling:
     @property
     def granule(self) -> int:
         """Columns of a vector in one cluster that share a scale."""
-        return self.cluster * self.format.per * self.format.joined // self.format.halves
+        return self.cluster * self.codes.per * self.codes.joined // self.codes.halves
 
     def deal_granules(self, grid: jax.Array) -> jax.Array:
         """Deals values that the columns of a granule share, as `deal` does with weights: [..., all rows, granules] ->
@@ -245,8 +265,8 @@ class Tiling:
         """
         grid = self._with_blocks(grid)
         *lead, rows, columns = grid.shape
-        halves, clusters = self.format.halves, self.group // self.cluster
-        vectors = self.vectors // self.format.joined
+        halves, clusters = self.codes.halves, self.group // self.cluster
+        vectors = self.vectors // self.codes.joined
         granules = self.warps * self.segments * vectors * clusters * halves
         grid = jnp.pad(grid, [(0, 0)] * len(lead) + [(0, self.ctas * self.rows - rows), (0, granules - columns)])
         grid = grid.reshape(*lead, self.ctas, self.rows, granules)
@@ -256,7 +276,7 @@ class Tiling:
         n = len(lead)
         cta, step, row, warp, segment, vector, cluster, half = range(n, n + 8)
         parts = parts.transpose(*range(n), cta, warp, segment, step, vector, half, row, cluster)
-        each = self.format.scales(self.together * self.vectors)
+        each = self.codes.scales(self.together * self.vectors)
         return parts.reshape(*lead, self.ctas, self.warps, self.dealt[0], each, self.warp_size // self.cluster)
 
     def deal_rows(self, values: jax.Array) -> jax.Array:
@@ -292,8 +312,8 @@ class Tiling:
         and to issue the instructions for their codes. Each additional segment adds a sixteenth, because all sums are
         added once more.
         """
-        codes = math.prod(self.dealt[:2]) * self.format.per
-        return max(self.lines, codes * self.format.instructions / ISSUE_SLOTS) * (15 + self.segments)
+        codes = math.prod(self.dealt[:2]) * self.codes.per
+        return max(self.lines, codes * self.codes.instructions / ISSUE_SLOTS) * (15 + self.segments)
 
     @property
     def brought_floats(self) -> int:
@@ -318,34 +338,34 @@ def tile(
     """
     rows = -(-all_rows // unit // ctas) * unit
     vectors_per_warp = math.ceil(columns / (format.per * machine.warps))
-    by_tensor = isinstance(format, Codes) and format.by_tensor
+    tensor = format if isinstance(format, Codes) and format.by_tensor else None
 
     def with_group(group: int) -> Tiling:
         vectors = -(-vectors_per_warp // group)
-        segments = -(-vectors // (MAX_TENSOR_VECTORS if by_tensor else MAX_VECTORS))
+        segments = -(-vectors // (MAX_TENSOR_VECTORS if tensor else MAX_VECTORS))
         vectors = -(-vectors // segments)
-        vectors += by_tensor * (vectors % 2)  # a tile of the tensor cores has two vectors
+        vectors += vectors % 2 if tensor else 0  # a tile of the tensor cores has two vectors
         steps = -(-rows // (machine.warp_size // group))
         return Tiling(
             *(all_rows, columns, ctas, rows, group, vectors, segments, steps, 1, machine.warps, machine.warp_size),
-            replace(format, joined=math.gcd(max(1, format.block // 32), vectors)) if by_tensor else format,
+            replace(tensor, joined=math.gcd(max(1, tensor.block // 32), vectors)) if tensor else format,
         )
 
     def taking(tiling: Tiling) -> list[Tiling]:
         return [
             replace(tiling, steps=-(-tiling.steps // together) * together, together=together)
             for together in range(1, MAX_TOGETHER + 1)
-            if together == 1 or not by_tensor or together * tiling.vectors * format.halves <= MAX_TENSOR_HELD
+            if together == 1 or not tensor or together * tiling.vectors * tensor.halves <= MAX_TENSOR_HELD
         ]
 
-    groups = [with_group(4)] if by_tensor else [with_group(1 << log) for log in range(machine.warp_size.bit_length())]
+    groups = [with_group(4)] if tensor else [with_group(1 << log) for log in range(machine.warp_size.bit_length())]
     if isinstance(format, Codes):
-        options = itertools.chain(*map(taking, groups))
         options = (
-            replace(one, format=replace(one.format, more=more))
-            for one in options
-            for more in range(MOST_MORE + 1 if by_tensor else 1)
+            replace(one, format=replace(one.codes, more=more))
+            for group in groups
+            for one in taking(group)
+            for more in range(MOST_MORE + 1 if tensor else 1)
         )
-        return min(options, key=lambda one: (one.cost, -one.together, one.format.more))
+        return min(options, key=lambda one: (one.cost, -one.together, one.codes.more))
     tiling = min(groups, key=lambda one: (one.segments * one.steps * one.vectors, one.segments, one.group))
     return min(taking(tiling), key=lambda one: (one.lines, -one.together))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -13,12 +12,13 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from laneformer.custom_calls.gpu.codes import CodesChoice, Header
+from laneformer.custom_calls.gpu.codes import AnyWeight, CodesChoice, Header
 from laneformer.custom_calls.gpu.formats import Bf12Choice
 from laneformer.custom_calls.gpu.layout import Layout
 from laneformer.custom_calls.gpu.ops.kernel import OpKernel
 from laneformer.custom_calls.gpu.ops.streams import GatherStreamsKernel
 from laneformer.custom_calls.gpu.packing import (
+    Exceptions,
     Placement,
     chunks,
     filled,
@@ -31,7 +31,7 @@ from laneformer.custom_calls.gpu.packing import (
 from laneformer.custom_calls.gpu.tiling import Tiling
 from laneformer.custom_calls.session import Bf12Weights
 from laneformer.formats import BF12_TABLE
-from laneformer.ops import HeadKind, Rotary, Weight
+from laneformer.ops import HeadKind, Product, Rotary, Weight
 from laneformer.quantized import Quantized
 
 
@@ -55,7 +55,7 @@ class GpuWeights:
         self._lists: dict[int, jax.Array] = {}  # exceptions of each warp, by product
         self._exceptions: dict[int, int] = {}  # number of exceptions, by product
         self._factors: dict[int, jax.Array] = {}  # factors of a quantized product's rows for each warp, by product
-        self._embedding = None
+        self._embedding: jax.Array | None = None
         self._ready: tuple | None = None
         self._multiplied = {
             matrix.weight.path: (layer, number)
@@ -64,7 +64,7 @@ class GpuWeights:
             for matrix in stage.matrices
         }
 
-    def pack(self, path: str, weight: np.ndarray | jax.Array | Quantized) -> None:
+    def pack(self, path: str, weight: AnyWeight) -> None:
         """Packs a weight, or keeps it until all matrices of its product are known. Raises CheckpointError for a table
         with an expert that the model does not have.
         """
@@ -76,9 +76,9 @@ class GpuWeights:
             self._pack_rows(path, _kept(weight))
         if path == plan.ops.embedding.path:
             self._embedding = self._put(_kept(weight).astype(plan.weight_dtype.name), False)
-        gather = plan.ops.head.gather
-        if gather and path == gather.mix.weight.path:
-            tiling, line = self.layout.head_mixture, self.layout.layer_lines
+        gather, tiling = plan.ops.head.gather, self.layout.head_mixture
+        if gather and tiling and path == gather.mix.weight.path:
+            line = self.layout.layer_lines
             self._place_float32(GatherStreamsKernel(gather), [gather.mix.weight], {path: weight}, tiling, line)
         if path == plan.ops.head.weight.path:
             self._pack_head(_kept(weight))
@@ -110,7 +110,7 @@ class GpuWeights:
         arranged = [kernel.arranged(_gathered(arrays[weight.path]), self.layout.lane) for weight in weights]
         matrices = [self._put(own, weight.lane_sharded) for own, weight in zip(arranged, weights, strict=True)]
         offset, table = np.int32(line * self.layout.line_words), np.zeros(BF12_TABLE, np.uint8)
-        self._packed, *_ = placed(self._packed, matrices, offset, table, tiling, "rows", self._sharding(True))
+        self._packed, _ = placed(self._packed, matrices, offset, table, tiling, "rows", self._sharding(True))
 
     def _pack_head(self, weight: np.ndarray | jax.Array) -> None:
         # Each lane packs some rows of the vocabulary. A head other than vocab_parallel has no lane axis or is split by
@@ -118,12 +118,14 @@ class GpuWeights:
         matrix = self._put_matrix(weight, self.plan.ops.head.kind == HeadKind.VOCAB_PARALLEL)
         self._place([matrix], len(self.layout.numbers))
 
-    def _put_matrix(self, weight: np.ndarray | jax.Array | Quantized, of_lanes: bool) -> jax.Array | Quantized:
+    def _put_matrix(self, weight: AnyWeight, of_lanes: bool) -> jax.Array | Quantized[jax.Array]:
         if isinstance(weight, Quantized):
-            return replace(weight, **{name: self._put(a, of_lanes and a.ndim > 0) for name, a in weight.arrays.items()})
+            return weight.with_arrays(
+                {name: self._put(array, of_lanes and array.ndim > 0) for name, array in weight.arrays.items()}
+            )
         return self._put(weight.astype(self.plan.weight_dtype.name), of_lanes)
 
-    def _place(self, matrices: list[jax.Array] | list[Quantized], product: int) -> None:
+    def _place(self, matrices: list[jax.Array | Quantized[jax.Array]], product: int) -> None:
         """Packs the matrices of the product with number `product`."""
         place = self._placements[product]
         if not place.tiling.pieces:
@@ -131,14 +133,15 @@ class GpuWeights:
         for lines, some in chunks(matrices, place.tiling):
             self._place_at(place.offset + lines * self.layout.line_words, some, product)
 
-    def _place_at(self, offset: int, matrices: list[jax.Array] | list[Quantized], product: int) -> None:
+    def _place_at(self, offset: int, matrices: list[jax.Array | Quantized[jax.Array]], product: int) -> None:
         place = self._placements[product]
         kept = place.tiling, place.arrangement, self._sharding(True)
-        if place.paths[0] not in self._codes.formats:
+        parts = [part for part in matrices if isinstance(part, Quantized)]  # all or none
+        if not parts:
             self._keep(product, placed(self._packed, matrices, np.int32(offset), self._table(product), *kept))
             return
-        headers = tuple(Header(part.kind, part.group, part.columns) for part in matrices)
-        arrays = [part.arrays for part in matrices]
+        headers = tuple(Header(part.kind, part.group, part.columns) for part in parts)
+        arrays = [part.arrays for part in parts]
         self._packed, factors = placed_codes(self._packed, arrays, np.int32(offset), headers, *kept)
         if factors is not None:
             self._factors[product] = factors
@@ -146,11 +149,11 @@ class GpuWeights:
     def _table(self, product: int) -> np.ndarray:
         return self._bf12.tables.get(self._placements[product].paths[0], np.zeros(BF12_TABLE, np.uint8))
 
-    def _keep(self, product: int, placed: tuple[jax.Array, ...]) -> None:
-        self._packed, listed, most, count = placed
+    def _keep(self, product: int, placed: tuple[jax.Array, Exceptions | None]) -> None:
+        self._packed, listed = placed
         if listed is not None:  # sizes are powers of two, so that few programs are compiled
-            self._lists[product] = gathered(listed, 1 << int(most).bit_length())
-            self._exceptions[product] = int(count)
+            self._lists[product] = gathered(listed.words, 1 << int(listed.most).bit_length())
+            self._exceptions[product] = int(listed.total)
 
     @cached_property
     def _placements(self) -> list[Placement]:
@@ -161,7 +164,7 @@ class GpuWeights:
                 tuple(matrix.weight.path for matrix in layout.stages[layer][number].matrices),
                 layout.offset(layer, number),
                 layout.tiling(layer, number),
-                "pairs" if layout.stages[layer][number].op.gated else "rows",
+                "pairs" if isinstance(op := layout.stages[layer][number].op, Product) and op.gated else "rows",
             )
             for layer, number in layout.numbers
         ]
@@ -193,8 +196,9 @@ class GpuWeights:
                 if stage.kernel.in_float32:
                     weights = [matrix.weight for matrix in stage.matrices]
                     self._fill_float32(keys[1], stage.kernel, weights, *self._tiled(layer, number))
-        if gather := self.plan.ops.head.gather:
-            tiling, line = layout.head_mixture, layout.layer_lines
+        gather, tiling = self.plan.ops.head.gather, layout.head_mixture
+        if gather and tiling:
+            line = layout.layer_lines
             self._fill_float32(keys[1], GatherStreamsKernel(gather), [gather.mix.weight], tiling, line)
         embedding = jnp.zeros(self.plan.ops.embedding.shape, self.plan.weight_dtype.name, device=self._sharding(False))
         self._embedding = normal(keys[1], embedding)

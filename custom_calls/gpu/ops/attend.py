@@ -7,17 +7,19 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
-from laneformer.custom_calls.gpu.ops.kernel import Lane, OpKernel, T
+from laneformer.custom_calls.gpu.ops.kernel import Lane, OpKernel
 from laneformer.custom_calls.gpu.ops.product import projected
 from laneformer.custom_calls.gpu.ops.struct import OpStruct, score_scale
 from laneformer.custom_calls.gpu.tiling import Machine
-from laneformer.ops import Attend, Layer, Rotary
+from laneformer.ops import Attend, CompressedAttend, LatentAttend, Layer, Rotary
 
 MAX_SPLITS = 16  # splits of the keys; each CTA must merge all of them
 MOST_KEY_THREADS = 32  # threads that share a key
 MOST_SUMS = 64  # sums of a thread in registers
+
+A = TypeVar("A", bound=Attend | LatentAttend | CompressedAttend)
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ def splits_of(ctas: int, groups: int, most: int = MAX_SPLITS) -> int:
     return max(1, min(most, ctas // groups))
 
 
-class AttentionKernel(OpKernel[T], ABC):
-    """What all kinds of attention have in common. Their ops have the field `rotary`."""
+class AttentionKernel(OpKernel[A], ABC):
+    """What all kinds of attention have in common."""
 
     attends: ClassVar = True
     keeps: ClassVar = True
@@ -99,7 +101,7 @@ class AttentionKernel(OpKernel[T], ABC):
     @property
     def rotating(self) -> int:
         """Channels of a head in a table of rotations."""
-        return self.op.rotary.channels
+        return self.op.rotary.channels if self.op.rotary else 0
 
     def boards(self, lane: Lane, tiling) -> dict[str, int]:
         return {"kPartsBoard": self.sizes(lane).part_words}

@@ -57,7 +57,8 @@ class CompressedKeepKernel(OpKernel[CompressedKeep]):
         return 3 * lane.machine.warps * lane.machine.warp_size
 
     def rotations(self) -> list[tuple[Rotary, int]]:
-        return [(own.rotary, own.rotary.channels) for own in (self.op, *self._compressors) if own.rotary]
+        rotaries = (self.op.rotary, *(own.rotary for own in self._compressors))
+        return [(rotary, rotary.channels) for rotary in rotaries]
 
     def header(self, struct: OpStruct) -> None:
         struct.names.keep = struct.name
@@ -142,7 +143,8 @@ class CompressedAttendKernel(AttentionKernel[CompressedAttend]):
         return self.op.heads * self.op.head_dim
 
     def boards(self, lane: Lane, tiling: Tiling | None) -> dict[str, int]:
-        scores = {"kScoresBoard": -(-lane.context // self.op.ratio)} if self.op.index else {}
+        op = self.op
+        scores = {"kScoresBoard": -(-lane.context // op.ratio)} if op.index and op.ratio else {}
         return super().boards(lane, tiling) | scores
 
     def header(self, struct: OpStruct) -> None:

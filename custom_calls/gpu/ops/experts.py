@@ -64,7 +64,7 @@ class RouterKernel(OpKernel[Router]):
         return tile(rows, tiler.hidden, tiler.ctas, tiler.machine, Plain(Dtype.float32))
 
     def boards(self, lane: Lane, tiling: Tiling | None) -> dict[str, int]:
-        return {"kRoutesBoard": tiling.all_rows}
+        return {"kRoutesBoard": tiling.all_rows} if tiling else {}
 
     def header(self, struct: OpStruct) -> None:
         struct.add_tiling()

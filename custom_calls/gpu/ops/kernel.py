@@ -18,6 +18,7 @@ from laneformer.custom_calls.gpu.tiling import Machine, Tiling
 from laneformer.ops import Layer, Matrix, Op, Rotary, SharedExpert, Value
 
 T = TypeVar("T", bound=Op)
+K = TypeVar("K", bound=Op)
 
 # Values that are not published on a board, because a CTA computes or merges what it needs of them itself.
 WITHOUT_BOARD = (Value.STREAM, Value.ATTENDED, Value.OUTPUT, Value.ROUTES)
@@ -41,9 +42,12 @@ class Lane:
 class Tiler(Protocol):
     """Chooses tilings: custom_calls/gpu/kinds.py has the class."""
 
-    ctas: int
-    hidden: int
-    machine: Machine
+    @property
+    def ctas(self) -> int: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def machine(self) -> Machine: ...
 
     def product(
         self, path: str, all_rows: int, columns: int, ctas: int, unit: int = 1, machine: Machine | None = None
@@ -126,8 +130,7 @@ class OpKernel(Generic[T]):
 
     def header(self, struct: OpStruct) -> None:
         """Adds the constants and functions that the op's code reads to its struct in the header."""
-        if struct.tiling:
-            struct.add_tiling()
+        struct.add_tiling()
 
 
 @dataclass(frozen=True)
@@ -204,6 +207,6 @@ class ModuleStages:
         self.results[op.writes] += 1
         return replace(stage, writes=board)
 
-    def first(self, *kinds: type) -> Op | None:
-        """The module's first op of these kinds."""
-        return next((op for op in self.ops if isinstance(op, kinds)), None)
+    def first(self, kind: type[K]) -> K | None:
+        """The module's first op of this kind."""
+        return next((op for op in self.ops if isinstance(op, kind)), None)

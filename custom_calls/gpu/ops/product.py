@@ -10,7 +10,7 @@ from laneformer.custom_calls.gpu.formats import in_one_format
 from laneformer.custom_calls.gpu.ops.kernel import ModuleStages, OpKernel, Stage, Tiler
 from laneformer.custom_calls.gpu.ops.struct import OpStruct, title
 from laneformer.custom_calls.gpu.tiling import Pieces, Tiling
-from laneformer.ops import Activation, Layer, Matrix, Product, SharedExpert, Value
+from laneformer.ops import Activation, Chosen, Layer, Matrix, Product, SharedExpert, Value
 
 MORE_TURNS = 8  # numbers of turns tried for a block-diagonal product, from the fewest on, to divide rows evenly
 
@@ -67,29 +67,29 @@ class ProductKernel(OpKernel[Product]):
         op = self.op
         path, unit = op.matrices[0].weight.path, 2 if op.gated else 1
         if op.blocks:
-            return self._blocks(path, tiler)
+            return self._blocks(op.blocks.count, path, tiler)
         if not op.chosen:
             return tiler.product(path, op.rows, op.columns, tiler.ctas, unit)
-        return self._experts(path, unit, tiler)
+        return self._experts(op.chosen, path, unit, tiler)
 
-    def _blocks(self, path: str, tiler: Tiler) -> Tiling:
+    def _blocks(self, count: int, path: str, tiler: Tiler) -> Tiling:
         """The tiling of a block-diagonal product with the fewest lines; of equal ones, with the fewest products in a
         CTA.
         """
         op = self.op
-        fewest, found = -(-op.blocks.count // tiler.ctas), []
+        fewest, found = -(-count // tiler.ctas), []
         for turns in range(fewest, fewest + MORE_TURNS):
-            parts = tiler.ctas * turns // op.blocks.count
+            parts = tiler.ctas * turns // count
             one = tiler.product(path, op.rows, op.columns, parts, machine=tiler.machine)
-            found.append(replace(one, ctas=tiler.ctas * turns, turns=turns, blocks=op.blocks.count))
+            found.append(replace(one, ctas=tiler.ctas * turns, turns=turns, blocks=count))
         return min(found, key=lambda tiling: (tiling.all_lines, tiling.turns))
 
-    def _experts(self, path: str, unit: int, tiler: Tiler) -> Tiling:
+    def _experts(self, chosen: Chosen, path: str, unit: int, tiler: Tiler) -> Tiling:
         """The tiling of a product with experts whose pieces take the least time; of equal ones, with the fewest
         pieces.
         """
         op = self.op
-        used, summed, ctas, warps = op.chosen.used, op.chosen.summed, tiler.ctas, tiler.machine.warps
+        used, summed, ctas, warps = chosen.used, chosen.summed, tiler.ctas, tiler.machine.warps
         found = []
         for each in range(1, used + 1):
             parts = (warps if summed else ctas) * each // used
@@ -97,7 +97,7 @@ class ProductKernel(OpKernel[Product]):
                 continue
             machine = replace(tiler.machine, warps=parts if summed else warps)
             tiling = tiler.product(path, op.rows, op.columns, ctas if summed else parts, unit, machine)
-            pieces = Pieces(op.matrices[0].weight.experts, used, summed, each, ctas, warps)
+            pieces = Pieces(op.matrices[0].weight.experts or 1, used, summed, each, ctas, warps)
             cost = tiling.cost / (15 + tiling.segments) if tiler.in_codes(path) else tiling.lines
             time = each * cost * (15 + each * tiling.segments)
             found.append((time, each, replace(tiling, pieces=pieces)))
@@ -120,5 +120,5 @@ class ProductKernel(OpKernel[Product]):
             struct.add_stored()
             struct.constants["kSummed"] = op.chosen.summed
             struct.aliases["Router"] = struct.names.router
-            if not op.chosen.summed:
+            if not op.chosen.summed and isinstance(struct.following, Product):
                 struct.aliases["Then"] = f"struct {title(struct.following.name.name)}{struct.kind}"

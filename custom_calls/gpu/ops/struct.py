@@ -63,7 +63,7 @@ class OpStruct:
 
     def add_rotations(self, rotary: Rotary | None, rotating: int) -> None:
         """Adds the table of rotations of heads with `rotating` channels."""
-        place = self.facts.rotations.get((rotary, rotating), 0)
+        place = self.facts.rotations.get((rotary, rotating), 0) if rotary else 0
         self.constants |= {"kRotating": rotating, "kRotations": place}
 
     def add_cache(self) -> None:
@@ -71,7 +71,9 @@ class OpStruct:
         self.functions["cache"] = {layer: self.facts.first_kept[layer] for layer in self.stages}
 
     def add_tiling(self) -> None:
-        """Adds how the op's matrices are tiled, and their biases."""
+        """Adds how the op's matrices are tiled, and their biases; nothing for an op without a matrix."""
+        if self.tiling is None:
+            return
         self.constants |= self.tiling.fields | {"kFirstLine": self.first_line, "kSumSets": self.tiling.sum_sets}
         biases = {layer: stage.matrices[0].bias for layer, stage in self.stages.items()}
         bias = next(iter(biases.values()))
@@ -113,7 +115,7 @@ class Facts:
     """First word of each board."""
     places: Mapping[str, Any]
     """Offset and stride of each small weight, by path."""
-    rotations: Mapping[tuple[Rotary | None, int], int]
+    rotations: Mapping[tuple[Rotary, int], int]
     """First float of each table of rotations, by embedding and channels of a head."""
     first_kept: tuple[int, ...]
     """Number of each layer's first array among those that layers keep."""
@@ -190,8 +192,10 @@ def fields_of(places: Mapping[str, Any], of_layers: Mapping[int, Any]) -> tuple[
     layer that has none while others have one. Matrices, rotations, lists and the choice of experts are the layout's.
     """
     op = next(iter(of_layers.values()))
-    constants, functions = {}, {}
-    for field, kind in fields(type(op)):
+    of_op: type = type(op)
+    constants: dict[str, Any] = {}
+    functions: dict[str, dict[int, int]] = {}
+    for field, kind in fields(of_op):
         kinds, optional = alternatives(kind) or ([kind], False)
         value, name = getattr(op, field), constant(field)
         if kinds == [Norm]:
@@ -214,4 +218,4 @@ def fields_of(places: Mapping[str, Any], of_layers: Mapping[int, Any]) -> tuple[
             functions[field] = {layer: getattr(own, field) or 0 for layer, own in of_layers.items()}
         elif isinstance(kind, type) and issubclass(kind, (int, float)):
             constants[name] = value
-    return constants | {constant(each): getattr(op, each) for each in sizes(type(op))}, functions
+    return constants | {constant(each): getattr(op, each) for each in sizes(of_op)}, functions
