@@ -23,6 +23,7 @@ but not in the word w.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = 0x1BD11BDA
@@ -44,7 +45,7 @@ def threefry_2x32(
     return x0, x1
 
 
-def gumbel(key: jax.Array, position: jax.Array, tokens: jax.Array) -> jax.Array:
+def gumbel(key: jax.Array | np.ndarray, position: jax.Array, tokens: jax.Array) -> jax.Array:
     """Gumbel noise for each token id, float32, in the shape of `tokens`.
 
     key: the seed, uint32 [2], low word first. position: integer scalar. tokens: integer token ids.

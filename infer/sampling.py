@@ -73,7 +73,7 @@ class Adjustments(NamedTuple):
         drawn in the answer so far, int32 [v].
         """
         penalty = drawn_v.astype(jnp.float32) * self.frequency_penalty + self.presence_penalty
-        return self.bias - jnp.where(drawn_v > 0, penalty, 0.0)
+        return jnp.asarray(self.bias) - jnp.where(drawn_v > 0, penalty, 0.0)
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class LogFormat(logging.Formatter):
         return printable(as_run(super().format(record)))
 
 
-def one_line(error: Exception) -> str:
+def one_line(error: BaseException) -> str:
     """The text of an error as one line of at most 300 characters, without the settings that TensorStore appends.
 
     TensorStore's texts start with the operation and end with the cause, followed by its settings.

@@ -230,13 +230,15 @@ def make_node(
         raise ConfigError(f"unknown --device {device}: choose {', '.join(DEVICES)}, or {CUSTOM} for your own figures")
     known = DEVICES.get(device)
     _check(devices, bandwidth, share, link, exchange, sync, launches, launch)
-    if known is None and bandwidth is None:
+    base = known.bandwidth if known is not None and bandwidth is None else bandwidth
+    if base is None:
         raise ConfigError("--device custom needs --bandwidth, the GB/s at which one device reads its memory")
     if known is None and devices > 1 and exchange is None:
         raise ConfigError(
             "--device custom with several devices needs --exchange-us, the time of one exchange between them"
         )
-    if known is None and sync is None:
+    wait = known.sync if known is not None and sync is None else sync
+    if wait is None:
         raise ConfigError("--device custom needs --sync-us, the time from one operation to a dependent one; 0 for none")
     if known is not None and devices > known.per_node:
         raise ConfigError(
@@ -244,10 +246,9 @@ def make_node(
             f" {devices}"
         )
     used = (1.0 if bandwidth is not None else SHARE) if share is None else share
-    base = known.bandwidth if bandwidth is None else bandwidth
     origin = (
         f"of {base / 1e12:g} TB/s ({known.source})"
-        if bandwidth is None
+        if known is not None and bandwidth is None
         else f"of {base / 1e9:,.5g} GB/s given on the command line"
     )
     assumptions = [f"bandwidth {100 * used:.3g}% {origin}"]
@@ -273,7 +274,7 @@ def make_node(
         link=through,
         per_node=known.per_node if known else None,
         exchange=exchange if exchange is not None else known.exchange if known else 0.0,
-        sync=sync if sync is not None else known.sync,
+        sync=wait,
         launches=launches,
         launch=launch,
         assumptions=tuple(assumptions),

@@ -102,8 +102,10 @@ class Token:
     def sync_for(self, rate: float) -> float | None:
         """Seconds per dependent operation at which the speed would be `rate` tokens per second; None if at none."""
         edges = next((term for term in self.terms if term.name == EDGES), None)
-        left = None if edges is None else 1 / rate - (self.seconds - edges.seconds)
-        return None if left is None or left < 0 else left / edges.count
+        if edges is None:
+            return None
+        left = 1 / rate - (self.seconds - edges.seconds)
+        return None if left < 0 else left / edges.count
 
 
 def bytes_by_part(config: ModelConfig, work: Work) -> dict[str, float]:

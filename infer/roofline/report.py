@@ -35,7 +35,7 @@ PLAIN = (
 _SHARES = "shares of the ceiling that Kog measured on 8 H200 and 8 MI300X with another model"
 
 
-def bytes_table(parts: dict[str, float | None], title: str, assumed: str) -> Table:
+def bytes_table(parts: Mapping[str, float | None], title: str, assumed: str) -> Table:
     """A table of the bytes of each part and its share. parts: part -> bytes, None if unknown."""
     known = sum(size for size in parts.values() if size is not None)
     rows = [(name, size and size / 1e9, size and 100 * size / known) for name, size in parts.items()]
@@ -224,7 +224,7 @@ def make_report(
     elif model is not None:
         _report_moe(options, report, model)
     elif options.gigabytes is not None:
-        _report_bytes(options, report)
+        _report_bytes(options.gigabytes, options, report)
     if options.agent:
         rates = usual_rates() | report.speeds
         report.tables.append(agent_table(options.task, rates))
@@ -314,13 +314,13 @@ def _report_moe(options: Options, report: Report, models: Sequence[MoeModel]) ->
     report.panels += plot.moe_panels(models, node, options.device)
 
 
-def _report_bytes(options: Options, report: Report) -> None:
-    """Adds the tables of a token that reads --gigabytes."""
+def _report_bytes(gigabytes: float, options: Options, report: Report) -> None:
+    """Adds the tables of a token that reads this many bytes."""
     node = make_node(**_node_options(options, USUAL_DEVICES))
-    found = token_of_bytes(1e9 * options.gigabytes, node, options.layers)
+    found = token_of_bytes(1e9 * gigabytes, node, options.layers)
     assumed = PLAIN if options.layers else ("waits are not counted; give --layers to count them",)
     report.tables += [time_table(found, assumed), speed_table(found, _known_rate(options), None)]
-    _finish(options, report, f"{options.gigabytes:g} GB per token", found)
+    _finish(options, report, f"{gigabytes:g} GB per token", found)
 
 
 def _known_rate(options: Options) -> tuple[float, str] | None:

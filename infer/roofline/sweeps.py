@@ -170,7 +170,7 @@ _PRECISION = (Column("weights"), Column("bits", "g"), Column("GB/token", ",.3f",
 
 def moe_by_precision(model: MoeModel, node: Node) -> Table:
     """A table of the speed with the published mixture of precisions, and with all weights in each precision."""
-    sizes = {"as published": (None, model.weight_bytes)}
+    sizes: dict[str, tuple[float | None, float]] = {"as published": (None, model.weight_bytes)}
     weights = sum(part.read for part in model.parts)
     sizes |= {
         name: (8 * FORMATS[name].bytes, weights * FORMATS[name].bytes)

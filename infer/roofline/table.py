@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
-MEASURED, PROJECTED = "measured", "projected"  # the user's --rate may also be "simulated"
+MEASURED: Final = "measured"  # the user's --rate may also be "simulated"
+PROJECTED: Final = "projected"
 
 
 @dataclass(frozen=True)

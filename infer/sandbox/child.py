@@ -60,7 +60,7 @@ class Objects:
 
 
 # Type -> function that returns the content of an object of a subclass, unaffected by methods that it redefines.
-BASES = {
+BASES: dict = {
     int: int.__int__,
     float: float.__float__,
     complex: lambda value: complex(complex.real.__get__(value), complex.imag.__get__(value)),
@@ -108,7 +108,7 @@ def describe(error, longest):
 def load(text, longest):
     """Runs a program's top level. Returns (module, None), or (None, (verdict, reason)) if that fails."""
     module = sys.modules["solution"] = types.ModuleType("solution")
-    module.__builtins__ = builtins  # the originals, not the copy that this file uses
+    module.__dict__["__builtins__"] = builtins  # the originals, not the copy that this file uses
     try:
         code = compile(text, "<solution>", "exec")
     except MemoryError as error:
@@ -139,7 +139,8 @@ def done(objects, module, kind, target, values):
     elif kind == "get":
         result = getattr(value, values[0])
     else:
-        result = setattr(value, *values)
+        setattr(value, *values)
+        result = None
     return lambda w: [w(result)]
 
 

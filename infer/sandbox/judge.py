@@ -104,7 +104,7 @@ class Program:
         """Sends a request and returns the answer, as plain data, or raises the exception that the program raised.
         Containers among `values` are changed as the program changed them.
         """
-        known = []
+        known: list = []
 
         def make(writer):
             known[:] = ()
@@ -123,6 +123,7 @@ class Program:
         except BrokenPipeError:
             self._end("the program ended before the tests were done")
         answer, content, changed, beside = self._receive()
+        result = failure = None
         try:
             reader = Reader(known, self._read, beside)
             if answer == "value":
@@ -131,7 +132,7 @@ class Program:
                 result = {name: reader(value) for name, value in node.items()} if kind == "names" else reader(node)
             elif answer == "raised":
                 names, args, text = content
-                result = rebuilt(names, reader(args), reader(text), kind == "next")
+                failure = rebuilt(names, reader(args), reader(text), kind == "next")
             else:
                 raise WireError(f"a reply is {answer!r}")
             for number, content in changed:
@@ -142,8 +143,8 @@ class Program:
             raise
         except Exception as error:
             self._end(f"the program sent no plain data ({type(error).__name__}: {error})")
-        if answer == "raised":
-            raise result
+        if failure is not None:
+            raise failure
         return result
 
     def _receive(self):

@@ -387,7 +387,7 @@ class _JudgeProcess:
         return b"" if self._stderr.closed else os.pread(self._stderr.fileno(), REPORT_BYTES, 0)
 
     def close(self) -> None:
-        if not self.ended:
+        if self._process is not None and not self.ended:
             with contextlib.suppress(ProcessLookupError):  # the process ended in the meantime
                 _kill(self._process)
         self._thread.join()

@@ -115,7 +115,8 @@ def filter_program(machine: str | None = None) -> bytes:
         code.append(Jump(AT_LEAST, X32, "kill"))
     code += [Jump(EQUAL, number[name], "family") for name in ("socket", "socketpair")]
     code += [Jump(EQUAL, number[name], name) for name in ("clone", "clone3")]
-    code += [Jump(EQUAL, numbers[column], "refuse") for numbers in REFUSED.values() if numbers[column] is not None]
+    refused = (numbers[column] for numbers in REFUSED.values())
+    code += [Jump(EQUAL, call, "refuse") for call in refused if call is not None]
     code += [(RETURN, ALLOW)]
     code += ["family", (LOAD, ARGUMENTS), Jump(EQUAL, AF_UNIX, "allow"), (RETURN, ERRNO | errno.EAFNOSUPPORT)]
     code += ["clone", (LOAD, ARGUMENTS), Jump(ANY_BIT, NAMESPACES, "refuse", "allow")]

@@ -34,12 +34,17 @@ class Part(Enum):
 class Parts(Protocol):
     """Assigns each token of one answer to a part."""
 
-    part: Part
-    """Part of the next token, unless that is a mark."""
-    openings: tuple[int, ...]
-    """Tokens that may precede the content."""
-    may_reason: bool
-    """Whether reasoning may follow."""
+    @property
+    def part(self) -> Part:
+        """Part of the next token, unless that is a mark."""
+
+    @property
+    def openings(self) -> tuple[int, ...]:
+        """Tokens that may precede the content."""
+
+    @property
+    def may_reason(self) -> bool:
+        """Whether reasoning may follow."""
 
     def copy(self) -> Self:
         """An independent copy at the same place in the answer, for another reader of the tokens."""
@@ -62,10 +67,10 @@ class Harmony(NamedTuple):
     def find(cls, tokenizer: "Tokenizer") -> Self | None:
         """The ids in a tokenizer; None if it lacks one of the first four."""
         names = ("start", "channel", "message", "end", "return", "call")
-        *marks, returned, called = (tokenizer.token_to_id(f"<|{name}|>") for name in names)
-        if None in marks:
+        start, channel, message, end, *turn_ends = (tokenizer.token_to_id(f"<|{name}|>") for name in names)
+        if start is None or channel is None or message is None or end is None:
             return None
-        return cls(*marks, tuple(token for token in (returned, called) if token is not None))
+        return cls(start, channel, message, end, tuple(token for token in turn_ends if token is not None))
 
     def turn_stops(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Ids that end an answer: `tokens` and the ends of a turn, but not the end of a message."""

@@ -233,7 +233,8 @@ class ChatTemplate:
         infer/text/call_grammars.py.
         """
         made = self.tool_format or HERMES
-        reasoning = self._harmony is not None and self.channels(prompt).part is Part.REASONING
+        channels = None if self._harmony is None else Channels(self._harmony, self._tokenizer, prompt)
+        reasoning = channels is not None and channels.part is Part.REASONING
         return call_grammar(made, request, self._special_id, reasoning=reasoning, **options)
 
     def _special_id(self, text: str) -> int | None:
@@ -248,8 +249,8 @@ class ChatTemplate:
         """A reader that finds tool calls in the answer to a prompt of token ids. It expects the template's format. If
         the template has none, it expects that of Hermes, which infer/text/conversation.py describes to the model.
         """
-        if self.tool_format is HARMONY:
-            return HarmonyReader(self.channels(prompt, calls=True), request)
+        if self.tool_format is HARMONY and self._harmony is not None:
+            return HarmonyReader(Channels(self._harmony, self._tokenizer, prompt, calls=True), request)
         return TextReader(self.tool_format or HERMES, request)
 
     @property
@@ -373,12 +374,12 @@ class ChatTemplate:
                 "the conversation contains all characters that Unicode reserves for internal use: remove them"
             )
         marks = Marks(*free)
-        messages, tools = self._marked(messages, marks.cut), self._marked(tools, marks.cut)
-        text = self._run(messages, tools, add_generation_prompt, marks, self._marked(values or {}, marks.cut))
+        marked = self._marked(messages, marks.cut), self._marked(tools, marks.cut)
+        text = self._run(*marked, add_generation_prompt, marks, self._marked(values or {}, marks.cut))
         if self._check is not None:
             self._check(text)
         if find_answers:
-            text = self._mark_answers(text, messages, tools, marks)
+            text = self._mark_answers(text, *marked, marks)
         return self._read_marks(text, marks)
 
     def _marked(self, value: Any, cut: str) -> Any:

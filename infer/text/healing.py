@@ -36,7 +36,8 @@ class Spelling:
         end of the prompt, and goes on. The first token that has a text is never counted.
         """
         first = next((n for n, token in enumerate(ids) if self._texts[token]), len(ids))
-        tail, sizes = b"", []
+        tail = b""
+        sizes: list[int] = []
         for token in reversed(ids[first + 1 :]):
             text = self._texts[token]
             if not text or len(tail) >= self._longest:

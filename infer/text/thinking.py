@@ -42,10 +42,10 @@ class ThinkMarks(NamedTuple):
         text.
         """
         for texts in MARKS:
-            ids = tuple(map(tokenizer.token_to_id, texts))
-            if texts[1] in source and None not in ids:
+            opening, closing = map(tokenizer.token_to_id, texts)
+            if texts[1] in source and opening is not None and closing is not None:
                 spaces = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("\n\n", "\n"))
-                return cls(*ids, tuple(each[0] for each in spaces if len(each) == 1))
+                return cls(opening, closing, tuple(each[0] for each in spaces if len(each) == 1))
         return None
 
 

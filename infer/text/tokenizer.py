@@ -215,7 +215,10 @@ def _without_space(part: dict[str, Any] | None) -> dict[str, Any] | None:
     """A normalizer or pre-tokenizer of a tokenizer.json, without what puts a space before a text."""
     if part is None or part["type"] == "Prepend":
         return None
-    changes = {"Metaspace": {"prepend_scheme": "never"}, "ByteLevel": {"add_prefix_space": False}}
+    changes: dict[str, dict[str, Any]] = {
+        "Metaspace": {"prepend_scheme": "never"},
+        "ByteLevel": {"add_prefix_space": False},
+    }
     changed = part | changes.get(part["type"], {})
     for name in ("normalizers", "pretokenizers"):
         if name in part:

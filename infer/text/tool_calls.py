@@ -244,8 +244,9 @@ def _named_call(value: Any) -> tuple[str, dict[str, Any]] | None:
 def _object_call(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[None, None, Found | None]:
     """Parses {"name": ..., "arguments" or "parameters": {...}}."""
     at = yield from _space(source, at)
-    end = yield from _json(source, at)
-    call = None if end is None else _named_call(read_object(source.text[at:end]))
+    if (end := (yield from _json(source, at))) is None:
+        return None
+    call = _named_call(read_object(source.text[at:end]))
     return None if call is None else Found((call,), end)
 
 
@@ -262,16 +263,15 @@ def _mistral(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[Non
             at = behind + len((yield from _name(source, behind)))
         behind = yield from _word(source, at, ("[ARGS]",))
         at = yield from _space(source, at if behind is None else behind)
-        end = yield from _json(source, at)
-        arguments = None if end is None else read_object(source.text[at:end])
-        return None if arguments is None else Found(((name, arguments),), end)
-    end = yield from _json(source, at)
-    if end is None:
+    if (end := (yield from _json(source, at))) is None:
         return None
+    if name:
+        arguments = read_object(source.text[at:end])
+        return None if arguments is None else Found(((name, arguments),), end)
     wrapped = read_object('{"calls": ' + source.text[at:end] + "}") or {"calls": None}
     values = wrapped["calls"] if isinstance(wrapped["calls"], list) else [wrapped["calls"]]
-    calls = tuple(map(_named_call, values))
-    return Found(calls, end) if calls and None not in calls else None
+    calls = tuple(call for value in values if (call := _named_call(value)) is not None)
+    return Found(calls, end) if values and len(calls) == len(values) else None
 
 
 FUNCTION_START, FUNCTION_END, PARAMETER, PARAMETER_END = "<function=", "</function>", "<parameter=", "</parameter>"
@@ -286,23 +286,25 @@ def _coder(source: Text, at: int, schemas: Mapping[str, Any]) -> Generator[None,
     """
     at = yield from _space(source, at)
     if not source.text.startswith(FUNCTION_START, at - len(FUNCTION_START)) or at < len(FUNCTION_START):
-        at = yield from _word(source, at, (FUNCTION_START,))
-    name = "" if at is None else (yield from _tag(source, at))
-    if not NAME.fullmatch(name):
+        if (behind := (yield from _word(source, at, (FUNCTION_START,)))) is None:
+            return None
+        at = behind
+    if not NAME.fullmatch(name := (yield from _tag(source, at))):
         return None
     at += len(name) + 1
-    root, arguments = schemas.get(name, {}), {}
+    arguments: dict[str, Any] = {}
+    root = schemas.get(name, {})
     properties = root.get("properties")
     properties = properties if isinstance(properties, Mapping) else {}
     while True:
         at = yield from _space(source, at)
         if (end := (yield from _word(source, at, (FUNCTION_END,)))) is not None:
             return Found(((name, arguments),), end)
-        if (at := (yield from _word(source, at, (PARAMETER,)))) is None:
+        if (behind := (yield from _word(source, at, (PARAMETER,)))) is None:
             return None
-        if not (parameter := (yield from _tag(source, at))):
+        if not (parameter := (yield from _tag(source, behind))):
             return None
-        at += len(parameter) + 1
+        at = behind + len(parameter) + 1
         look, schema = at, properties.get(parameter)
         if "string" not in (kinds_of(schema, root) or ("string",)):  # JSON, whose strings may contain </parameter>
             inside = yield from _space(source, at)
@@ -333,12 +335,12 @@ def _tag(source: Text, at: int) -> Generator[None, None, str]:
         yield
 
 
-TAGS = {"openings": ("<tool_call>",), "closings": ("</tool_call>",)}
 TAG_TOKENS = ("<tool_call>", "</tool_call>")
 HARMONY = ToolFormat("harmony", ("<|channel|>", FUNCTIONS), (), (), (), None,
                      head="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>")  # fmt: skip
-HERMES = ToolFormat("hermes", ("<tool_call>", '"arguments"'), ("<arg_key>", "<invoke", "<tool_calls>"), **TAGS,
-                    parse=_object_call, head='<tool_call>\n{"name": "{name}", "arguments": ', tail="}\n</tool_call>",
+HERMES = ToolFormat("hermes", ("<tool_call>", '"arguments"'), ("<arg_key>", "<invoke", "<tool_calls>"),
+                    ("<tool_call>",), ("</tool_call>",), _object_call,
+                    head='<tool_call>\n{"name": "{name}", "arguments": ', tail="}\n</tool_call>",
                     between="\n", spelled=TAG_TOKENS)  # fmt: skip
 FORMATS = (  # a template has the first format that fits
     HARMONY,
@@ -377,7 +379,11 @@ class TextReader:
 
     def __init__(self, tool_format: ToolFormat, request: ToolRequest):
         self._format, self._schemas, self._parallel = tool_format, request.schemas, request.parallel
-        self._source, self._out, self._calls = Text(), [], []
+        if tool_format.parse is None:
+            raise ValueError(f"calls in {tool_format.name} are messages, not text")
+        self._parse, self._source = tool_format.parse, Text()
+        self._out: list[str] = []
+        self._calls: list[ToolCall] = []
         self._openings = re.compile("|".join(map(re.escape, tool_format.openings)))
         self.finished = False
         self._run = self._read()
@@ -407,7 +413,7 @@ class TextReader:
             if start is None:
                 return
             begin, bare = start
-            found = yield from self._format.parse(source, begin.end, self._schemas)
+            found = yield from self._parse(source, begin.end, self._schemas)
             if found is None or (bare and not all(name in self._schemas for name, _ in found.calls)):
                 self._out.append(source.text[begin.kept : begin.start + 1])
                 at, may_be_bare, failed = begin.start + 1, False, failed + 1

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 MOST_DIGITS = 4000  # digits of a whole number; Python's own limit is 4,300
-KINDS = {"string": str, "boolean": bool, "integer": int, "number": (int, float), "array": list, "object": dict,
-         "null": type(None)}  # fmt: skip
+KINDS: dict[str, type | tuple[type, ...]] = {
+    "string": str, "boolean": bool, "integer": int, "number": (int, float), "array": list, "object": dict,
+    "null": type(None)}  # fmt: skip
 KIND_OF = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object",
            type(None): "null"}  # fmt: skip
 MOST_REFERENCES = 16  # length of a chain of references between schemas
