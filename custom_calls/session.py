@@ -204,6 +204,30 @@ class DecodeSession(CallStream):
         """
 
     @abstractmethod
+    def pack(self, path: str, weight: Any) -> None:
+        """Packs a weight whose path and shape are those of the table in laneformer/weights.py."""
+
+    @property
+    @abstractmethod
+    def bf12_weights(self) -> Bf12Weights:
+        """Counts of the weights that are packed in 12 bits."""
+
+    @property
+    @abstractmethod
+    def quantized_weights(self) -> dict[str, Any]:
+        """The formats of the quantized matrices, and the number of their weights and their bytes that one token reads;
+        {} if nothing is quantized.
+        """
+
+    @abstractmethod
+    def read_pass(self) -> float:
+        """Seconds in which the workers read all weights of one token without computing: the lower bound of decoding."""
+
+    @abstractmethod
+    def trace(self, most: int, /) -> None:
+        """Records the spans of each worker from now on, at most `most`; 0 stops recording."""
+
+    @abstractmethod
     def spans(self) -> Iterator[tuple[int, np.ndarray]]:
         """The number and the recorded spans of each worker; the spans are an array of SPAN."""
 

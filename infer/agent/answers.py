@@ -30,7 +30,8 @@ def read_edits(text: str, editable: Collection[str], protected: Collection[str],
     editable: existing files that the answer may change; it may also add files. protected: files that it must not
     change. added: files that earlier answers have added.
     """
-    named, unnamed, notes, end = {}, [], [], 0
+    named: dict[str, str] = {}
+    unnamed, notes, end = [], [], 0
     known = {*editable, *protected}
     for block in BLOCK.finditer(text):
         name = _name(block[2], text[end : block.start()], block[3], known)
@@ -65,9 +66,9 @@ def _name(info: str, before: str, code: str, known: Collection[str]) -> str | No
     if found := NAME.search(info):
         return plain(found[0])
     line = before.rstrip().rpartition("\n")[2]
-    found = NAME.findall(line)
-    if len(found) == 1 and (plain(found[0]) in known or line.strip(" \t*#:`_") == found[0]):
-        return plain(found[0])
+    names = NAME.findall(line)
+    if len(names) == 1 and (plain(names[0]) in known or line.strip(" \t*#:`_") == names[0]):
+        return plain(names[0])
     first = re.match(rf"(?:#|//)[ \t]*({NAME.pattern})[ \t]*\n", code)
     return plain(first[1]) if first else None
 

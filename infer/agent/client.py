@@ -11,6 +11,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,27 +112,28 @@ class Model:
             fields["stop"] = list(stop)
         began = time.perf_counter()
         first = last = None
-        pieces, thoughts, calls, reason, usage, server = [], [], {}, None, None, None
+        calls: dict[int, list[str]] = {}
+        pieces, thoughts, reason, usage, server = [], [], None, None, None
+        create: Callable[..., Any] = (  # its types do not know a stream of either kind
+            partial(self._client.chat.completions.create, messages=list(prompt))
+            if self.mode == "chat"
+            else partial(self._client.completions.create, prompt=prompt)
+        )
         try:
-            with self._translated_errors():
-                if self.mode == "chat":
-                    stream = self._client.chat.completions.create(messages=list(prompt), **fields)
-                else:
-                    stream = self._client.completions.create(prompt=prompt, **fields)
-                with stream:
-                    for chunk in stream:
-                        usage, server = chunk.usage or usage, (chunk.model_extra or {}).get("metrics") or server
-                        for choice in chunk.choices[:1]:
-                            reason = choice.finish_reason or reason
-                            text, thought = _texts(choice)
-                            called = _add_calls(calls, choice)
-                            thoughts.append(thought)
-                            if text or thought or called:
-                                last = time.perf_counter()
-                                first = first or last
-                            if text:
-                                pieces.append(text)
-                                progress(sum(map(len, pieces)))
+            with self._translated_errors(), create(**fields) as stream:
+                for chunk in stream:
+                    usage, server = chunk.usage or usage, (chunk.model_extra or {}).get("metrics") or server
+                    for choice in chunk.choices[:1]:
+                        reason = choice.finish_reason or reason
+                        text, thought = _texts(choice)
+                        called = _add_calls(calls, choice)
+                        thoughts.append(thought)
+                        if text or thought or called:
+                            last = time.perf_counter()
+                            first = first or last
+                        if text:
+                            pieces.append(text)
+                            progress(sum(map(len, pieces)))
         except self._openai.NotFoundError as error:
             raise InputError(f"--model {self.name} at {self.base_url}: {_message(error)}") from None
         first, last = first or time.perf_counter(), last or time.perf_counter()
@@ -147,7 +149,7 @@ class Model:
             last - first,
             queue,
             server,
-            tuple(tuple(call) for call in calls.values()),
+            tuple((number, name, arguments) for number, name, arguments in calls.values()),
             "".join(thoughts),
         )
 

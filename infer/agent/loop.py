@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from laneformer.errors import InputError
@@ -55,7 +56,7 @@ def solve(
         for number in range(1, max_turns + 1):
             start = time.perf_counter()
             prompt = conversation.prompt
-            reply = model.ask(prompt, stops, lambda count, turn=number: progress(turn, count), **options)
+            reply = model.ask(prompt, stops, partial(progress, number), **options)
             turn = _act(number, reply, workspace, model, lambda: workspace.test(judge, test_seconds), start)
             run.turns.append(turn)
             report(turn, prompt)

@@ -19,7 +19,7 @@ def turn_line(turn: Turn, max_turns: int) -> str:
     tests 0.31 s".
     """
     reply = turn.reply
-    result = "no tests" if turn.outcome is None else turn.outcome.verdict
+    result: str = "no tests" if turn.outcome is None else turn.outcome.verdict
     if turn.calls:
         result = f"{', '.join(call.name for call in turn.calls)}: {result}"
     if not turn.passed and turn.output:
@@ -67,7 +67,7 @@ def split_table(run: Run, conditions: dict[str, Any]) -> Table:
 
 def projection(run: Run) -> Table | None:
     """A table of the time of the same loop at other generation speeds; None if the speed of this run is unknown."""
-    if run.rate is None:
+    if run.rate is None or run.tokens is None:
         return None
     split, rounds = run.split, len(run.turns)
     task = AgentTask(

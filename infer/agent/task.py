@@ -106,12 +106,12 @@ def load_task(folder: Path) -> Task:
         text = files.pop(name).decode()
     except UnicodeDecodeError:
         raise InputError(f"{folder / name} is not UTF-8 text: convert it") from None
-    command = COMMAND.search(text)
+    command = stated[1] if (stated := COMMAND.search(text)) else ""
     try:
-        words = tuple(shlex.split(command[1])) if command else ()
+        words = tuple(shlex.split(command))
     except ValueError as error:
         raise InputError(
-            f"{folder / name}: cannot parse the test command `{command[1]}` ({error}): correct its quoting"
+            f"{folder / name}: cannot parse the test command `{command}` ({error}): correct its quoting"
         ) from None
     tests = tuple(name for name in files if PurePosixPath(name).match(TEST) or name in words)
     if not tests:

@@ -1,5 +1,6 @@
 """The turns of an agent's run, with their times, and the copy of the task that they change."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -66,20 +67,17 @@ class Run:
     @property
     def tokens(self) -> int | None:
         """Number of generated tokens; None if the server did not report it."""
-        counts = [turn.reply.tokens for turn in self.turns]
-        return None if None in counts else sum(counts)
+        return _sum_of_known(turn.reply.tokens for turn in self.turns)
 
     @property
     def prompt_tokens(self) -> int | None:
         """Number of tokens of all prompts; None if the server did not report it."""
-        counts = [turn.reply.prompt_tokens for turn in self.turns]
-        return None if None in counts else sum(counts)
+        return _sum_of_known(turn.reply.prompt_tokens for turn in self.turns)
 
     @property
     def cached_tokens(self) -> int | None:
         """Number of prompt tokens that the server did not compute; None if the server did not report it."""
-        counts = [turn.reply.cached for turn in self.turns]
-        return None if None in counts else sum(counts)
+        return _sum_of_known(turn.reply.cached for turn in self.turns)
 
     @property
     def rate(self) -> float | None:
@@ -88,7 +86,7 @@ class Run:
         return (
             None
             if not self.tokens or not seconds
-            else sum(max(turn.reply.tokens - 1, 0) for turn in self.turns) / seconds or None
+            else sum(max((turn.reply.tokens or 0) - 1, 0) for turn in self.turns) / seconds or None
         )
 
     @property
@@ -96,8 +94,8 @@ class Run:
         """Mean number of tokens per pass over the weights, without the first token of each answer; None if the server
         did not report drafts.
         """
-        found = [turn.reply.drafting for turn in self.turns]
-        if not found or None in found or not (passes := sum(one["passes"] for one in found)):
+        found = [turn.reply.drafting for turn in self.turns if turn.reply.drafting is not None]
+        if len(found) < len(self.turns) or not (passes := sum(one["passes"] for one in found)):
             return None
         return 1 + sum(one["accepted_tokens"] for one in found) / passes
 
@@ -112,6 +110,16 @@ class Run:
         if self.verdict in ("interrupted", "error"):
             parts["a turn that did not end"] = self.wall - sum(turn.total for turn in self.turns)
         return parts | {WAITING: self.wall - sum(parts.values())}
+
+
+def _sum_of_known(counts: Iterable[int | None]) -> int | None:
+    """The sum of the counts; None if one is unknown."""
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total
 
 
 class Workspace:

@@ -99,7 +99,7 @@ class Speeds(NamedTuple):
     @classmethod
     def mean(cls, before: "Speeds", after: "Speeds") -> "Speeds":
         """The mean of two measurements."""
-        return cls(*(None if b is None else (b + a) / 2 for b, a in zip(before, after, strict=True)))
+        return cls(*(None if b is None or a is None else (b + a) / 2 for b, a in zip(before, after, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -170,9 +170,8 @@ def measure(engines: Sequence[Engine], case: Case, progress: Callable[[str], Non
     for engine in engines:
         progress(f"prompt {case.prompt_tokens}, {engine.backend}: first request")
         machine = Machine(engine, bytes_per_token(engine, case))
-        measured.append(
-            Measured(engine, case, machine, *(engine.warmup(case.prompt_tokens, case.output_tokens) for _ in range(2)))
-        )
+        first, second = (engine.warmup(case.prompt_tokens, case.output_tokens) for _ in range(2))
+        measured.append(Measured(engine, case, machine, first, second))
     for number in range(case.warmup_runs + case.runs):
         warm = number < case.warmup_runs
         which = (
@@ -290,7 +289,7 @@ def summary(samples) -> dict[str, float | None]:
     fewer than MANY samples.
     """
     samples = np.asarray(samples, np.float64)
-    percentiles = {f"p{p}": float(np.percentile(samples, p)) for p in (50, 90, 95, 99)}
+    percentiles: dict[str, float | None] = {f"p{p}": float(np.percentile(samples, p)) for p in (50, 90, 95, 99)}
     percentiles["p99.9"] = float(np.percentile(samples, 99.9)) if samples.size >= MANY else None
     return percentiles | {
         "min": float(samples.min()),

@@ -54,6 +54,14 @@ class _Client:
         """Waits until the request has ended."""
         self._thread.join()
 
+    @property
+    def first_token(self) -> tuple[float, float]:
+        """Seconds to the first token, and the backend's part of them, after the end of the request."""
+        result = self.generation.result
+        if result.time_to_first_token is None or result.prefill_time is None:
+            raise RuntimeError("the request ended without a token")
+        return result.time_to_first_token, result.prefill_time
+
     def rate(self, first: float, last: float) -> float:
         """Tokens per second from time `first` to time `last`."""
         return sum(first < each <= last for each in self.times) / (last - first)
@@ -92,8 +100,8 @@ def _start(engine: Engine, load: Load, number: int, prompt: int, output: int) ->
     """Starts a request with a random prompt. prompt, output: numbers of tokens. number: selects the prompt."""
     ids = np.random.default_rng([load.seed, number]).integers(0, engine.config.vocab_size, prompt, np.int32)
     began = time.perf_counter()
-    ask = {"max_new_tokens": output, "stop_tokens": (), "tokens_per_dispatch": 1, "cache_prompt": False}
-    return _Client(engine.generate(ids, **ask), began)
+    answer = engine.generate(ids, max_new_tokens=output, stop_tokens=(), tokens_per_dispatch=1, cache_prompt=False)
+    return _Client(answer, began)
 
 
 def _together(engine: Engine, load: Load, count: int) -> list[float]:
@@ -135,8 +143,7 @@ def _first(engine: Engine, load: Load, number: int, prompt: int) -> tuple[float,
     """Seconds to the first token, and the backend's part of them. prompt: number of tokens."""
     client = _start(engine, load, number, prompt, 2)
     client.end()
-    result = client.generation.result
-    return result.time_to_first_token, result.prefill_time
+    return client.first_token
 
 
 def _first_token(engine: Engine, load: Load) -> list[Row]:
@@ -195,7 +202,7 @@ def _lengths(engine: Engine, load: Load) -> list[Row]:
             client = _start(engine, load, run, prompt, load.output_tokens)
             client.end()
             rates.append(client.rate(client.times[0], client.times[-1]))
-            firsts.append(client.generation.result.time_to_first_token)
+            firsts.append(client.first_token[0])
         rate, first = statistics.median(rates[1:]), statistics.median(firsts[1:])
         figures = f"{prompt / first:,.1f} prompt tokens/s, then {rate:.1f} tokens/s"
         rows.append(Row("prompt length", f"{prompt}, alone", figures))

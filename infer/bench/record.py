@@ -220,7 +220,7 @@ def _notes(measured: Measured, random_weights: bool) -> list[str]:
     if random_weights:
         notes.append("random weights: the speeds are those of the architecture, and the text is meaningless")
     if most := measured.engine.conditions.get("speculation"):
-        counts = [run.drafting for run in measured.runs]
+        counts = [run.drafting for run in measured.runs if run.drafting is not None]
         passes, drafted = sum(count.passes for count in counts), sum(count.drafted for count in counts)
         notes.append(
             f"speculative decoding, up to {most} drafts a pass: {len(counts) * (case.output_tokens - 1) / passes:.2f}"
@@ -248,7 +248,8 @@ def write(path: Path, records: Sequence[dict], measured: Sequence[Measured]) -> 
     hash of the .npz.
     """
     raw = path.with_suffix(".npz")
-    arrays, prefixes = {}, []
+    arrays: dict[str, np.ndarray] = {}
+    prefixes = []
     for n, one in enumerate(measured):
         prefixes.append(f"{n}.{one.engine.backend}.{one.case.prompt_tokens}.")
         for i, run in enumerate(one.runs):
@@ -261,7 +262,7 @@ def write(path: Path, records: Sequence[dict], measured: Sequence[Measured]) -> 
                 "read_pass_s": run.speeds.read_pass,
             }
             arrays |= {f"{name}{key}": np.asarray(value) for key, value in known.items() if value is not None}
-    np.savez(raw, **arrays)
+    np.savez(raw, **arrays)  # type: ignore[arg-type]  # mypy: an array may be called allow_pickle
     digest = hashlib.sha256(raw.read_bytes()).hexdigest()
     for record, prefix in zip(records, prefixes, strict=True):
         record["raw"] = {"path": raw.name, "sha256": digest, "prefix": prefix}

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import signal
@@ -128,11 +129,9 @@ def changed(options: EngineOptions) -> dict[str, Any]:
 
 def find_workspace(options: Options, task: Task) -> Path:
     """The path of the new workspace. Raises ConfigError for a folder that is not empty or is inside the task."""
-    folder = options.workspace
-    if folder is None:
-        number = 1
-        while (folder := RUNS / f"{task.name}-{number}").exists():
-            number += 1
+    folder = options.workspace or next(
+        unused for number in itertools.count(1) if not (unused := RUNS / f"{task.name}-{number}").exists()
+    )
     if folder.resolve().is_relative_to(options.task.resolve()):
         raise ConfigError(
             f"--workspace {folder} is in the task's folder, which must not change: name a folder elsewhere"

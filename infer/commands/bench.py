@@ -12,6 +12,7 @@ from typing import Annotated
 import tyro
 
 from laneformer.config import ModelConfig
+from laneformer.custom_calls import DecodeSession
 from laneformer.custom_calls.trace import spans_needed, write_perfetto
 from laneformer.errors import ConfigError, InputError
 from laneformer.infer.bench import record as bench_record
@@ -101,7 +102,8 @@ def run(options: Options) -> int:
     for note in dict.fromkeys(note for record in records for note in record["notes"]):
         print(f"Note: {note}.")
     if options.trace:
-        trace(options.trace, next(engine for engine in engines if engine.session), measured[0].case)
+        traced = next((engine, engine.session) for engine in engines if engine.session)
+        trace(options.trace, *traced, measured[0].case)
     return 0
 
 
@@ -196,7 +198,7 @@ def backends(options: Options) -> list[str]:
     return options.compare.split(",") if options.compare else [options.engine.backend]
 
 
-def read_text(options: Options, config: ModelConfig) -> Text:
+def read_text(options: Options, prompt_file: Path, answer_file: Path, config: ModelConfig) -> Text:
     """The text to measure. Raises InputError for a file that is not UTF-8, ConfigError without a tokenizer."""
     if options.tokenizer is None:
         tokenizer = Tokenizer.find(options.engine.checkpoint, config.bos_token_id)
@@ -205,13 +207,13 @@ def read_text(options: Options, config: ModelConfig) -> Text:
     if tokenizer is None:
         raise ConfigError(f"--text needs a tokenizer.json beside the checkpoint {options.engine.checkpoint}")
     texts = []
-    for path, encode in ((options.prompt_file, tokenizer.encode), (options.text, tokenizer.encode_continuation)):
+    for path, encode in ((prompt_file, tokenizer.encode), (answer_file, tokenizer.encode_continuation)):
         try:
             texts.append(encode(path.read_text(encoding="utf-8")))
         except UnicodeDecodeError:
             raise InputError(f"{path} is not UTF-8 text: convert it") from None
     prompt, answer = texts
-    return Text(tuple(prompt), tuple(answer), f"{options.prompt_file}, answers forced to {options.text}")
+    return Text(tuple(prompt), tuple(answer), f"{prompt_file}, answers forced to {answer_file}")
 
 
 def cases(options: Options, config: ModelConfig) -> list[Case]:
@@ -219,13 +221,13 @@ def cases(options: Options, config: ModelConfig) -> list[Case]:
     the model's context.
     """
     context = config.max_position_embeddings
-    if options.text is not None:
-        text = read_text(options, config)
+    if options.text is not None and options.prompt_file is not None:
+        text = read_text(options, options.prompt_file, options.text, config)
         output = len(text.answer) if options.output_tokens is None else min(options.output_tokens, len(text.answer))
         sizes = (len(text.prompt), output, options.runs, options.warmup_runs)
-        made = Case(*sizes, options.sampling, options.tokens_per_dispatch, text)
-        made.check(context)
-        return [made]
+        case = Case(*sizes, options.sampling, options.tokens_per_dispatch, text)
+        case.check(context)
+        return [case]
     try:
         prompts = [int(word) for word in options.context.split(",")]
     except ValueError:
@@ -297,16 +299,16 @@ def make_records(options: Options, measured: list[Measured]) -> list[dict]:
     return records
 
 
-def trace(path: Path, engine: Engine, case: Case) -> None:
+def trace(path: Path, engine: Engine, session: DecodeSession, case: Case) -> None:
     """Traces one more run of a few tokens and writes the trace. It contains the devices of this process only."""
     tokens = min(TRACED, case.output_tokens)
-    engine.session.trace(spans_needed(engine.config.num_hidden_layers, case.prompt_tokens, tokens))
+    session.trace(spans_needed(engine.config.num_hidden_layers, case.prompt_tokens, tokens))
     try:
         prompt = case.prompt(0, engine.config.vocab_size)
         list(engine.generate(prompt, max_new_tokens=tokens, sampling=case.sampling, stop_tokens=()))
-        count = write_perfetto(path, engine.session) if is_first_process() else 0
+        count = write_perfetto(path, session) if is_first_process() else 0
     finally:
-        engine.session.trace(0)
+        session.trace(0)
     print_progress(
         f"{path}: {count:,} spans of a prompt of {case.prompt_tokens} and {tokens} tokens, for ui.perfetto.dev"
     )

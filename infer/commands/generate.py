@@ -14,7 +14,7 @@ import tyro
 
 from laneformer.errors import ConfigError, InputError, printable
 from laneformer.infer.bench.latency import weight_bytes
-from laneformer.infer.engine.defaults import GENERATION, GivenSampling, named, recommended
+from laneformer.infer.engine.defaults import GENERATION, GivenSampling, named, over, recommended
 from laneformer.infer.engine.engine import Engine
 from laneformer.infer.engine.generation import Generation, Result
 from laneformer.infer.engine.job import is_first_process, open_engine, show_log, take_devices
@@ -64,7 +64,7 @@ def run(options: Options) -> int:
     prompt = read_prompt(options)
     defaults = recommended(options.engine.checkpoint)
     used = {name: value for name, value in defaults.items() if getattr(options.sampling, name) is None}
-    options = dataclasses.replace(options, sampling=options.sampling.over(defaults))
+    options = dataclasses.replace(options, sampling=over(options.sampling, defaults))
     take_devices(options.engine)
     if used:
         log.info("sampling by default: %s (%s)", named(used), GENERATION)
@@ -108,10 +108,10 @@ def read_prompt(options: Options) -> str | list[int]:
             ) from None
     if options.prompt not in ("", "-"):
         return options.prompt
-    name, source = ("standard input", sys.stdin.buffer) if options.prompt else (options.prompt_file, None)
     try:
-        return (source.read() if source else options.prompt_file.read_bytes()).decode()
+        return (sys.stdin.buffer.read() if options.prompt_file is None else options.prompt_file.read_bytes()).decode()
     except UnicodeDecodeError:
+        name = options.prompt_file or "standard input"
         raise InputError(f"{name} is not UTF-8 text: convert it, or give ids with --prompt-ids") from None
 
 
@@ -189,7 +189,7 @@ def reading(engine: Engine, result: Result) -> tuple[float, float | None] | None
 
 def _reading(engine: Engine, result: Result) -> str:
     """The result of `reading` as part of the summary; "" without a rate."""
-    if (read := reading(engine, result)) is None:
+    if (read := reading(engine, result)) is None or result.time_per_token is None:
         return ""
     num_bytes, share = read
     bound = "" if share is None else f", {share:.0%} of what its threads can read"
@@ -201,12 +201,10 @@ def _reading(engine: Engine, result: Result) -> str:
 
 def drafts(engine: Engine, result: Result) -> str:
     """The gain from drafts, as part of the summary."""
-    if not engine.conditions.get("speculation"):
+    counts = result.drafting
+    if counts is None or not engine.conditions.get("speculation"):
         return "no speculative decoding"
-    return (
-        f"{result.tokens_per_pass:.2f} tokens per pass, {sum(result.drafting.accepted)} of"
-        f" {result.drafting.drafted} drafts accepted"
-    )
+    return f"{result.tokens_per_pass:.2f} tokens per pass, {sum(counts.accepted)} of {counts.drafted} drafts accepted"
 
 
 def report(engine: Engine, options: Options, result: Result, compiled: float) -> dict:

@@ -204,5 +204,5 @@ def listen(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0])
     except OSError as error:
         # Python's own text repeats the address. The codes of name lookups are negative.
-        reason = os.strerror(error.errno) if (error.errno or 0) > 0 else error.strerror
+        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
         raise ConfigError(f"cannot listen on --host {host} --port {port} ({reason}): choose others") from None

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
@@ -64,26 +64,29 @@ def named(settings: Mapping[str, Any]) -> str:
 
 
 def _optional(field: dataclasses.Field) -> Any:
+    kind: Any = field.type
     if field.name == "logit_bias":
-        return field.type | None
-    return Annotated[field.type | None, tyro.conf.arg(metavar=field.type.__name__.upper())]
+        return kind | None
+    return Annotated[kind | None, tyro.conf.arg(metavar=kind.__name__.upper())]
 
 
-def _over(self: Any, recommended: Mapping[str, Any]) -> Sampling:
-    """The given settings, and the recommended ones where none are given."""
-    given = {name: value for name, value in vars(self).items() if value is not None}
-    return Sampling(**{**recommended, **given})
+def over(given: Sampling, recommended: Mapping[str, Any]) -> Sampling:
+    """The given settings, and the recommended ones where none are given. given: a GivenSampling."""
+    values = {name: value for name, value in vars(given).items() if value is not None}
+    return Sampling(**{**recommended, **values})
 
 
-GivenSampling = dataclasses.make_dataclass(  # without source, so that tyro finds the help texts in Sampling
-    "GivenSampling",
-    [(field.name, _optional(field), None) for field in dataclasses.fields(Sampling)],
-    bases=(Sampling,),
-    frozen=True,
-    kw_only=True,
-    namespace={
-        "__doc__": "Settings of `Sampling` that a user gave; None for the others.",
-        "__post_init__": lambda self: None,
-        "over": _over,
-    },
-)
+if TYPE_CHECKING:
+    GivenSampling = Sampling
+else:
+    GivenSampling = dataclasses.make_dataclass(  # without source, so that tyro finds the help texts in Sampling
+        "GivenSampling",
+        [(field.name, _optional(field), None) for field in dataclasses.fields(Sampling)],
+        bases=(Sampling,),
+        frozen=True,
+        kw_only=True,
+        namespace={
+            "__doc__": "Settings of `Sampling` that a user gave; None for the others.",
+            "__post_init__": lambda self: None,
+        },
+    )

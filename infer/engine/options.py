@@ -3,7 +3,7 @@ uses it too.
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -68,7 +68,7 @@ class EngineOptions:
             if word not in WEIGHTS:
                 raise ConfigError(f"--weights must be one of {', '.join(WEIGHTS)}, got {word}")
 
-    def drafts(self) -> dict[str, int | None]:
+    def drafts(self) -> dict[str, Any]:
         """The backend option `speculation`, for a command that drafts by default."""
         return {"speculation": 0 if self.no_speculation else self.draft_max}
 

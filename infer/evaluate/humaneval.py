@@ -112,7 +112,8 @@ class Report:
         asked = [sample for sample in self.samples if sample.seconds is not None]
         if not asked:
             return None
-        tokens, seconds = sum(sample.n_tokens for sample in asked), [sample.seconds for sample in asked]
+        tokens = sum(sample.n_tokens or 0 for sample in asked)
+        seconds = [sample.seconds for sample in asked if sample.seconds is not None]
         sustained = [1 / sample.seconds_per_token for sample in asked if sample.seconds_per_token]
         return {
             "tokens": tokens,
@@ -223,18 +224,29 @@ def evaluate(
     Raises ConfigError or InputError for invalid arguments, HarnessError if programs cannot be judged.
     """
     engine = Engine(model, tokenizer=tokenizer) if isinstance(model, Laneformer) else model
-    how = {
-        "max_new_tokens": max_new_tokens,
-        "sampling": sampling,
-        "chat": chat,
-        "prefill": prefill,
-        "token_healing": token_healing,
-    }
-    settings = generation_settings(engine, problems, **how)
+    settings = generation_settings(
+        engine,
+        problems,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        chat=chat,
+        prefill=prefill,
+        token_healing=token_healing,
+    )
     with contextlib.ExitStack() as stack:
         ours = stack.enter_context(Judge()) if judge is None else judge
         ours.verify(problems.problems, progress)  # before generating: a broken sandbox should not cost a generation
-        made = generate(engine, problems, samples=samples, progress=progress, **how)
+        made = generate(
+            engine,
+            problems,
+            max_new_tokens=max_new_tokens,
+            samples=samples,
+            sampling=sampling,
+            chat=chat,
+            prefill=prefill,
+            token_healing=token_healing,
+            progress=progress,
+        )
         return score(list(made), problems, ours, settings=settings, progress=progress)
 
 
@@ -267,11 +279,12 @@ def generate(
     for problem, n in progress_bar(jobs, "generating", len(jobs), "sample", progress):
         key = f"{sampling.seed}/{problem.task_id}/{n}".encode()
         seeded = dataclasses.replace(sampling, seed=int.from_bytes(hashlib.sha256(key).digest()[:8], "big"))
-        yield _sample(engine, problem, max_new_tokens, seeded, chat, prefill, token_healing, compiled)
+        yield _sample(engine, engine.tokenizer, problem, max_new_tokens, seeded, chat, prefill, token_healing, compiled)
 
 
 def _sample(
     engine: Engine,
+    tokenizer: Tokenizer,
     problem: Problem,
     max_new_tokens: int,
     sampling: Sampling,
@@ -287,11 +300,11 @@ def _sample(
     prompt: str | list[int]
     if chat is None:
         prompt, stops = problem.prompt.strip() + "\n", stop_strings(problem)
-        ids = engine.tokenizer.encode(prompt)
+        ids = tokenizer.encode(prompt)
     else:
         ends = chat.ends(ends)
         asked = [{"role": "user", "content": REQUEST.format(problem.prompt.strip())}]
-        prompt = ids = chat.encode(asked, add_generation_prompt=True, **({"opening": opening} if opening else {}))
+        prompt = ids = chat.encode(asked, add_generation_prompt=True, opening=opening)
         stops = CHAT_STOPS if opening else ()
     room = engine.config.max_position_embeddings - len(ids)
     if room < 1:
@@ -314,7 +327,7 @@ def _sample(
         sampling=sampling,
         stop_tokens=ends,
         stop_strings=stops,
-        channels=chat and chat.channels(ids),
+        channels=None if chat is None else chat.channels(ids),
         token_healing=chat is None and token_healing and engine.heals,
     ).result
     answer = (from_completion if chat is None else from_chat)(problem, opening + result.text)

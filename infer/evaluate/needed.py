@@ -83,8 +83,9 @@ def split_future(code: str) -> tuple[str, str]:
     lines = code.split("\n")
     found = []
     for node in (each for each in imports if each.module == "__future__"):
-        found += lines[node.lineno - 1 : node.end_lineno]
-        lines[node.lineno - 1 : node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+        place = slice(node.lineno - 1, node.end_lineno)
+        found += lines[place]
+        lines[place] = [""] * len(lines[place])
     return "".join(line + "\n" for line in found), "\n".join(lines) if found else code
 
 
@@ -166,7 +167,7 @@ def _kept(statements: list[Statement], names: set[str]) -> set[int]:
         if isinstance(statement.node, Definition):
             for decorator in statement.node.decorator_list:  # @area.register, where `area` is a function
                 by_name[_root(decorator)].append(n)
-    functions = {statements[n].name: statements[n] for n in chosen}
+    functions = {own: statements[n] for n in chosen if (own := statements[n].name) is not None}
     filling = _filling(statements, functions, names)
     everything = set().union(*(each.binds for each in statements if each.is_import or each.name))
     kept = {n for n, each in enumerate(statements) if _is_always_kept(each)}

@@ -7,6 +7,7 @@ import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,12 @@ class ProblemSet:
         return self._by_id[task_name(task_id)]
 
     def __post_init__(self):
-        by_id = {problem.task_id: problem for problem in self.problems}
-        if len(by_id) < len(self.problems):
+        if len(self._by_id) < len(self.problems):
             raise InputError(f"{self.name}: a task_id appears more than once; remove the duplicate")
-        object.__setattr__(self, "_by_id", by_id)
+
+    @cached_property
+    def _by_id(self) -> dict[str, Problem]:
+        return {problem.task_id: problem for problem in self.problems}
 
     def first(self, count: int) -> "ProblemSet":
         """The first `count` problems."""
@@ -131,7 +134,8 @@ def load_problems(source: str | Path) -> ProblemSet:
         raise InputError(f"{name} contains no problems: get the file again")
     kind, read = _format(rows, name)
     try:
-        problems, changed = [], {why: [] for _, _, why in REPAIRS}
+        problems: list[Problem] = []
+        changed: dict[str, list[str]] = {why: [] for _, _, why in REPAIRS}
         for row in rows:
             problem = read(row, kind)
             for broken, repaired, why in REPAIRS:

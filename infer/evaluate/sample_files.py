@@ -136,9 +136,9 @@ class VerdictFile:
         header = json.loads(json.dumps(conditions))
         if path.exists():
             _drop_partial_line(path)
-            first, *rows = read_jsonl(path) or [None]
-            if first == header:
-                self.known = {row.pop("program"): Outcome(**row) for row in rows}
+            rows = read_jsonl(path)
+            if rows and rows[0] == header:
+                self.known = {row.pop("program"): Outcome(**row) for row in rows[1:]}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a" if self.known else "w", encoding="utf-8")
         if not self.known:

@@ -44,13 +44,14 @@ class Judge:
         except BaseException:
             self.close()
             raise
-        if None in loops:
+        seconds = [loop for loop in loops if loop is not None]
+        if len(seconds) < len(loops):
             self.close()
             raise HarnessError(
                 "a loop of 2,000,000 rounds takes more than a minute: reduce the load of this machine, then run the"
                 " command again"
             )
-        self.slowness = max(1.0, min(loops) / LOOP_SECONDS)
+        self.slowness = max(1.0, min(seconds) / LOOP_SECONDS)
         """Time of a program relative to that on a nominal core, at least 1."""
         self._references: dict[Problem, float] = {}
 
@@ -68,7 +69,7 @@ class Judge:
         limits = [_limits(REFERENCE_FACTOR * problem.seconds * self.slowness) for problem in new]
         failed = []
         for n, outcome in self._run([(problem, problem.reference) for problem in new], limits, "references", progress):
-            if outcome.verdict == "passed":
+            if outcome.verdict == "passed" and outcome.cpu_seconds is not None:
                 self._references[new[n]] = outcome.cpu_seconds
             else:
                 failed.append(f"{new[n].task_id} ({outcome.verdict}: {outcome.error})")

@@ -76,12 +76,12 @@ def programs(text: str, name: str) -> Iterator[Span]:
         return
     lines, work, done = text.split("\n"), Work(), -1
     defines = re.compile(
-        rf"((?:[ \t]*>)*[ \t]*)(?:(?:async[ \t]+)?def[ \t]+{re.escape(name)}\b|class[ \t]+{re.escape(name)}\b"
+        rf"(((?:[ \t]*>)*)[ \t]*)(?:(?:async[ \t]+)?def[ \t]+{re.escape(name)}\b|class[ \t]+{re.escape(name)}\b"
         rf"|{re.escape(name)}[ \t]*(?::[^=\n]+)?=(?!=))"
     )
     for at, line in enumerate(lines):
         if at > done and (found := defines.match(line)):
-            quote = re.match(r"(?:[ \t]*>)*", found[1])[0]
+            quote = found[2]
             quoted = _unquoted(lines, at, quote) if quote else lines
             for root in _roots(quoted, at):
                 if work.spent:
@@ -119,7 +119,7 @@ def without_reasoning(text: str) -> str:
     return text
 
 
-def whole_statements(text: str, check: Callable[[str], None] = parse) -> str:
+def whole_statements(text: str, check: Callable[[str], object] = parse) -> str:
     """The longest prefix of whole lines that is valid Python; the text itself if no prefix is.
 
     It goes back from one syntax error to the previous one, so that a few parses suffice for a text of any length.

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from laneformer.errors import CheckpointError, ConfigError
-from laneformer.infer.engine.defaults import GivenSampling, named, recommended
+from laneformer.infer.engine.defaults import GivenSampling, named, over, recommended
 from laneformer.infer.sampling import Sampling
 
 LLAMA2 = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "max_length": 4096, "eos_token_id": 2}
@@ -72,9 +72,9 @@ def test_unsupported_settings_are_named(tmp_path, caplog):
 
 
 def test_given_settings_precede_recommended_ones():
-    made = GivenSampling(temperature=0.0, seed=3).over({"temperature": 0.6, "top_p": 0.9})
+    made = over(GivenSampling(temperature=0.0, seed=3), {"temperature": 0.6, "top_p": 0.9})
     assert made == Sampling(temperature=0.0, top_p=0.9, seed=3) and type(made) is Sampling
-    assert GivenSampling().over({}) == Sampling()
+    assert over(GivenSampling(), {}) == Sampling()
     with pytest.raises(ConfigError, match="top_p = 2"):
-        GivenSampling(top_p=2.0).over({})
+        over(GivenSampling(top_p=2.0), {})
     assert named({"temperature": 0.6, "top_k": 20}) == "temperature 0.6, top_k 20"

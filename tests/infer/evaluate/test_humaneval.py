@@ -133,8 +133,8 @@ def test_chat_mode_uses_the_template(problems, judge):
         def channels(self, prompt):
             return ("channels of", len(prompt))
 
-        def encode(self, messages, add_generation_prompt):
-            assert add_generation_prompt and messages[0]["role"] == "user"
+        def encode(self, messages, add_generation_prompt, opening):
+            assert add_generation_prompt and messages[0]["role"] == "user" and not opening
             return [ord(character) for character in messages[0]["content"]]
 
     engine = Scripted({"add": "Here:\n```python\ndef add(a, b):\n    return a + b\n```\n", "twice": "no idea"})
