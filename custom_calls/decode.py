@@ -22,12 +22,12 @@ class State(NamedTuple):
     `seen` and the second axis of the other arrays.
     """
 
-    seen: jax.Array
+    seen: jax.Array | np.ndarray
     """uint8 [vocab]: 1 for tokens of the text so far, including the prompt; the call adds the tokens that it draws."""
     layers: list[dict[str, jax.Array]]
     """The arrays of `Plan.kept` of each layer, by name: [lanes, slots, entries, *shape of an entry]."""
 
-    def arrays(self, plan: Plan) -> list[jax.Array]:
+    def arrays(self, plan: Plan) -> list[jax.Array | np.ndarray]:
         """All arrays in the order of a call's operands. Raises ValueError if they are not those that the plan's layers
         keep.
         """

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from laneformer.quantized import Quantized
 ALIGNED = 16  # floats, 64 bytes: alignment of a small weight, and of the biases of a product
 
 Part = tuple[int, float]  # a module's number, and the weight of its output
+W = TypeVar("W")
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,7 @@ class Plan:
                 found.setdefault(weight.cut_from, []).append(weight)
         return found
 
-    def parts(self, path: str, weight: np.ndarray | Quantized) -> dict[str, np.ndarray | Quantized]:
+    def parts(self, path: str, weight: W) -> dict[str, W]:
         """The plan's weights that a weight of the table in laneformer/weights.py supplies, by their paths in the plan:
         the weight itself, or the parts that are cut from it.
         """
@@ -332,8 +333,10 @@ def _places(ops: DecoderOps) -> Iterator[tuple[str, Place]]:
         yield from together(group)
 
 
-def _cut(weight: Weight, array: np.ndarray | Quantized) -> np.ndarray | Quantized:
-    """Cuts `weight`, [lanes, heads, *weight.shape], from a matrix [lanes, heads * rows, columns]."""
+def _cut(weight: Weight, array: Any) -> Any:
+    """Cuts `weight`, [lanes, heads, *weight.shape], from a matrix [lanes, heads * rows, columns]: a record, or an array
+    of any library.
+    """
     heads, first, count = weight.experts or 1, weight.first_row, weight.shape[weight.transposed]
     if isinstance(array, Quantized):
         return array.cut(heads, first, count, weight.transposed)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from laneformer.custom_calls.gpu.formats import Bf12, in_one_format, joined
+from laneformer.custom_calls.gpu.formats import AnyWeight, Bf12, in_one_format, joined
 from laneformer.custom_calls.library import NativeError
 from laneformer.custom_calls.plan import Plan
 from laneformer.formats import FORMATS
@@ -32,9 +32,6 @@ OWN_SCALES = {"mxfp4": "e8m0", "nvfp4": "e4m3"}
 INSTRUCTIONS = {("int4", False): (4.7, 1.5), ("int4", True): (5.3, 1.6), ("e2m1", False): (4.9, 2.9)}
 LEAST_BLOCK, MOST_BLOCK = 16, 128  # columns that share a scale
 HALF_1024 = 0x6400  # bits of 1024 in float16, whose low bits are a zero point beside a scale
-
-AnyWeight = np.ndarray | jax.Array | Quantized | Quantized[jax.Array]
-"""A weight as a session takes it."""
 
 
 @dataclass(frozen=True)

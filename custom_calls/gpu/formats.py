@@ -14,12 +14,16 @@ import numpy as np
 from laneformer.custom_calls.plan import Dtype, Plan
 from laneformer.formats import BF12_END, BF12_MOST_EXCEPTIONS, BF12_TABLE, FORMATS, bf12_table
 from laneformer.ops import Product
+from laneformer.quantized import Quantized
 
 UNIT_SHIFT, THREAD_SHIFT, SLOT_SHIFT = 19, 13, 8
 """First bits of the fields in an exception's word, as in gpu/kernel/formats.h: unit, thread, slot; below, high byte."""
 MOST_UNITS = (1 << 32 - UNIT_SHIFT) - 1
 """Most units of a warp in a product."""
 _LISTED = 1 << 24  # marks an exception while a product is packed
+
+AnyWeight = np.ndarray | jax.Array | Quantized | Quantized[jax.Array]
+"""A weight as a session takes it."""
 
 
 @dataclass(frozen=True)
@@ -170,10 +174,11 @@ class Bf12Choice:
     """Number of matrices that are not packed, because they have too many exceptions."""
 
     @classmethod
-    def of(cls, plan: Plan, weights: Iterable[tuple[str, np.ndarray | jax.Array]]) -> "Bf12Choice":
+    def of(cls, plan: Plan, weights: Iterable[tuple[str, AnyWeight]]) -> "Bf12Choice":
         """The choice for the bfloat16 weights of a model, which are read one by one."""
         wanted = {path for paths in product_weights(plan) for path in paths}
-        return cls.by(plan, {path: _counts(weight) for path, weight in weights if path in wanted})
+        plain = ((path, weight) for path, weight in weights if not isinstance(weight, Quantized))
+        return cls.by(plan, {path: _counts(weight) for path, weight in plain if path in wanted})
 
     @classmethod
     def of_sample(cls, plan: Plan, weights: np.ndarray | jax.Array) -> "Bf12Choice":

@@ -15,9 +15,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from laneformer.custom_calls.gpu import edges, watchdog
-from laneformer.custom_calls.gpu.codes import AnyWeight, CodesChoice
+from laneformer.custom_calls.gpu.codes import CodesChoice
 from laneformer.custom_calls.gpu.compile import PERSISTENT, STEPS, image
-from laneformer.custom_calls.gpu.formats import Bf12Choice
+from laneformer.custom_calls.gpu.formats import AnyWeight, Bf12Choice
 from laneformer.custom_calls.gpu.header import model_header
 from laneformer.custom_calls.gpu.layout import Layout
 from laneformer.custom_calls.gpu.slot import GpuSlot, SlotStream, drafting_of

@@ -12,8 +12,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from laneformer.custom_calls.gpu.codes import AnyWeight, CodesChoice, Header
-from laneformer.custom_calls.gpu.formats import Bf12Choice
+from laneformer.custom_calls.gpu.codes import CodesChoice, Header
+from laneformer.custom_calls.gpu.formats import AnyWeight, Bf12Choice
 from laneformer.custom_calls.gpu.layout import Layout
 from laneformer.custom_calls.gpu.ops.kernel import OpKernel
 from laneformer.custom_calls.gpu.ops.streams import GatherStreamsKernel

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from laneformer.checkpoint import open_checkpoint
 from laneformer.config import ModelConfig
 from laneformer.formats import Bf12Product
-from laneformer.infer.engine.constraint import Constraint, Elsewhere
+from laneformer.infer.engine.constraint import Masks
 from laneformer.infer.sampling import Sampling
 from laneformer.mesh import put_weight
 from laneformer.model import Laneformer
@@ -67,8 +67,7 @@ class ModelSource:
     def weights(self) -> Iterator[tuple[str, np.ndarray | Quantized]]:
         for path, weight in self._model.weights().items():
             if isinstance(weight, Quantized):
-                on_host = {name: _host_array(array) for name, array in weight.arrays.items()}
-                yield path, dataclasses.replace(weight, **on_host)
+                yield path, weight.with_arrays({name: _host_array(array) for name, array in weight.arrays.items()})
             else:
                 yield path, _host_array(weight)
 
@@ -176,7 +175,7 @@ class Request:
     """Limit on the drafts of a pass, if lower than the backend's."""
     forced: tuple[int, ...] = ()
     """First tokens of the answer, which replace the drawn ones: for measurements, on a backend that `forces`."""
-    constraint: Constraint | Elsewhere | None = None
+    constraint: Masks | None = None
     """Constraint on the answer's text; only on a backend with `masks`."""
     cancelled: Cancellation = field(default_factory=Cancellation)
     """Event that ends the request. A backend whose calls last longer than a dispatch must poll it, or register a
@@ -202,7 +201,27 @@ class Chunk(NamedTuple):
     """Number of other requests with rows in the pass that drew each token; () if requests run one at a time."""
 
 
-class Backend(Protocol):
+class Chunks(Protocol):
+    """An iterator over the chunks of an answer."""
+
+    def __iter__(self) -> Iterator[Chunk]: ...
+    def __next__(self) -> Chunk: ...
+    def close(self) -> None:
+        """Ends the answer. Leaves the backend ready for the next request."""
+
+
+class Starter(Protocol):
+    """What starts the answers to requests: a backend, or one with another answer's end."""
+
+    def start(self, request: Request) -> Chunks:
+        """Starts the prefill and returns an iterator over the chunks: at most `limit` tokens, none after a stop token,
+        fewer if cancelled.
+
+        The first chunk is the first token alone.
+        """
+
+
+class Backend(Starter, Protocol):
     """Draws tokens for requests, as infer/sampling.py defines them."""
 
     name: ClassVar[str]
@@ -211,24 +230,18 @@ class Backend(Protocol):
     sampling_options: ClassVar[frozenset[str]]
     """Names of the fields of `Sampling` that the backend computes."""
     source: Source
-    conditions: dict[str, Any]
-    """The facts that the speed depends on: weights_dtype, compute_dtype, kv_dtype, device, devices, prefix_cache
-    (number of sequences kept for later prompts), and facts of this backend.
-    """
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """The facts that the speed depends on: weights_dtype, compute_dtype, kv_dtype, device, devices, prefix_cache
+        (number of sequences kept for later prompts), and facts of this backend.
+        """
 
     @classmethod
     def unavailable(cls, source: Source) -> str | None:
         """The reason why this backend cannot run the model on this machine, with the remedy; None if it can."""
 
     def __init__(self, source: Source): ...
-
-    def start(self, request: Request) -> Iterator[Chunk]:
-        """Starts the prefill and returns an iterator over the chunks: at most `limit` tokens, none after a stop token,
-        fewer if cancelled.
-
-        The first chunk is the first token alone. Closing the iterator at any point leaves the backend ready for the
-        next request.
-        """
 
 
 def device_name(device: jax.Device) -> str:

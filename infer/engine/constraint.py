@@ -11,7 +11,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -27,6 +27,22 @@ SECONDS = 1.0  # time limit for compiling a grammar
 LARGEST = 1 << 18  # characters of a grammar
 KEPT = 16  # compiled grammars that are kept
 LONGEST_MESSAGE = 300  # characters
+
+
+class Masks(Protocol):
+    """What determines the tokens that an answer may have next."""
+
+    complete: bool
+    """Whether the answer is complete."""
+
+    def mask(self) -> np.ndarray | None:
+        """The tokens that may follow, one bit per token, uint32 [ceil(vocab / 32)]; None if the answer is complete."""
+
+    def __len__(self) -> int:
+        """Number of tokens in the model's vocabulary."""
+
+    def accept(self, token: int) -> None:
+        """Advances by a drawn token, which the last mask must have allowed."""
 
 
 class Constraint:
@@ -173,8 +189,8 @@ class Grammars:
     def _compile(self, grammar: Grammar) -> "LLMatcher":
         form = self._described(grammar)
         if grammar.form is not None:
-            part = self._described(grammar.form)
-            part = json.loads(part)["grammars"][0] if part.startswith("{") else {"lark_grammar": part}
+            described = self._described(grammar.form)
+            part = json.loads(described)["grammars"][0] if described.startswith("{") else {"lark_grammar": described}
             form = json.dumps({"grammars": [{"name": "answer", "lark_grammar": form}, {**part, "name": "form"}]})
         matcher = self._library.LLMatcher(self._tokenizer, form, limits=self._limits, log_level=0)
         first = next_tokens(matcher.deep_copy(), self._vocab)
@@ -256,9 +272,7 @@ def as_flags(words: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.unpackbits(words.view(np.uint8), bitorder="little")[:vocab_size].astype(bool)
 
 
-def give_masks(
-    stream: Any, constraint: Constraint, stops: Sequence[int], limit: int, running: Callable[[], bool]
-) -> None:
+def give_masks(stream: Any, constraint: Masks, stops: Sequence[int], limit: int, running: Callable[[], bool]) -> None:
     """Passes a stream the mask of each token, from the first to the last. Runs on a thread beside the call's.
 
     stream: a custom_calls.cpu.session.Slot. stops: stop tokens. limit: the most tokens of the answer. running: returns

@@ -3,7 +3,7 @@ in one call.
 """
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from laneformer.custom_calls.cpu.session import MOST_ROWS
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import Bf12Product
-from laneformer.infer.engine.backend import CheckpointSource, Chunk, Request, Source, device_name
+from laneformer.infer.engine.backend import CheckpointSource, Chunks, Request, Source, device_name
 from laneformer.infer.engine.native import (
     NativeBackend,
     bf12_conditions,
@@ -24,6 +24,7 @@ from laneformer.infer.engine.native import (
     pack,
     plan_of,
     report_left,
+    rounded_kind,
 )
 from laneformer.infer.engine.options import MOST_DRAFTS
 from laneformer.infer.engine.prefix import Lease
@@ -43,6 +44,7 @@ class CpuBackend(NativeBackend):
     """Decodes on worker threads. Each has its share of the weights, packed in the order in which it reads them."""
 
     name = "cpu"
+    session: Session
     masks = forces = True
     sampling_options = SAMPLING_OPTIONS
     patience = 0.05  # each read of the stream takes a core from a worker, with the host's code evicted from the caches
@@ -101,8 +103,11 @@ class CpuBackend(NativeBackend):
         check_rounding(weights, source)
         self.speculation = MOST_DRAFTS if speculation is None else speculation
         packed: list[Bf12Product] = []
+        self._check_files: Callable[[], None] = lambda: None
         if weights in (None, "bf12") and plan.weight_dtype.name == "bfloat16" and isinstance(source, CheckpointSource):
             packed = list(source.packed())
+            if packed:
+                self._check_files = source.check_files
         large = weight_bytes_per_token(source.config) >= LARGE and plan.weight_dtype.name == "bfloat16"
         try:
             if weights is None and (packed or source.quantized or not large):
@@ -128,15 +133,14 @@ class CpuBackend(NativeBackend):
                     *(threads, cores, "s" * (cores > 1)),
                 )
             mapped = [path for product in packed if session.map(product) for path in product.paths]
-            pack(session, source, mapped, weights if weights in USUAL else None)
+            pack(session, source, mapped, rounded_kind(weights))
             report_left(session.bf12_weights)
             session.speculate(self.speculation)
         except custom_calls.NativeError as error:
             raise ConfigError(str(error)) from None
-        self._check_files = source.check_files if packed else lambda: None
         self._use(session, parallel if prefix_cache is None else prefix_cache)
 
-    def start(self, request: Request) -> Iterator[Chunk]:
+    def start(self, request: Request) -> Chunks:
         self._check_files()
         return super().start(request)
 

@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,7 +16,7 @@ from laneformer.checkpoint import read_config
 from laneformer.config import ModelConfig
 from laneformer.custom_calls import DecodeSession
 from laneformer.errors import ConfigError, InputError, LaneformerError
-from laneformer.infer.engine.backend import Backend, CheckpointSource, ModelSource, Request, Source
+from laneformer.infer.engine.backend import Backend, CheckpointSource, ModelSource, Request, Source, Starter
 from laneformer.infer.engine.constraint import Grammars
 from laneformer.infer.engine.cpu import CpuBackend
 from laneformer.infer.engine.following import Leader, follow
@@ -112,7 +112,7 @@ class Engine:
         ConfigError.
         """
         mesh = make_mesh(read_config(path, num_lanes).num_lanes, lane=devices) if devices != 1 else None
-        plain = "bfloat16" if options.get("weights") == "bfloat16" else None
+        plain: Literal["bfloat16"] | None = "bfloat16" if options.get("weights") == "bfloat16" else None
         source = CheckpointSource(path, dtype, mesh=mesh, num_lanes=num_lanes, precision=precision, weights=plain)
         tokenizer = Tokenizer.find(path, source.config.bos_token_id)
         return cls(source, backend, tokenizer=tokenizer, name=Path(path).absolute().name, **options)
@@ -239,21 +239,24 @@ class Engine:
         """Whether this engine supports `token_healing`."""
         return self._backend.masks and self.tokenizer is not None
 
-    def check_healing(self, constraint: Grammar | None = None) -> None:
-        """Raises InputError if `token_healing` cannot be used, or not together with this constraint."""
-        if not self.heals:
+    def check_healing(self, constraint: Grammar | None = None) -> Tokenizer:
+        """Returns the tokenizer that `token_healing` uses. Raises InputError if it cannot be used, or not together with
+        this constraint.
+        """
+        if self.tokenizer is None or not self._backend.masks:
             reason = "the model has no tokenizer" if self._backend.masks else f"backend {self.backend} has no masks"
             raise InputError(f"token_healing cannot be used ({reason}): leave it out, or use backend cpu or xla")
         if constraint is not None:
             raise InputError(f"token_healing cannot be used together with {constraint.name}: leave one of them out")
+        return self.tokenizer
 
-    def _stable(self, ids: np.ndarray) -> tuple[np.ndarray, bytes]:
-        """The tokens of a prompt that no continuation replaces, int32 [n], and the text of the others."""
+    def _stable(self, tokenizer: Tokenizer, ids: np.ndarray) -> tuple[np.ndarray, Spelled | None]:
+        """The tokens of a prompt that no continuation replaces, int32 [n], and what spells the text of the others."""
         with self._making_grammars:  # reads the whole vocabulary once
             if self._spelling is None:
-                self._spelling = Spelling(self.tokenizer, self.config.vocab_size)
+                self._spelling = Spelling(tokenizer, self.config.vocab_size)
         count, text = self._spelling.unstable(ids.tolist())
-        return ids[: len(ids) - count], text
+        return ids[: len(ids) - count], Spelled(self._spelling, text, self.config.vocab_size) if text else None
 
     def _grammars_for(self, constraint: Grammar) -> Grammars:
         if not isinstance(constraint, Grammar):
@@ -321,12 +324,12 @@ class Engine:
         are running. Raises ConfigError for sampling settings that it does not support.
         """
         accepted = time.perf_counter()
-        prompt_n, healed = self.encode(prompt), b""
+        prompt_n, spelled_first = self.encode(prompt), None
         if token_healing:
-            self.check_healing(constraint)
+            tokenizer = self.check_healing(constraint)
             if channels is not None or len(forced):
                 raise InputError("token_healing excludes channels and forced tokens: leave it out")
-            prompt_n, healed = self._stable(prompt_n)
+            prompt_n, spelled_first = self._stable(tokenizer, prompt_n)
         room = self.config.max_position_embeddings - len(prompt_n)
         limit = room if max_new_tokens is None else min(room, _whole("max_new_tokens", max_new_tokens))
         if tokens_per_dispatch is not None:
@@ -367,12 +370,13 @@ class Engine:
         )
         with self._starting:
             self._require_free()
-            backend, announce = self._backend, self._leader.announce if self._leader else lambda request: None
-            if healed:
-                backend = HealedBackend(backend, Spelled(self._spelling, healed, self.config.vocab_size), announce)
+            backend: Starter = self._backend
+            announce = self._leader.announce if self._leader else lambda request: None
+            if spelled_first is not None:
+                backend = HealedBackend(backend, spelled_first, announce)
             else:
                 announce(request)
-            skipped = len(healed.decode())
+            skipped = 0 if spelled_first is None else spelled_first.characters
             generation = Generation(backend, request, self.tokenizer, strings, accepted, channels, spelled, skipped)
             self._running.append(weakref.ref(generation))
         return generation
@@ -385,8 +389,14 @@ class Engine:
         """
         began = time.perf_counter()
         prompt = np.zeros(_whole("prompt_tokens", prompt_tokens), np.int32)
-        same = {"max_new_tokens": max_new_tokens, "top_logprobs": top_logprobs, "cache_prompt": False}
-        with self.generate(prompt, **same, stop_tokens=(), tokens_per_dispatch=1) as generation:
+        with self.generate(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            top_logprobs=top_logprobs,
+            cache_prompt=False,
+            stop_tokens=(),
+            tokens_per_dispatch=1,
+        ) as generation:
             for _ in zip(range(2), generation, strict=False):  # a token of the prefill and one of the decode loop
                 pass
         return time.perf_counter() - began
@@ -424,8 +434,8 @@ class Engine:
 
     def _generations(self) -> list[Generation]:
         """The generations that have not ended; forgets the others."""
-        found = [(reference, reference()) for reference in self._running]
-        found = [(reference, running) for reference, running in found if running is not None and not running.finished]
+        all_started = [(reference, reference()) for reference in self._running]
+        found = [(one, running) for one, running in all_started if running is not None and not running.finished]
         self._running = [reference for reference, _ in found]
         return [running for _, running in found]
 

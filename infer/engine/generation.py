@@ -11,7 +11,7 @@ from typing import Literal
 
 from laneformer.custom_calls import Drafting
 from laneformer.errors import CheckpointError
-from laneformer.infer.engine.backend import Backend, Request
+from laneformer.infer.engine.backend import Request, Starter
 from laneformer.infer.text.channels import Part, Parts
 from laneformer.infer.text.stop_strings import StopStrings
 from laneformer.infer.text.tokenizer import Detokenizer, Tokenizer
@@ -114,7 +114,7 @@ class Generation(Iterator[Token]):
 
     def __init__(
         self,
-        backend: Backend,
+        backend: Starter,
         request: Request,
         tokenizer: Tokenizer | None,
         stop_strings: tuple[str, ...],
@@ -147,6 +147,8 @@ class Generation(Iterator[Token]):
         """The result. Runs the generation to its end if it has not ended."""
         for _ in self:
             pass
+        if self._result is None:
+            raise RuntimeError("the generation ended without a result")
         return self._result
 
     @property
@@ -223,7 +225,8 @@ class Generation(Iterator[Token]):
         self._dispatches.append((len(chunk.tokens), now))
         self._cached = chunk.cached
         origins = zip_longest(chunk.drafted or (False,) * len(chunk.tokens), chunk.others, fillvalue=0)
-        for token, logprob, top, origin in zip(chunk.tokens, chunk.logprobs, chunk.top, origins, strict=True):
+        drawn_tokens = zip(chunk.tokens, chunk.logprobs, chunk.top, origins, strict=True)
+        for token, logprob, top, (drafted, others) in drawn_tokens:
             if math.isnan(logprob):
                 position = len(self._request.prompt) + drawn
                 raise CheckpointError(
@@ -235,7 +238,7 @@ class Generation(Iterator[Token]):
                 self._end = ("stop", token)
                 break
             text, part = self._read(token)
-            self._ready.append(Token(token, text, logprob, now, tuple(top), part, *origin))
+            self._ready.append(Token(token, text, logprob, now, tuple(top), part, bool(drafted), others))
             if self._stops.found is not None:
                 self._end = ("stop", self._stops.found)
                 break
@@ -262,7 +265,7 @@ class Generation(Iterator[Token]):
 
     def _held(self) -> str:
         """Removes and returns the text that was held back."""
-        text = self._detokenizer.flush()
+        text = "" if self._detokenizer is None else self._detokenizer.flush()
         return self._stops.add(text) + self._stops.flush() if self._part is Part.CONTENT else text
 
     def _flush(self) -> None:

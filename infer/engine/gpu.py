@@ -11,7 +11,7 @@ from laneformer import custom_calls
 from laneformer.custom_calls.build import BuildError
 from laneformer.custom_calls.gpu.codes import CodesChoice
 from laneformer.custom_calls.gpu.compile import compiler
-from laneformer.custom_calls.gpu.formats import Bf12Choice
+from laneformer.custom_calls.gpu.formats import AnyWeight, Bf12Choice
 from laneformer.custom_calls.gpu.layout import MOST_ROWS
 from laneformer.custom_calls.gpu.session import ARCHITECTURES, CAPABILITIES, LAUNCHES, GpuSession
 from laneformer.custom_calls.gpu.session import SAMPLING_OPTIONS as SAMPLING_OPTIONS_OF_GPUS
@@ -28,13 +28,13 @@ from laneformer.infer.engine.native import (
     pack,
     plan_of,
     report_left,
+    rounded_kind,
 )
 from laneformer.infer.engine.prefix import Caches, Lease
 from laneformer.infer.engine.scheduler import Scheduler
 from laneformer.infer.engine.states import for_kernel, for_model
 from laneformer.ops import GpuOp, without_kernel
 from laneformer.processes import Group
-from laneformer.quantized import Quantized
 from laneformer.quantized.rounding import USUAL
 from laneformer.state import Cache
 
@@ -55,6 +55,7 @@ class GpuBackend(NativeBackend):
     """
 
     sampling_options = SAMPLING_OPTIONS_OF_GPUS
+    session: GpuSession
     platform: str
     launch = "persistent"
 
@@ -125,10 +126,10 @@ class GpuBackend(NativeBackend):
             raise ConfigError(f"parallel must be 1 to {MOST_PARALLEL} on backend {self.name}, got {parallel}")
         check_weights(weights, plan, tuple(USUAL))
         check_rounding(weights, source)
-        source = RoundedSource(source, plan, weights) if weights in USUAL else source
+        source = RoundedSource(source, plan, kind) if (kind := rounded_kind(weights)) else source
         self._model = source.model() if absorb else None
 
-        def all_weights() -> Iterable[tuple[str, jax.Array | np.ndarray | Quantized]]:
+        def all_weights() -> Iterable[tuple[str, AnyWeight]]:
             """Yields each weight by its path in the plan."""
             for path, weight in source.weights() if self._model is None else self._model.weights().items():
                 yield from plan.parts(path, weight).items()
@@ -168,7 +169,6 @@ class GpuBackend(NativeBackend):
 
     @property
     def forces(self) -> bool:
-        """Whether a request can force the tokens of its answer, for measurements."""
         return self.speculation > 0
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from laneformer.custom_calls import Drafting
-from laneformer.infer.engine.backend import Backend, Chunk, Request
+from laneformer.infer.engine.backend import Chunk, Chunks, Request, Starter
 from laneformer.infer.engine.constraint import bits_of
 from laneformer.infer.text.healing import Spelling
 
@@ -20,6 +20,8 @@ class Spelled:
 
     def __init__(self, spelling: Spelling, text: bytes, vocab_size: int):
         self._spelling, self._rest, self._vocab = spelling, text, vocab_size
+        self.characters = len(text.decode())
+        """Number of characters of the text."""
         self._known: dict[bytes, bool] = {}
         self.complete = False
 
@@ -42,11 +44,11 @@ class Spelled:
 class HealedBackend:
     """A backend for one request whose answer must begin with a text."""
 
-    def __init__(self, backend: Backend, spelled: Spelled, announce: Callable[[Request], None]):
+    def __init__(self, backend: Starter, spelled: Spelled, announce: Callable[[Request], None]):
         """announce: called with each request before it starts."""
         self._backend, self._spelled, self._announce = backend, spelled, announce
 
-    def start(self, request: Request) -> Iterator[Chunk]:
+    def start(self, request: Request) -> Chunks:
         """As `Backend.start`."""
         first = dataclasses.replace(request, constraint=self._spelled, draft_max=0)
         self._announce(first)
@@ -57,16 +59,12 @@ class _Chunks(Iterator[Chunk]):
     """The chunks of both requests."""
 
     def __init__(
-        self,
-        backend: Backend,
-        spelled: Spelled,
-        announce: Callable[[Request], None],
-        request: Request,
-        chunks: Iterator[Chunk],
+        self, backend: Starter, spelled: Spelled, announce: Callable[[Request], None], request: Request, chunks: Chunks
     ):
         self._backend, self._spelled, self._announce, self._request = backend, spelled, announce, request
-        self._chunks, self._drawn, self._cached = chunks, [], 0
-        self._first: Iterator[Chunk] | None = chunks
+        self._chunks, self._cached = chunks, 0
+        self._drawn: list[int] = []
+        self._first: Chunks | None = chunks
 
     def __next__(self) -> Chunk:
         chunk = next(self._chunks, None)

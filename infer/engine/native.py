@@ -8,10 +8,11 @@ import math
 import threading
 import time
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import jax
 import numpy as np
@@ -24,8 +25,17 @@ from laneformer.custom_calls.session import Bf12Weights, CallStream
 from laneformer.decoder import decoder_ops
 from laneformer.errors import ConfigError
 from laneformer.formats import BF12_MOST_EXCEPTIONS
-from laneformer.infer.engine.backend import Cancellation, Chunk, Request, Source, model_of, power_of_two
-from laneformer.infer.engine.constraint import give_masks
+from laneformer.infer.engine.backend import (
+    Cancellation,
+    CheckpointSource,
+    Chunk,
+    Chunks,
+    Request,
+    Source,
+    model_of,
+    power_of_two,
+)
+from laneformer.infer.engine.constraint import Masks, give_masks
 from laneformer.infer.engine.prefix import Caches, CallId, Lease, PrefixCache
 from laneformer.model import Laneformer
 from laneformer.quantized import Quantized
@@ -38,17 +48,16 @@ SMALLEST_CACHE, SMALLEST_ROOM = 256, 16
 LARGE = 100_000_000  # parameters from which on packing shows a progress bar
 
 
-class NativeBackend:
+class NativeBackend(ABC):
     """Runs a request in each slot of the session. Packed weights stay with their threads or devices. Caches are reused
     by later requests.
     """
 
     name: ClassVar[str]
+    masks: ClassVar[bool] = False
+    sampling_options: ClassVar[frozenset[str]]
     source: Source
-    conditions: dict[str, Any]
     session: DecodeSession
-    masks = False
-    forces = False
     patience: ClassVar[float] = 0.002
     """Seconds between two reads of the stream of tokens, unless a request sets tokens_per_dispatch."""
 
@@ -71,11 +80,21 @@ class NativeBackend:
         ]
 
     @property
+    @abstractmethod
+    def conditions(self) -> dict[str, Any]:
+        """As `Backend.conditions`."""
+
+    @property
+    def forces(self) -> bool:
+        """Whether a request can force the tokens of its answer, for measurements."""
+        return False
+
+    @property
     def parallel(self) -> int:
         """Number of requests that can run together."""
         return len(self.session.slots)
 
-    def start(self, request: Request) -> Iterator[Chunk]:
+    def start(self, request: Request) -> Chunks:
         capacity = capacity_for(request, self.source.config.max_position_embeddings)
         slot = heapq.heappop(self._free)  # the lowest free slot
         freed = partial(heapq.heappush, self._free, slot)
@@ -169,7 +188,8 @@ def request_for(request: Request, tokens: np.ndarray, start: int, limit: int, **
     draw. fields: other fields of the kernels' request.
     """
     stops, sampling = tuple(request.stop_tokens), request.sampling
-    return custom_calls.Request(prompt=tokens, start=start, limit=limit, stops=stops, sampling=sampling, **fields)
+    fields |= {"prompt": tokens, "start": start, "limit": limit, "stops": stops, "sampling": sampling}
+    return custom_calls.Request(**fields)
 
 
 def texts_for(request: Request, text: np.ndarray, start: int, drawn: int = 0) -> dict[str, Any]:
@@ -207,7 +227,7 @@ class _Answer(Iterator[Chunk]):
         self._thread = threading.Thread(target=_run, args=(run, self._errors), name="laneformer-decode", daemon=True)
         self._threads = [self._thread]
         if request.constraint is not None:
-            masks = partial(_give_masks, stream, request, self._thread)
+            masks = partial(_give_masks, stream, request.constraint, request, self._thread)
             self._threads.append(
                 threading.Thread(target=_run, args=(masks, self._errors), name="laneformer-masks", daemon=True)
             )
@@ -275,10 +295,10 @@ def _run(run: Callable[[], None], errors: list[BaseException]) -> None:
         errors.append(error)
 
 
-def _give_masks(stream: CallStream, request: Request, call: threading.Thread) -> None:
+def _give_masks(stream: CallStream, constraint: Masks, request: Request, call: threading.Thread) -> None:
     """Computes the masks of a call, and ends the call when no further token is allowed."""
     try:
-        give_masks(stream, request.constraint, request.stop_tokens, request.limit, call.is_alive)
+        give_masks(stream, constraint, request.stop_tokens, request.limit, call.is_alive)
     finally:
         stream.cancel()  # without effect after the last token
 
@@ -351,7 +371,7 @@ class RoundedSource:
 
     def weights(self) -> Iterator[tuple[str, np.ndarray | Quantized]]:
         for path, weight in self._source.weights():
-            if path in self.quantized and path not in self._rounded:
+            if path in self.quantized and path not in self._rounded and not isinstance(weight, Quantized):
                 self._rounded[path] = round_to(weight, self._kind, search=False)
             yield path, self._rounded.get(path, weight)
 
@@ -373,7 +393,12 @@ def bf12_conditions(packed: Bf12Weights) -> dict[str, int]:
     return {"bf12_weights": packed.weights, "bf12_exceptions": packed.exceptions} if packed.weights else {}
 
 
-def pack(session: DecodeSession, source: Source, without: Collection[str] = (), rounded: str | None = None) -> None:
+def rounded_kind(weights: str | None) -> Kind | None:
+    """The kind of laneformer/quantized/rounding.py that the --weights option names; None for another format."""
+    return next((kind for kind in get_args(Kind) if kind == weights), None)
+
+
+def pack(session: DecodeSession, source: Source, without: Collection[str] = (), rounded: Kind | None = None) -> None:
     """Packs all weights except the paths in `without`, one at a time, with a progress bar for large models. rounded: a
     kind of laneformer/quantized/rounding.py to round the matrices of products to.
     """
@@ -382,7 +407,7 @@ def pack(session: DecodeSession, source: Source, without: Collection[str] = (), 
     table, matrices = parameter_table(source.config), session.plan.matrices
     rest = sum(weight.size for path, weight in table.items() if path not in without)
     names = tqdm(
-        source.weights(without) if without else source.weights(),
+        source.weights(without) if isinstance(source, CheckpointSource) else source.weights(),
         "packing weights",
         total=len(table) - len(without),
         unit="weight",
@@ -391,4 +416,7 @@ def pack(session: DecodeSession, source: Source, without: Collection[str] = (), 
     )
     for path, weight in names:
         for part, own in session.plan.parts(path, weight).items():
-            session.pack(part, round_to(own, rounded, search=False) if rounded and part in matrices else own)
+            if rounded and part in matrices and not isinstance(own, Quantized):
+                session.pack(part, round_to(own, rounded, search=False))
+            else:
+                session.pack(part, own)

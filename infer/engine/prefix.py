@@ -53,7 +53,8 @@ class Kept:
     caches: Caches
 
 
-class Source(NamedTuple):
+@dataclass(frozen=True)
+class Source:
     """A running call that has filled, or will fill, the first `count` positions of a prompt."""
 
     call: CallId
@@ -135,7 +136,8 @@ class PrefixCache:
         """
         with self._lock:
             count, at, source = self._longest(request, call is not None)
-            other, place = None, None
+            other: Kept | None = None
+            place: int | None = None
             if source is not None or not count:
                 count, free = 0, self._unused(capacity)
             elif count < len(self._kept[at].tokens) / 2 and not (self._full and at == 0):
@@ -146,7 +148,8 @@ class PrefixCache:
             else:
                 other, free = self._kept.pop(at), None
                 if other.caches.capacity >= capacity:
-                    other, free = None, other.caches
+                    free = other.caches
+                    other = None
             make = partial(self._make_for, capacity=capacity)
             lease = Lease(request, count, source, make, free, other, place, call)
             self._leases.append(lease)

@@ -21,6 +21,7 @@ import numpy as np
 from laneformer import custom_calls
 from laneformer.custom_calls import YIELDED, State
 from laneformer.custom_calls.gpu.session import GpuSession
+from laneformer.custom_calls.gpu.slot import GpuSlot
 from laneformer.infer.engine.backend import Request
 from laneformer.infer.engine.native import capacity_for, failures_of, request_for, room_for, texts_for
 from laneformer.infer.engine.prefix import Caches, copied
@@ -84,6 +85,7 @@ class Scheduler:
         XLA, into caches of one slot; None if the kernel reads the whole prompt.
         """
         self._session, self._context, self._mesh, self._read_prompt = session, context, mesh, read
+        self._slots = [slot for slot in session.slots if isinstance(slot, GpuSlot)]
         self._layers: list[dict[str, jax.Array]] | None = None  # caches of all slots
         self._lock = threading.Lock()
         self._waiting: list[Sequence] = []
@@ -132,7 +134,7 @@ class Scheduler:
     def _step(self) -> None:
         """Reads a block of each prompt that XLA must read, and makes a call."""
         for sequence in [*self._sequences]:
-            if self._session.slots[sequence.slot].cancelled and not sequence.joined:
+            if self._slots[sequence.slot].cancelled and not sequence.joined:
                 self._end(sequence)
         self._make_room()
         reading = [sequence for sequence in self._sequences if not sequence.joined and not self._read(sequence)]
@@ -171,7 +173,7 @@ class Scheduler:
 
     def _run(self, together: list[Sequence]) -> None:
         """Makes one call with these requests, and updates them."""
-        slots = self._session.slots
+        slots = self._slots
         seen = np.zeros((len(slots), self._session.plan.ops.vocab_size), np.uint8)
         of_slots: list[custom_calls.Request | None] = [None] * len(slots)
         for one in together:
@@ -184,7 +186,7 @@ class Scheduler:
         inputs = self._session.inputs(*of_slots)
         room = room_for(max(one.request.limit for one in together), self._context)
         top = max(one.request.top_logprobs for one in together)
-        layers, self._layers = self._layers, None
+        layers, self._layers = self._layers or [], None
         with failures_of(self._session):
             outputs, state = jax.block_until_ready(
                 self._call(inputs, State(seen, layers), self._session.operands, room=room, top=top)

@@ -90,7 +90,7 @@ class RandomSource:
             return model_of(self)
         return Laneformer(self.config, dict(self._on_device()), self.precision, None)
 
-    def _on_device(self) -> Iterator[tuple[str, jax.Array | Quantized]]:
+    def _on_device(self) -> Iterator[tuple[str, jax.Array | Quantized[jax.Array]]]:
         """The weights on the first device. Blocks are sent again for each weight: they are small."""
 
         def repeated(block: np.ndarray, offset: int, shape: tuple[int, ...]) -> jax.Array:

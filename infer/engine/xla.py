@@ -4,8 +4,8 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Generator
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from laneformer.errors import InputError
-from laneformer.infer.engine.backend import Chunk, Request, Source, device_name, power_of_two
+from laneformer.infer.engine.backend import Chunk, Chunks, Request, Source, device_name, power_of_two
 from laneformer.infer.engine.constraint import as_flags
 from laneformer.infer.sampling import SAMPLING_OPTIONS, Adjustments, sample, top_logprobs
 from laneformer.model import Laneformer
@@ -50,8 +50,9 @@ class XlaBackend:
     cancels ends in all of them. A token may be drawn only if the masks of all processes allow it.
     """
 
-    name = "xla"
-    masks, sampling_options = True, SAMPLING_OPTIONS
+    name: ClassVar[str] = "xla"
+    masks: ClassVar[bool] = True
+    sampling_options: ClassVar[frozenset[str]] = SAMPLING_OPTIONS
 
     @classmethod
     def unavailable(cls, source: Source) -> str | None:
@@ -88,7 +89,8 @@ class XlaBackend:
             if `top` > 0, the `top` most likely tokens and their log-probabilities. allowed: a mask, bool [v], or None.
             """
             logits_v = share(logits_v)
-            drawn, added = state.drawn, None if adjust is None else adjust.of(state.drawn)
+            drawn = state.drawn
+            added = None if adjust is None or drawn is None else adjust.of(drawn)
             token, logprob = sample(logits_v, state.seen, state.cache.length, params, added, allowed)
             output = (token, logprob, *(top_logprobs(logits_v, top) if top else ()))
             drawn = None if drawn is None else drawn.at[token].add(1)
@@ -129,8 +131,8 @@ class XlaBackend:
         # calls.
         smallest = self.model.make_cache(1, SMALLEST_CACHE).layers
         layers = jax.tree.map(lambda array: weight if model.mesh is None else array.sharding, smallest)
-        self._place = Cache(layers, everywhere)
-        state = State(self._place, everywhere, everywhere, everywhere)
+        self._place = Cache(layers, everywhere)  # type: ignore[arg-type]  # a tree of shardings, as the next
+        state = State(self._place, everywhere, everywhere, everywhere)  # type: ignore[arg-type]
         self._absorb = jax.jit(absorb, donate_argnums=1, out_shardings=self._place)
         self._begin = jax.jit(begin, donate_argnums=1, static_argnums=8, out_shardings=(state, everywhere))
         self._decode = jax.jit(
@@ -138,7 +140,7 @@ class XlaBackend:
         )
         self._several = len({device.process_index for device in embedding.devices()}) > 1
 
-    def start(self, request: Request) -> Iterator[Chunk]:
+    def start(self, request: Request) -> Chunks:
         model, prompt = self.model, request.prompt
         cache = self._take_cache(len(prompt) + request.limit)
         whole = (len(prompt) - 1) // PREFILL_BLOCK * PREFILL_BLOCK
@@ -157,8 +159,9 @@ class XlaBackend:
         next(chunks)
         return chunks
 
-    def _chunks(self, request: Request, settings: tuple, state: State, first: tuple) -> Iterator[Chunk]:
-        chunk, drawn, pace = None, 0, 1
+    def _chunks(self, request: Request, settings: tuple, state: State, first: tuple) -> Generator[Chunk, None, None]:
+        chunk: Chunk | None = None
+        drawn, pace = 0, 1
         stop_tokens = np.full(power_of_two(max(4, len(request.stop_tokens))), -1, np.int32)
         stop_tokens[: len(request.stop_tokens)] = request.stop_tokens
 
@@ -170,13 +173,13 @@ class XlaBackend:
             self._cache = None
             state, lists, n = self._decode(
                 *(self.model, state, *settings, self._of_all(mask), stop_tokens),
-                *(self._of_all(np.int32(count)), request.top_logprobs),
+                *(self._of_all(np.asarray(count, np.int32)), request.top_logprobs),
             )
             lists, n = jax.device_get((lists, n))
             self._cache = state.cache.layers
             return lists, int(n)
 
-        def ended() -> bool:
+        def ended(chunk: Chunk) -> bool:
             return drawn >= request.limit or chunk.tokens[-1] in request.stop_tokens
 
         def leave() -> None:
@@ -185,12 +188,12 @@ class XlaBackend:
             dispatch(0, np.ones(self.model.config.vocab_size, bool) if masked else None)
 
         try:
-            yield  # for `start`: closing a generator before its first yield would skip the handler below
+            yield Chunk([], [], [])  # for `start`: closing a generator before its first yield would skip the handler
             chunk, drawn = _chunk(*(one[None] for one in jax.device_get(first))), 1
             self._cache = state.cache.layers
             while True:
                 yield chunk
-                if ended():
+                if ended(chunk):
                     return
                 mask, count = None, min(request.tokens_per_dispatch or pace, LONGEST_DISPATCH, request.limit - drawn)
                 if request.constraint is not None:  # a mask is valid for one token
@@ -211,7 +214,7 @@ class XlaBackend:
             if self._several:
                 if chunk is None:
                     chunk, drawn = _chunk(*(one[None] for one in jax.device_get(first))), 1
-                if not ended():
+                if not ended(chunk):
                     leave()
             raise
 
@@ -219,9 +222,9 @@ class XlaBackend:
         """The values of all processes, with a row for each device. own: the value of this process. In a job of one
         process, or for None, returns `own` unchanged.
         """
-        if own is None or not self._several:
-            return own
         mesh = self.model.mesh
+        if own is None or mesh is None or not self._several:
+            return own
         return jax.make_array_from_callback(
             (mesh.size, *own.shape), NamedSharding(mesh, P(mesh.axis_names)), lambda _: own[None]
         )
@@ -239,8 +242,9 @@ class XlaBackend:
 
 def _mask(request: Request) -> np.ndarray | None:
     """The tokens that may be drawn next, bool [v]. None if all may be, and if the answer is complete."""
-    words = None if request.constraint is None else request.constraint.mask()
-    return None if words is None else as_flags(words, len(request.constraint))
+    if request.constraint is None or (words := request.constraint.mask()) is None:
+        return None
+    return as_flags(words, len(request.constraint))
 
 
 def _chunk(
@@ -250,7 +254,8 @@ def _chunk(
     likely_logprobs: np.ndarray | None = None,
 ) -> Chunk:
     """A chunk from tokens [n], logprobs [n] and, if requested, likely and likely_logprobs [n, top_logprobs]."""
-    if likely is None:
+    top: list[list[tuple[int, float]]]
+    if likely is None or likely_logprobs is None:
         top = [[] for _ in tokens]
     else:
         top = [list(zip(*both, strict=True)) for both in zip(likely.tolist(), likely_logprobs.tolist(), strict=True)]
@@ -273,15 +278,15 @@ def _for_its_devices(model: Laneformer) -> Laneformer:
     )
     precision = dataclasses.replace(model.precision, param="float32")
     weights = {
-        path: w if _stays(w) else jax.block_until_ready(w.astype(jnp.float32))  # one at a time
+        path: jax.block_until_ready(_in_float32(w))  # one at a time
         for path, w in model.weights().items()
     }
     return Laneformer(model.config, weights, precision, model.mesh)
 
 
-def _stays(w: jax.Array | Quantized) -> bool:
-    """Whether a weight is not an array of floats, and so is not converted."""
-    return isinstance(w, Quantized) or jnp.issubdtype(w.dtype, jnp.integer)
+def _in_float32(w: jax.Array | Quantized[jax.Array]) -> jax.Array | Quantized[jax.Array]:
+    """An array of floats, converted; another weight unchanged."""
+    return w if isinstance(w, Quantized) or jnp.issubdtype(w.dtype, jnp.integer) else w.astype(jnp.float32)
 
 
 def _quantized(model: Laneformer) -> dict[str, Any]:
