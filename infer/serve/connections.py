@@ -9,7 +9,7 @@ import http
 import json
 import resource
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -52,11 +52,17 @@ class _Connection:
         """Whether bytes of the next request have arrived."""
         self.excess = False
         """Whether it was opened when the number of connections had reached a limit and all were being answered."""
-        self.timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def wait(self, timer: asyncio.TimerHandle | None) -> None:
+        """Replaces the timer for the next request; None while there is nothing to wait for."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = timer
 
     def close(self, error: ApiError) -> None:
         """Closes the connection. Sends the error, unless the connection is idle after a complete request."""
-        self.timer.cancel()
+        self.wait(None)
         if self.transport.is_closing():
             return
         if self.heard or not self.used:
@@ -83,19 +89,19 @@ class Connections:
         self._open: dict[Peer, _Connection] = {}
         self._addresses: dict[str, dict[Peer, _Connection]] = {}
 
-    def protocol(self, base: type[asyncio.Protocol]) -> type[asyncio.Protocol]:
+    def protocol(self, base: Any) -> type[asyncio.Protocol]:
         """A subclass of a uvicorn class that reads requests, which keeps to the limits."""
         connections = self
 
         class Limited(base):
-            def connection_made(self, transport: asyncio.Transport) -> None:
+            def connection_made(self, transport: Any) -> None:
                 with suppress(AttributeError):  # uvloop has no such limit; the server runs on asyncio's loop
                     transport.max_size = PIECE
                 super().connection_made(transport)
                 self._peer = connections._opened(transport)
 
             def data_received(self, data: bytes) -> None:
-                if connection := connections._open.get(self._peer):
+                if self._peer is not None and (connection := connections._open.get(self._peer)):
                     connection.heard = True
                 super().data_received(data)
 
@@ -120,7 +126,7 @@ class Connections:
                     connection.answering = True
                 return message
 
-            connection.timer.cancel()
+            connection.wait(None)
             try:
                 if connection.excess and (crowd := self._crowds(connection.peer[0], 1)):
                     await error_response(crowd[0][1])(scope, watched, send)
@@ -173,8 +179,8 @@ class Connections:
         ]
 
     def _closed(self, peer: Peer | None) -> None:
-        if connection := self._open.pop(peer, None):
-            connection.timer.cancel()
+        if peer is not None and (connection := self._open.pop(peer, None)):
+            connection.wait(None)
             address = self._addresses[peer[0]]
             del address[peer]
             if not address:
@@ -189,7 +195,7 @@ class Connections:
         error = ApiError(
             408, f"the header of the request did not arrive within {self.limits.seconds:g} s: send it faster"
         )
-        connection.timer = loop.call_later(self.limits.seconds, connection.close, error)
+        connection.wait(loop.call_later(self.limits.seconds, connection.close, error))
 
 
 def _written(error: ApiError) -> bytes:

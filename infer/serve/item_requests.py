@@ -49,8 +49,9 @@ def read_items(fields: dict[str, Any]) -> Asked:
     asked = {name: left.get(name) for name in ("instructions", "temperature", "top_p", "user", "reasoning")}
     asked |= {"tools": left.get("tools", []), "tool_choice": left.get("tool_choice", "auto")}
     asked |= {"parallel_tool_calls": left.get("parallel_tool_calls", True), "metadata": left.get("metadata", {})}
-    asked["text"] = {"format": _take_form(left, ignored)}
-    made = {ITEMS_FORM: _as_of_chat(asked["text"]["format"]), "messages": _messages(left, ignored)}
+    form = _take_form(left, ignored)
+    asked["text"] = {"format": form}
+    made = {ITEMS_FORM: _as_of_chat(form), "messages": _messages(left, ignored)}
     made |= {**_limits(left), **_included(left, ignored)}
     asked["max_output_tokens"] = made.get("max_completion_tokens")
     tools = left.pop("tools", [])
@@ -127,8 +128,12 @@ def _joined(content: Any, path: str, kinds: tuple[str, ...], between: str = "\n"
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") in kinds]
-    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+    texts = [
+        part["text"]
+        for part in parts
+        if isinstance(part, dict) and part.get("type") in kinds and isinstance(part.get("text"), str)
+    ]
+    if len(texts) != len(parts):
         raise wrong(path, content, f"a string, or parts of type {', '.join(kinds)} with a text")
     return between.join(texts)
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from laneformer.errors import InputError, LaneformerError
@@ -83,7 +84,7 @@ def _usable(
             continue
         alone = replace(tools, tools=(tool,), required=True, name=name, opened=False)
         late = time.perf_counter() > end
-        problem = LATE if late else _problem(lambda alone=alone: checked(alone, set()))
+        problem = LATE if late else _problem(partial(checked, alone, set()))
         if problem is not None:
             path = f"tools[{n}].function.parameters"
             line = str(problem).removeprefix("tools ").removeprefix("cannot be used: ")

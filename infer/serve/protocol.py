@@ -232,7 +232,7 @@ def read_call(fields: dict[str, Any], chat: bool, recommended: Mapping[str, Any]
         chat=chat,
         prompt=prompt,
         tools=read_tools(left, ignored) if chat else None,
-        n=_count(left, "n", 1, 1, MOST_CHOICES),
+        n=_count(left, "n", None, 1, MOST_CHOICES) or 1,
         model=_take(left, "model", str),
         max_tokens=_max_tokens(left, None if chat else COMPLETION_TOKENS),
         sampling={"temperature": 1.0, "seed": secrets.randbits(53), **(recommended or {}), **given},
@@ -260,7 +260,7 @@ def read_call(fields: dict[str, Any], chat: bool, recommended: Mapping[str, Any]
     for name, value in left.items():
         if value in ABSENT.get(name, ()):
             continue
-        if name in WITHOUT_EFFECT and (WITHOUT_EFFECT[name] is None or value in WITHOUT_EFFECT[name]):
+        if name in WITHOUT_EFFECT and ((without := WITHOUT_EFFECT[name]) is None or value in without):
             ignored.append(name)
         elif name in ABSENT:
             raise ApiError(
@@ -351,8 +351,12 @@ def _content(content: Any, name: str) -> str:
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
-    if len(texts) != len(parts) or not all(isinstance(text, str) for text in texts):
+    texts = [
+        part["text"]
+        for part in parts
+        if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+    ]
+    if len(texts) != len(parts):
         raise wrong(name, content, 'a string, or parts {"type": "text", "text": ...}; other parts are not supported')
     return "\n".join(texts)
 

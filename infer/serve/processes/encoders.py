@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing import reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -101,6 +102,8 @@ class Local:
     ) -> list[int]:
         from laneformer.infer.text.conversation import encode
 
+        if self._chat is None:
+            raise InputError("the model has no chat template: ask for a completion")
         return self._fitting(encode(self._chat, messages, tools, values))
 
     def _fitting(self, ids: list[int]) -> list[int]:
@@ -167,9 +170,9 @@ class Encoders:
             facts = self._control.recv()
         except (EOFError, OSError):
             self.close()
+            files = "the tokenizer" if self._folder is None else self._folder.tokenizer
             raise CheckpointError(
-                f"the process that reads {self._folder.tokenizer} ended: its memory is too small, or its tokenizer.json"
-                " is damaged"
+                f"the process that reads {files} ended: its memory is too small, or its tokenizer.json is damaged"
             ) from None
         if isinstance(facts, LaneformerError):
             self.close()
@@ -277,7 +280,9 @@ def _read(folder: Folder) -> tuple[Local, Facts]:
     from laneformer.infer.text.tokenizer_files import find_vocabulary
 
     def tokenizer() -> Tokenizer:
-        return Tokenizer(find_vocabulary(folder.tokenizer), folder.begin)
+        if (file := find_vocabulary(folder.tokenizer)) is None:
+            raise CheckpointError(f"{folder.tokenizer} has no tokenizer.json: copy it again")
+        return Tokenizer(file, folder.begin)
 
     def template(check: Callable[[str], None] | None = None) -> ChatTemplate:
         return ChatTemplate.load(folder.tokenizer, folder.template, check=check)
@@ -389,6 +394,6 @@ def _encode_all(pipe: Connection, encoding: Local) -> None:
     while not isinstance(answer, EncoderError):
         kind, values = pipe.recv()
         _arm(CPU_SECONDS)
-        answer = _tried(lambda kind=kind, values=values: getattr(encoding, kind)(*values))
+        answer = _tried(partial(getattr(encoding, kind), *values))
         _arm(0)
         pipe.send(answer)

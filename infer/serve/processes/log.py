@@ -42,7 +42,7 @@ class Log(logging.Handler):
         except OSError as error:
             self.lost += 1
             reason = "their reader has stopped" if isinstance(error, BlockingIOError) else error.strerror
-            self._unreported, self._reason = self._unreported + 1, reason
+            self._unreported, self._reason = self._unreported + 1, str(reason)
         else:
             self._unreported = 0
 

@@ -70,7 +70,7 @@ class Questions(Generic[T]):
             self._turns += 1
             self._served[asked.client] = self._turns
             if len(self._served) > len(self._waiting) + MOST_CLIENTS:
-                del self._served[min(self._served, key=self._served.get)]
+                del self._served[min(self._served, key=self._served.__getitem__)]
             self._read[number] = stop
             return number, asked.question
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import DupFd
+from typing import Any
 
 from laneformer.infer.serve import worker
 from laneformer.infer.serve.processes import log
@@ -81,15 +82,15 @@ class EngineRun:
         return text
 
 
-def _run(work: Callable[[Connection, ServedModel], None], end: Connection, model: ServedModel, output: DupFd) -> None:
-    """The process's main function. work: infer.serve.worker.main."""
+def _run(work: Callable[[Connection, ServedModel], None], end: Connection, model: ServedModel, output: Any) -> None:
+    """The process's main function. work: infer.serve.worker.main. output: the result of DupFd."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, IGNORED)
     log.LOG.descriptor = output.detach()
     work(end, model)
 
 
 @contextmanager
-def _stderr_in(file: int) -> Iterator[DupFd]:
+def _stderr_in(file: int) -> "Iterator[_Passed]":
     """A context in which a new process gets `file` as its standard error. Yields the server's, for the process."""
     sys.stderr.flush()
     kept = os.dup(2)
@@ -111,7 +112,7 @@ class _Passed:
         return _same, (DupFd(self._descriptor),)
 
 
-def _same(value: DupFd) -> DupFd:
+def _same(value: Any) -> Any:
     return value
 
 
