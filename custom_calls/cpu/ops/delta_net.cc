@@ -274,6 +274,7 @@ void DeltaNetOp::write_row(Worker& w, const Buffers& buffers, const Rows& rows, 
 }  // namespace
 
 std::unique_ptr<Op> make_op(const plan::DeltaNet& op, Setup& setup) {
+  setup.attention = nullptr;
   setup.state.hold(plan::Value::attended, op.width());
   setup.state.transposed[op.convolution.number] = true;
   return std::make_unique<DeltaNetOp>(op);
