@@ -74,11 +74,12 @@ void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64
   Random random(e + 7 * kv_heads + (uint64_t)last);
   const int heads = kv_heads * group;
   const int64_t stride = (int64_t)kv_heads * e;
+  const float softcap = (last + group) % 3 ? 0 : 2.5f;  // in a third of the cases
   const std::vector<float> q = random.floats((int64_t)positions * heads * e, -3, 3);
   const Stored keys(k, dtype, random.floats(last * stride)), values(k, dtype, random.floats(last * stride));
   std::vector<float> out((int64_t)positions * heads * (e + 2) + 1, 7);
   k.attend({q.data(), keys.data.data(), values.data.data(), out.data(), dtype, kv_heads, group, e, first, last, start,
-            window, positions, keys.data.data(), values.data.data(), last % 2 ? first : 0});
+            window, positions, keys.data.data(), values.data.data(), last % 2 ? first : 0, softcap});
   CHECK(out.back() == 7, "%s: attend wrote beyond its result", k.name);
   for (int p = 0; p < positions; p++)
     for (int h = 0; h < heads; h++) {
@@ -87,7 +88,8 @@ void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64
       std::vector<double> scores;
       for (int64_t t = low; t < high; t++) {
         const double* key = keys.values.data() + t * stride + h / group * e;
-        scores.push_back(std::inner_product(key, key + e, q.data() + ((int64_t)p * heads + h) * e, 0.0));
+        const double score = std::inner_product(key, key + e, q.data() + ((int64_t)p * heads + h) * e, 0.0);
+        scores.push_back(softcap > 0 ? softcap * std::tanh(score / softcap) : score);
       }
       if (scores.empty()) {
         CHECK(got[e] == -kInfinity && got[e + 1] == 0, "%s: a query that sees nothing has %g, %g", k.name, got[e],
@@ -117,7 +119,7 @@ void attend(const Kernels& k, Dtype dtype, int e, int kv_heads, int group, int64
     const int64_t low = std::max(first, start + p - window + 1), high = std::min(last, start + p + 1);
     if (low >= high) continue;
     k.attend({q.data() + (int64_t)p * heads * e, keys.data.data(), values.data.data(), alone.data(), dtype, kv_heads,
-              group, e, low, high, start + p, window, 1, nullptr, nullptr, 0});
+              group, e, low, high, start + p, window, 1, nullptr, nullptr, 0, softcap});
     CHECK(std::memcmp(alone.data(), out.data() + (int64_t)p * heads * (e + 2), alone.size() * sizeof(float)) == 0,
           "%s dtype %d e %d group %d window %ld: position %d of %d depends on the others", k.name, (int)dtype, e, group,
           (long)window, p, positions);
@@ -158,7 +160,7 @@ void causal(const Kernels& k) {
   for (auto* rows : {&keys, &values})
     for (int i = 0; i < kE; i++) (*rows)[kPoisoned * kE + i] = i % 2 ? kInfinity : NAN;
   k.attend({q.data(), keys.data(), values.data(), out.data(), Dtype::f32, 1, kHeads, kE, 0, kPositions, 0,
-            INT64_MAX / 2, kPositions, nullptr, nullptr, 0});
+            INT64_MAX / 2, kPositions, nullptr, nullptr, 0, 0});
   for (int i = 0; i < kPoisoned * kHeads * (kE + 2); i++)
     CHECK(std::isfinite(out[i]), "%s: a later position changed number %d", k.name, i);
 }
@@ -276,6 +278,26 @@ void gates(const Kernels& k) {
             x[i], gates[i], out[i], exact);
     }
     CHECK(out[n] == x[n], "%s: gate wrote beyond %d", k.name, n);
+  }
+}
+
+// Logits with a softcap: any sizes, and a NaN stays one.
+void softcaps(const Kernels& k) {
+  for (const int n : {1, 3, 16, 17, 4000}) {
+    std::vector<float> x = Random(n).floats(n + 1, -100, 100), out = x;
+    for (const float cap : {0.5f, 30.0f}) {
+      out = x;
+      k.softcap(cap, n, out.data());
+      for (int i = 0; i < n; i++) {
+        const double exact = cap * std::tanh((double)x[i] / cap);
+        CHECK(std::fabs(out[i] - exact) <= 2e-7 * cap, "%s: softcap %g of %g is %g, not %g", k.name, cap, x[i], out[i],
+              exact);
+      }
+      CHECK(out[n] == x[n], "%s: softcap wrote beyond %d", k.name, n);
+    }
+    out[0] = NAN;
+    k.softcap(1, 1, out.data());
+    CHECK(std::isnan(out[0]), "%s: softcap of NaN is %g", k.name, out[0]);
   }
 }
 
@@ -417,6 +439,7 @@ void all_of(const Kernels& k) {
   activations(k);
   limits(k);
   gates(k);
+  softcaps(k);
   exponentials(k);
   sums(k);
   draws(k);
