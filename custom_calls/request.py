@@ -34,6 +34,8 @@ class SamplingOptions:
     """Subtract this from a token's logit for each occurrence in the answer so far, -2 to 2."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Token ids with a number to add to their logits, -100 to 100; as pairs or as a mapping."""
+    top_n_sigma: float = 0.0
+    """Draw among tokens whose logits are at most this many standard deviations below the largest; 0: all tokens."""
 
 
 @dataclass(frozen=True)

@@ -13,15 +13,16 @@ For raw logits z [v] in float32, with every step in float32:
    - top-k, if k > 0: the k-th largest z (every token if k >= v);
    - top-p, if p < 1 (Holtzman et al., arXiv 1904.09751): with probabilities softmax(z) over the tokens that top-k
      keeps, the largest t for which the tokens with z >= t have probability >= p together;
-   - min-p, if m > 0 (Nguyen et al., arXiv 2407.01082): max z + log(m).
+   - min-p, if m > 0 (Nguyen et al., arXiv 2407.01082): max z + log(m);
+   - top-n-sigma, if n > 0 (Tang et al., arXiv 2411.07641): max z - n s, with s the standard deviation of all finite z.
    Tokens with z >= the largest of these thresholds are kept. The best token is always kept.
 5. Among the kept tokens, the one with the largest z + g is chosen, the lowest id among equals. g is the Gumbel noise of
    infer/noise.py for the seed, the position and the token's id. (The Gumbel-max trick: this draws from softmax(z) over
    the kept tokens.)
 
 The log-probability reported with a token is that of the model, whatever the settings: log softmax of the raw logits.
-The last bits of a sum of probabilities depend on the order of summation, so top-p may keep or drop a set of tokens
-whose probability is within rounding of p.
+The last bits of a sum depend on the order of summation, so top-p may keep or drop a set of tokens whose probability is
+within rounding of p, and top-n-sigma a token whose z is within rounding of its threshold.
 """
 
 import dataclasses
@@ -39,7 +40,7 @@ from laneformer.errors import ConfigError
 from laneformer.infer.noise import gumbel
 
 SMALLEST, LARGEST = 1e-6, 1e6  # bounds of temperature and penalty: a logit divided by them stays in float32
-LATER = ("presence_penalty", "frequency_penalty", "logit_bias")  # fields that older records do not have
+LATER = ("presence_penalty", "frequency_penalty", "logit_bias", "top_n_sigma")  # fields that older records do not have
 # Absolute value of presence and frequency penalty, absolute value of a logit bias, number of logit biases.
 LARGEST_PENALTY, LARGEST_BIAS, MOST_BIASES = 2.0, 100.0, 1024
 
@@ -56,6 +57,7 @@ class Parameters(NamedTuple):
     top_p: np.float32
     min_p: np.float32
     repetition_penalty: np.float32
+    top_n_sigma: np.float32
     key: np.ndarray
     """Low and high 32-bit word of the seed, uint32 [2]."""
 
@@ -99,6 +101,8 @@ class Sampling(SamplingOptions):
             raise ConfigError(f"top_p = {self.top_p}: give a probability above 0 and at most 1 (1 for all tokens)")
         if not 0 <= self.min_p <= 1:
             raise ConfigError(f"min_p = {self.min_p}: give a share from 0 (all tokens) to 1")
+        if not 0 <= self.top_n_sigma <= LARGEST:
+            raise ConfigError(f"top_n_sigma = {self.top_n_sigma}: give a number from 0 (all tokens) to {LARGEST:g}")
         if not SMALLEST <= self.repetition_penalty <= LARGEST:
             raise ConfigError(
                 f"repetition_penalty = {self.repetition_penalty}: give {SMALLEST:g} to {LARGEST:g}, 1 for none"
@@ -148,6 +152,7 @@ class Sampling(SamplingOptions):
             np.float32(self.top_p),
             np.float32(self.min_p),
             np.float32(self.repetition_penalty),
+            np.float32(self.top_n_sigma),
             np.array([self.seed & 0xFFFFFFFF, self.seed >> 32], np.uint32),
         )
 
@@ -225,7 +230,12 @@ def _draw(z: jax.Array, position: jax.Array, params: Parameters) -> jax.Array:
 
     kth = jax.lax.cond(params.top_k > 0, top_k, lambda: jnp.uint32(0))
     least = jnp.maximum(kth, jax.lax.cond(params.top_p < 1, top_p, lambda: jnp.uint32(0)))
+
+    def top_n_sigma() -> jax.Array:
+        return best - params.top_n_sigma * jnp.std(z, where=jnp.isfinite(z))
+
     kept = (order >= least) & (z >= best + jnp.log(params.min_p))
+    kept &= z >= jax.lax.cond(params.top_n_sigma > 0, top_n_sigma, lambda: -jnp.inf)
     noise = gumbel(params.key, position, jnp.arange(z.shape[0]))
     return jnp.argmax(jnp.where(kept, z + noise, -jnp.inf))
 

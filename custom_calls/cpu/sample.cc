@@ -66,7 +66,19 @@ float largest_reaching(const float* values, int64_t n, double wanted, Amount amo
 }
 
 // Whether a draw needs a threshold.
-bool filtered(const SamplingOptions& s) { return s.temperature > 0 && (s.top_k > 0 || s.top_p < 1 || s.min_p > 0); }
+bool filtered(const SamplingOptions& s) {
+  return s.temperature > 0 && (s.top_k > 0 || s.top_p < 1 || s.min_p > 0 || s.top_n_sigma > 0);
+}
+
+// The standard deviation of the finite z [n].
+double deviation(const float* z, int64_t n) {
+  double count = 0, sum = 0, squares = 0;
+  for (int64_t i = 0; i < n; i++)
+    if (std::isfinite(z[i])) count++, sum += z[i];
+  for (int64_t i = 0; i < n; i++)
+    if (std::isfinite(z[i])) squares += (z[i] - sum / count) * (z[i] - sum / count);
+  return std::sqrt(squares / count);
+}
 
 }  // namespace
 
@@ -288,7 +300,7 @@ void Sampler::emit(Slot& slot, int row, int32_t token, float largest) {
   slot.answer.tokens[slot.drawn++] = token;
 }
 
-// The least z of a row that top_k, top_p and min_p keep; -inf keeps every token. best: the row's largest z.
+// The least z of a row that the filters keep; -inf keeps every token. best: the row's largest z.
 float Sampler::threshold(const SamplingOptions& s, int row, float best) {
   const float* z = w_.state.z.floats() + (int64_t)row * w_.plan.vocab_size;
   float least = -INFINITY;
@@ -303,6 +315,7 @@ float Sampler::threshold(const SamplingOptions& s, int row, float best) {
     least = std::max(least, largest_reaching(z, w_.plan.vocab_size, (double)s.top_p * (double)total, amount));
   }
   if (s.min_p > 0) least = std::max(least, best + std::log(s.min_p));
+  if (s.top_n_sigma > 0) least = std::max(least, (float)(best - s.top_n_sigma * deviation(z, w_.plan.vocab_size)));
   return std::min(least, best);
 }
 

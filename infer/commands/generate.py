@@ -23,7 +23,7 @@ from laneformer.weights import kv_bytes_per_token
 
 log = logging.getLogger("laneformer")
 
-DRAWN = ("temperature", "top_k", "top_p", "min_p", "seed")  # settings that greedy decoding does not read
+DRAWN = ("temperature", "top_k", "top_p", "min_p", "top_n_sigma", "seed")  # settings that greedy decoding does not read
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 
 

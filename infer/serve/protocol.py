@@ -24,6 +24,7 @@ SAMPLING = {
     "top_p": float,
     "top_k": int,
     "min_p": float,
+    "top_n_sigma": float,
     "repetition_penalty": float,
     "seed": int,
     "presence_penalty": float,
@@ -95,7 +96,6 @@ ABSENT: dict[str, tuple[Any, ...]] = {
     "samplers": (),
     "t_max_predict_ms": (0, -1),
     "tfs_z": (1,),
-    "top_n_sigma": (-1, 0),
     "typical_p": (1,),
     "xtc_probability": (0,),
     # other servers and routers
@@ -225,8 +225,9 @@ def read_call(fields: dict[str, Any], chat: bool, recommended: Mapping[str, Any]
     usage, continuous = _stream_options(left, stream, ignored)
     given = {name: value for name, kind in SAMPLING.items() if (value := _take(left, name, kind)) is not None}
     given |= _logit_bias(left)
-    if given.get("top_k") == -1:  # vLLM's and llama.cpp's value for all tokens
-        given["top_k"] = 0
+    for name in ("top_k", "top_n_sigma"):
+        if given.get(name) == -1:  # vLLM's and llama.cpp's value for all tokens
+            given[name] = 0
     template_values = _template_values(left, ignored)
     call = Call(
         chat=chat,

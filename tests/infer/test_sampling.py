@@ -61,6 +61,10 @@ def kept_tokens(z, s):
         bound = z.max() + math.log(s.min_p)
         margin = min(margin, np.abs(z - bound)[z != z.max()].min(initial=1.0))
         kept &= (z >= bound) | (z == z.max())
+    if s.top_n_sigma > 0:
+        bound = z.max() - s.top_n_sigma * z.std()
+        margin = min(margin, np.abs(z - bound)[z != z.max()].min(initial=1.0))
+        kept &= (z >= bound) | (z == z.max())
     return kept, margin
 
 
@@ -75,6 +79,7 @@ settings_of_sampling = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.0, 1.5, -2.0]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.25, -1.0]),
     logit_bias=st.sampled_from([(), ((3, 7.5), (0, -100.0)), {5: 100}]),
+    top_n_sigma=st.sampled_from([0.0, 0.0, 0.5, 1.3]),
 )
 
 
@@ -112,6 +117,7 @@ def test_tokens_match_the_float64_reference(logits, added, uses, position, s):
         Sampling(temperature=2.0, top_k=5),
         Sampling(temperature=1.0, top_p=0.95),
         Sampling(temperature=1.0, min_p=0.1),
+        Sampling(temperature=1.0, top_n_sigma=0.8),
         Sampling(temperature=1.5, top_k=8, top_p=0.7, min_p=0.05, repetition_penalty=1.5),
     ],
 )
@@ -250,6 +256,8 @@ def test_settings_share_one_program():
         ("top_p", math.nan),
         ("min_p", -0.1),
         ("min_p", 1.1),
+        ("top_n_sigma", -0.5),
+        ("top_n_sigma", 2e6),
         ("repetition_penalty", 0.0),
         ("repetition_penalty", -1.0),
         ("repetition_penalty", 2e6),
@@ -272,12 +280,12 @@ def test_bad_values_are_named(name, value):
 def test_numpy_scalars_are_accepted():
     found = Sampling(temperature=1, top_k=np.int64(4), top_p=np.float32(0.5))
     assert found == Sampling(temperature=1.0, top_k=4, top_p=0.5)
-    kinds = [float, int, float, float, float, int, float, float, tuple]
+    kinds = [float, int, float, float, float, int, float, float, tuple, float]
     assert [type(value) for value in dataclasses.astuple(found)] == kinds
 
 
 def test_defaults_are_greedy_and_change_no_logit():
-    assert dataclasses.astuple(Sampling()) == (0.0, 0, 1.0, 0.0, 1.0, 0, 0.0, 0.0, ())
+    assert dataclasses.astuple(Sampling()) == (0.0, 0, 1.0, 0.0, 1.0, 0, 0.0, 0.0, (), 0.0)
 
 
 def test_records_leave_out_later_settings_without_effect():

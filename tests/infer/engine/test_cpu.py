@@ -234,6 +234,7 @@ SAMPLINGS = st.builds(
     presence_penalty=st.sampled_from([0.0, 2.0, -0.5]),
     frequency_penalty=st.sampled_from([0.0, 1.0, -0.2]),
     logit_bias=st.sampled_from([(), {7: 4.0, 9: -100.0}]),
+    top_n_sigma=st.sampled_from([0.0, 0.0, 0.7, 1.9]),
 )
 
 

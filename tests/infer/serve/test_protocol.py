@@ -139,7 +139,8 @@ def test_parameters_without_effect_are_named():
 
 
 def test_other_names_of_a_parameter_are_accepted():
-    assert read_call({**TEXT, "top_k": -1}, chat=False).sampling["top_k"] == 0
+    every = read_call({**TEXT, "top_k": -1, "top_n_sigma": -1}, chat=False).sampling
+    assert every["top_k"] == every["top_n_sigma"] == 0
     assert read_call({**TEXT, "max_completion_tokens": 4}, chat=False).max_tokens == 4
     for fields, chat in ((TEXT, False), (CHAT, True)):
         assert read_call({**fields, "max_tokens": -1}, chat).max_tokens is None
