@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from laneformer.blocks.softcap import capped, slope_of_cap
 from laneformer.mesh import DATA
 from laneformer.precision import Precision
-from laneformer.softcap import capped, slope_of_cap
 
 
 class TokenLoss(NamedTuple):

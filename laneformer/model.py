@@ -24,6 +24,7 @@ from laneformer.blocks.block import Memory, Weights, hold, plain, within
 from laneformer.blocks.layer import Layer
 from laneformer.blocks.norm import RMSNorm
 from laneformer.blocks.rotary import rotations
+from laneformer.blocks.softcap import capped
 from laneformer.blocks.streams import Mixture, Streams
 from laneformer.config import LayerOptions, ModelConfig
 from laneformer.errors import InputError
@@ -33,7 +34,6 @@ from laneformer.mesh import DATA, LANE, check_mesh, fit_spec, lane_spec, shardin
 from laneformer.precision import Precision, widen
 from laneformer.quantized import WHOLE, Quantized
 from laneformer.routing import RouterSums, Routing, in_common, load_of, router_losses, router_sums
-from laneformer.softcap import capped
 from laneformer.state import Cache, make_cache
 from laneformer.weights import initial_weights, parameter_table
 

@@ -72,7 +72,7 @@ def _head(config: ModelConfig) -> Weight | None:
     file_name, shape, spec = {
         # Lanes share this head, but each device computes only a slice of the logits.
         "replicate": ("lm_head.weight", (v, d), P("lane", "data")),
-        # In files this head is [v, l d]; see laneformer/hf/laneformer.py.
+        # In files this head is [v, l d]; see laneformer/hf/families/laneformer.py.
         "lane": ("lm_head.linear.weight", (lanes, v, d), P("lane", None, "data")),
         "vocab_parallel": ("lm_head.weight", (lanes, v // lanes, d), P("lane", None, "data")),
     }[config.lm_head_type]

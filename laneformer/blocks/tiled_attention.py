@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from laneformer.blocks.softcap import capped, slope_of_cap
 from laneformer.mesh import DATA, fit_spec
-from laneformer.softcap import capped, slope_of_cap
 
 _UNSEEN = -1e30  # finite: inf - inf in a row without visible keys so far would be nan
 Two = tuple[jax.Array, jax.Array]

@@ -1,5 +1,5 @@
-"""Hugging Face checkpoints: the supported families, and how their config.json is read. A family is a file in this
-folder and a line in FAMILIES. This file does not import JAX; folder.py, which reads and writes folders, does.
+"""Hugging Face checkpoints: the supported families, and how their config.json is read. A family is a file in
+families/ and a line in FAMILIES. This file does not import JAX; folder.py, which reads and writes folders, does.
 """
 
 import logging
@@ -10,12 +10,23 @@ from typing import Any, NamedTuple
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.files import parse_json, read_file
-from laneformer.hf import deepseek, deepseek_v4, exaone4, gemma, gpt_oss, llama, mixtral, olmo2, qwen3_moe, qwen3_next
-from laneformer.hf import laneformer as own
 from laneformer.hf.dimensions import Dimensions
+from laneformer.hf.families import (
+    deepseek,
+    deepseek_v4,
+    exaone4,
+    gemma,
+    gpt_oss,
+    llama,
+    mixtral,
+    olmo2,
+    qwen3_moe,
+    qwen3_next,
+)
+from laneformer.hf.families import laneformer as own
+from laneformer.hf.families.laneformer import config_to_hf
 from laneformer.hf.family import Family
 from laneformer.hf.fields import GENERATION, Fields, end_tokens, read_generation
-from laneformer.hf.laneformer import config_to_hf
 
 __all__ = [
     "FAMILIES",

@@ -22,9 +22,9 @@ from laneformer.blocks.block import plain
 from laneformer.errors import CheckpointError, ConfigError
 from laneformer.formats import Bf12Product
 from laneformer.hf import config_to_hf, find_family, language_model, read_hf_config, read_values, tensor_prefixes
-from laneformer.hf import laneformer as own
 from laneformer.hf.bf12 import GroupPlan, groups_of, metadata_of, unpacked
 from laneformer.hf.experts import with_separate_experts
+from laneformer.hf.families import laneformer as own
 from laneformer.hf.llama_files import KIND, config_to_llama, llama_sources, to_llama
 from laneformer.hf.packed.compressed import config_of, settings_of, tensors_of
 from laneformer.hf.packed.packings import REMEDY, with_records

@@ -10,7 +10,7 @@ import numpy as np
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
 from laneformer.hf import config_from_hf
-from laneformer.hf.llama import sources
+from laneformer.hf.families.llama import sources
 from laneformer.hf.rope import deinterleave, rope_to_hf
 from laneformer.hf.safetensors import Source
 from laneformer.layout import Own

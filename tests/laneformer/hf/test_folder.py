@@ -12,7 +12,8 @@ from safetensors.numpy import load_file, save_file
 import laneformer.hf.folder
 from laneformer import CheckpointError, ConfigError, load, make_mesh, save_hf
 from laneformer.checkpoint import open_checkpoint, read_config
-from laneformer.hf import llama, read_hf_config
+from laneformer.hf import read_hf_config
+from laneformer.hf.families import llama
 from laneformer.weights import packing_order, parameter_table
 from tests.support import tiny
 

@@ -13,7 +13,7 @@ import pytest
 from laneformer import ConfigError, Laneformer, load, make_mesh
 from laneformer.config import CompressedAttention, ResidualStreams
 from laneformer.hf import config_from_hf
-from laneformer.hf.deepseek_v4 import sources
+from laneformer.hf.families.deepseek_v4 import sources
 from laneformer.train.config import TrainConfig
 from laneformer.train.step import Trainer
 from laneformer.weights import parameter_table

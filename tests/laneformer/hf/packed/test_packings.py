@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from laneformer import CheckpointError, ConfigError, Laneformer, custom_calls, infer, load, make_mesh, save_hf
 from laneformer.checkpoint import open_checkpoint, packed_bytes
 from laneformer.hf import read_hf_config
-from laneformer.hf.llama import LLAMA
+from laneformer.hf.families.llama import LLAMA
 from laneformer.quantized import Quantized
 from laneformer.weights import parameter_table
 from tests.support import tiny

@@ -13,8 +13,8 @@ from laneformer.hf.dimensions import (
     router,
     sparse_layers,
 )
+from laneformer.hf.families.llama import EXPERT_NAMES, make_family
 from laneformer.hf.fields import Fields
-from laneformer.hf.llama import EXPERT_NAMES, make_family
 from laneformer.hf.packed.quantization import read_formats
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from laneformer.config import CompressedAttention, ModelConfig, ResidualStreams, RopeScaling
 from laneformer.errors import ConfigError
-from laneformer.hf.deepseek import shared_experts
 from laneformer.hf.dimensions import Dimensions, Part, head, routed_experts, router
+from laneformer.hf.families.deepseek import shared_experts
 from laneformer.hf.family import Family
 from laneformer.hf.fields import Fields
 from laneformer.hf.packed.quantization import Rules, Scheme, read_formats

@@ -14,7 +14,7 @@ import laneformer
 from laneformer import CheckpointError, ConfigError
 from laneformer.decoder import decoder_ops
 from laneformer.hf import config_from_hf, dimensions_from_hf
-from laneformer.hf.deepseek_v4 import sources
+from laneformer.hf.families.deepseek_v4 import sources
 from laneformer.hf.safetensors import find_tensors
 from laneformer.infer import Engine, Sampling
 from laneformer.ops import GpuOp, without_kernel

@@ -4,8 +4,8 @@ from dataclasses import replace
 from typing import Any
 
 from laneformer.hf.dimensions import Dimensions, Part, grouped_attention, head, routed_experts, router
+from laneformer.hf.families.llama import EXPERT_NAMES, FULL, SLIDING, make_family
 from laneformer.hf.fields import Fields
-from laneformer.hf.llama import EXPERT_NAMES, FULL, SLIDING, make_family
 from laneformer.hf.packed.quantization import read_formats
 
 

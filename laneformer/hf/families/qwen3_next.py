@@ -9,7 +9,6 @@ import numpy as np
 
 from laneformer.config import DeltaNetSizes, ModelConfig
 from laneformer.errors import ConfigError
-from laneformer.hf import llama, qwen3_moe
 from laneformer.hf.dimensions import (
     Dimensions,
     Part,
@@ -20,8 +19,9 @@ from laneformer.hf.dimensions import (
     router,
     sparse_layers,
 )
+from laneformer.hf.families import llama, qwen3_moe
+from laneformer.hf.families.llama import EXPERT_NAMES, FULL, make_family, without_layer
 from laneformer.hf.fields import Fields
-from laneformer.hf.llama import EXPERT_NAMES, FULL, make_family, without_layer
 from laneformer.hf.packed.quantization import read_formats
 from laneformer.hf.rope import interleave, rotated_channels
 from laneformer.hf.safetensors import Source

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from laneformer.config import ModelConfig
 from laneformer.errors import ConfigError
-from laneformer.hf import llama
 from laneformer.hf.dimensions import Dimensions, Part, grouped_attention, head, layers_of_type, routed_experts, router
+from laneformer.hf.families import llama
+from laneformer.hf.families.llama import FULL, SLIDING, layer_types, make_family, without_layer
 from laneformer.hf.fields import Fields
-from laneformer.hf.llama import FULL, SLIDING, layer_types, make_family, without_layer
 from laneformer.hf.packed.quantization import read_formats
 from laneformer.hf.safetensors import Cut, Source
 

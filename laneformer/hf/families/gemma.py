@@ -9,8 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from laneformer.hf.families.llama import FULL, NAMES, SLIDING, layer_types, make_family
 from laneformer.hf.fields import SAME_ACTIVATION, Fields
-from laneformer.hf.llama import FULL, NAMES, SLIDING, layer_types, make_family
 
 AROUND_NAMES = NAMES | {  # norms before and after the modules
     "attention_post_norm": "post_attention_layernorm",

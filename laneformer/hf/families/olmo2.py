@@ -2,7 +2,7 @@
 together. A lane cannot compute these norms alone, so the model loads with one lane only.
 """
 
-from laneformer.hf.llama import AFTER_NAMES, make_family
+from laneformer.hf.families.llama import AFTER_NAMES, make_family
 
 FAMILY = make_family(
     "OLMo-2",

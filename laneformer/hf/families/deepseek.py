@@ -9,11 +9,11 @@ import numpy as np
 
 from laneformer.config import LatentAttention, ModelConfig
 from laneformer.errors import ConfigError
-from laneformer.hf import llama
 from laneformer.hf.dimensions import Dimensions, Part, dense_layers, head, routed_experts, router
+from laneformer.hf.families import llama
+from laneformer.hf.families.llama import EXPERT_NAMES, make_family, without_layer
 from laneformer.hf.family import Family
 from laneformer.hf.fields import Fields
-from laneformer.hf.llama import EXPERT_NAMES, make_family, without_layer
 from laneformer.hf.packed.quantization import Formats, read_formats
 from laneformer.hf.rope import interleave
 from laneformer.hf.safetensors import Source

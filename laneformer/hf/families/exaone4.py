@@ -2,8 +2,8 @@
 layers do not rotate q and k.
 """
 
+from laneformer.hf.families.llama import AFTER_NAMES, FULL, SLIDING, layer_types, make_family
 from laneformer.hf.fields import Fields
-from laneformer.hf.llama import AFTER_NAMES, FULL, SLIDING, layer_types, make_family
 
 WINDOW, PATTERN = 4096, 4
 
