@@ -133,6 +133,7 @@ class Generation(Iterator[Token]):
         self._ready: deque[Token] = deque()
         self._given: list[Token] = []
         self._dispatches: list[tuple[int, float]] = []  # tokens drawn, arrival
+        self._drawn = 0  # their sum
         self._cached = 0
         self._end: tuple[Literal["stop", "length"], int | str | None] | None = None
         self._tail = ""
@@ -221,7 +222,8 @@ class Generation(Iterator[Token]):
         CheckpointError for a log-probability that is NaN.
         """
         now = time.perf_counter() - self._accepted
-        drawn = sum(count for count, _ in self._dispatches)
+        drawn = self._drawn
+        self._drawn += len(chunk.tokens)
         self._dispatches.append((len(chunk.tokens), now))
         self._cached = chunk.cached
         origins = zip_longest(chunk.drafted or (False,) * len(chunk.tokens), chunk.others, fillvalue=0)

@@ -1,11 +1,11 @@
 """The HTTP application: OpenAI-compatible answers by one engine. Read the files in this order: body, protocol, tools
 and item_requests (requests), engine (the queue and the engine process), worker (inside that process), encoders
-(prompts), responses, choices and item_answers (answers), guard and connections (access).
+(prompts), responses, choices, item_answers and writing (answers), guard and connections (access).
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -20,10 +20,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from laneformer.infer.serve.body import NESTED, ApiError, json_bytes, printable, read_json
+from laneformer.infer.serve.body import NESTED, ApiError, printable, read_json
 from laneformer.infer.serve.choices import Choices, Single, calls_of, updates_of
 from laneformer.infer.serve.connections import ARRIVAL_SECONDS
-from laneformer.infer.serve.engine import EngineProcess, Job, Update
+from laneformer.infer.serve.engine import EngineProcess, Job
 from laneformer.infer.serve.guard import KEY, Guard, error_response
 from laneformer.infer.serve.item_answers import ItemAnswer
 from laneformer.infer.serve.item_requests import read_items
@@ -31,6 +31,7 @@ from laneformer.infer.serve.metrics import Metrics
 from laneformer.infer.serve.pages import FOLDER, INDEX, Pages, is_page
 from laneformer.infer.serve.protocol import Call, read_call
 from laneformer.infer.serve.responses import Answer
+from laneformer.infer.serve.writing import json_pieces, parts_of
 
 log = logging.getLogger("laneformer")
 
@@ -38,7 +39,6 @@ T = TypeVar("T")
 
 MOST_BYTES = 1 << 20  # bytes of a request
 SMALL_BYTES = 1 << 14  # a larger request is read on a thread, beside which the event loop continues
-SMALL_ANSWER = 256  # tokens; a larger answer is written on that thread
 READING = ThreadPoolExecutor(1, "laneformer-requests")
 # Time for which the rest of a refused body is read, because most clients send the whole body before they read an
 # answer.
@@ -199,16 +199,29 @@ class Api:
         answer = several or Single(form(jobs[0], self._model, facts["fingerprint"]))
         if call.stream:
             return _Stream(self._engine, jobs, answer, self._interval)
-        updates: list[list[Update]] = [[] for _ in jobs]
         async with _watched(self._engine, jobs, request.receive):
             async for i, batch in updates_of(jobs):
-                updates[i] += batch
                 if isinstance(batch[-1], ApiError):
                     raise batch[-1]
-        if sum(map(len, updates)) <= SMALL_ANSWER:
-            return JSONResponse(answer.whole(updates))
-        text = await asyncio.get_running_loop().run_in_executor(READING, lambda: json_bytes(answer.whole(updates)))
-        return Response(text, media_type="application/json")
+                answer.take(i, batch)
+        return _Whole([part async for part in parts_of(json_pieces(answer.whole(), ascii_only=False))])
+
+
+class _Whole(Response):
+    """JSON in parts, which are sent one at a time."""
+
+    media_type = "application/json"
+
+    def __init__(self, parts: list[bytes]):
+        super().__init__(headers={"content-length": str(sum(map(len, parts)))})
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        for part in self._parts:
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+            await asyncio.sleep(0)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class _Stream(Response):
@@ -224,13 +237,17 @@ class _Stream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with _watched(self._engine, self._jobs, receive):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await send({"type": "http.response.body", "body": self._answer.opening(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": True})  # the header, at once
+            await self._write(self._answer.opening(), send)
             async for i, batch in updates_of(self._jobs, self._interval):
-                if events := b"".join(self._answer.events(i, batch)):
-                    await send({"type": "http.response.body", "body": events, "more_body": True})
+                await self._write(self._answer.events(i, batch), send)
                 if isinstance(batch[-1], ApiError):
                     break
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, pieces: Iterator[bytes], send: Send) -> None:
+        async for part in parts_of(pieces):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
 
 
 async def _unless_left(work: Coroutine[Any, Any, T], receive: Receive) -> T:

@@ -3,7 +3,7 @@
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 ERROR_TYPES = {
@@ -15,7 +15,6 @@ ERROR_TYPES = {
     504: "timeout",
 }
 NESTED = "the request is nested too deeply"
-PIECE = 16  # items of a list that are written at once
 MOST_DIGITS = 100  # digits of a number
 LARGE = 1 << 14  # characters searched or bytes read at once: what takes longer lets other threads run meanwhile
 LONGEST_SUSPECT = 1 << 7  # characters of a match of SUSPECT, at most
@@ -42,36 +41,6 @@ class ApiError(Exception):
         self.status, self.headers = status, dict(headers or {})
         kind = ERROR_TYPES.get(status, "invalid_request_error")
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def json_bytes(value: Any) -> bytes:
-    """JSON of a large value, as Starlette writes it. The interpreter lock is free between its parts."""
-    return b"".join(_pieces(value))
-
-
-def _pieces(value: Any) -> Iterator[bytes]:
-    if isinstance(value, dict) and value:
-        for i, (name, each) in enumerate(value.items()):
-            yield b"," if i else b"{"
-            yield json.dumps(name, ensure_ascii=False).encode() + b":"
-            yield from _pieces(each)
-        yield b"}"
-    elif isinstance(value, list) and len(value) > PIECE:
-        for i in range(0, len(value), PIECE):
-            yield b"," if i else b"["
-            yield _dumped(value[i : i + PIECE])[1:-1]
-        yield b"]"
-    elif isinstance(value, list) and value:
-        for i, each in enumerate(value):
-            yield b"," if i else b"["
-            yield from _pieces(each)
-        yield b"]"
-    else:
-        yield _dumped(value)
-
-
-def _dumped(value: Any) -> bytes:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 class _Unusable(str):

@@ -24,10 +24,13 @@ def calls_of(call: Call) -> list[Call]:
 
 
 async def updates_of(jobs: Sequence[Job], interval: float = 0.0) -> AsyncIterator[tuple[int, list[Update]]]:
-    """Yields (number of the job, batch of its updates) as batches arrive. interval: see `Job.updates`."""
+    """Yields (number of the job, batch of its updates) as batches arrive; other tasks run after each. interval: see
+    `Job.updates`.
+    """
     if len(jobs) == 1:
         async for batch in jobs[0].updates(interval):
             yield 0, batch
+            await asyncio.sleep(0)
         return
     ready: asyncio.Queue[tuple[int, list[Update]]] = asyncio.Queue()
 
@@ -41,6 +44,7 @@ async def updates_of(jobs: Sequence[Job], interval: float = 0.0) -> AsyncIterato
         while left:
             i, batch = await ready.get()
             yield i, batch
+            await asyncio.sleep(0)
             left -= isinstance(batch[-1], End | ApiError)
     finally:
         for task in tasks:
@@ -52,14 +56,17 @@ class Single(NamedTuple):
 
     answer: Answer
 
-    def opening(self) -> bytes:
+    def opening(self) -> Iterator[bytes]:
         return self.answer.opening()
 
     def events(self, i: int, batch: Sequence[Update]) -> Iterator[bytes]:
         return self.answer.events(batch)
 
-    def whole(self, updates: Sequence[Sequence[Update]]) -> dict[str, Any]:
-        return self.answer.whole(updates[0])
+    def take(self, i: int, batch: Sequence[Update]) -> None:
+        self.answer.take(batch)
+
+    def whole(self) -> dict[str, Any]:
+        return self.answer.whole()
 
 
 class Choice(Answer):
@@ -83,14 +90,14 @@ class Choice(Answer):
     def _measured(self, end: End) -> dict[str, Any]:
         return {}
 
-    def measured(self, end: End) -> dict[str, Any]:
-        """The seed and the measurements of this choice."""
-        measured = Answer._measured(self, end)
+    def measured(self) -> dict[str, Any]:
+        """The seed and the measurements of this choice, which has ended."""
+        measured = Answer._measured(self, self._end)
         measured.pop("warnings", None)
         return measured
 
     def _last(self, end: End) -> dict[str, Any]:
-        return super()._last(end) | self.measured(end)
+        return super()._last(end) | self.measured()
 
     def _after(self, end: End) -> Iterator[bytes]:
         return iter(())
@@ -105,12 +112,13 @@ class Choices:
             Choice(job, model, fingerprint, i, self._choices)
         self._call, self._left = jobs[0].call, len(jobs)
 
-    def opening(self) -> bytes:
-        return b"".join(choice.opening() for choice in self._choices)
+    def opening(self) -> Iterator[bytes]:
+        for choice in self._choices:
+            yield from choice.opening()
 
     def events(self, i: int, batch: Sequence[Update]) -> Iterator[bytes]:
-        """The events of a batch of updates of choice i. After the end of the last choice, also the final events of the
-        whole answer.
+        """Pieces of the events of a batch of updates of choice i. After the end of the last choice, also of the final
+        events of the whole answer.
         """
         yield from self._choices[i].events(batch)
         if not isinstance(batch[-1], End):
@@ -124,12 +132,15 @@ class Choices:
             yield f"data: {json.dumps({**self._choices[0]._head, 'choices': [], **usage, **warnings})}\n\n".encode()
         yield DONE
 
-    def whole(self, updates: Sequence[Sequence[Update]]) -> dict[str, Any]:
-        """The whole answer, from the updates of each choice."""
-        wholes = [choice.whole(each) for choice, each in zip(self._choices, updates, strict=True)]
+    def take(self, i: int, batch: Sequence[Update]) -> None:
+        """Adds updates of choice i to an answer without stream."""
+        self._choices[i].take(batch)
+
+    def whole(self) -> dict[str, Any]:
+        """The whole answer; see `Answer.whole`."""
+        wholes = [choice.whole() for choice in self._choices]
         choices = [
-            {**whole["choices"][0], **choice.measured(each[-1])}
-            for whole, choice, each in zip(wholes, self._choices, updates, strict=True)
+            {**whole["choices"][0], **choice.measured()} for whole, choice in zip(wholes, self._choices, strict=True)
         ]
         warnings = {"warnings": [*self._call.warnings]} if self._call.warnings else {}
         return {**wholes[0], "choices": choices, "usage": self._choices[0]._usage(), **warnings}

@@ -7,6 +7,7 @@ import logging
 import re
 import time
 from bisect import insort
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any, Literal, NamedTuple
@@ -29,7 +30,7 @@ STUCK_SECONDS = 60.0  # the same, for all running requests to end once they are 
 STEADY_SECONDS = 60.0  # a crash after this time, or after an answer, is not one of a row
 MOST_CRASHES = 5  # in a row before the server ends
 LONGEST_PAUSE = 30.0  # seconds before a restart
-MOST_TOGETHER = 256  # updates of a job handled at once, when a client reads slowly: 2 ms, or 10 with log-probabilities
+MOST_TOGETHER = 256  # tokens and log-probabilities of a job handled at once, when a client reads slowly: 2 ms
 MOST_PASSES = 10_000  # of an answer, each of which takes 1 us to count; more are counted on a thread
 LONG_PROMPT = 1 << 14  # tokens; of several requests that run together, one has a shorter prompt
 MOST_UNSENT = 1 << 24  # bytes that the engine process has not taken, beyond which the server accepts no requests
@@ -75,7 +76,8 @@ class Job:
         self.left: float | None = None
         """Time at which the job ended for its client."""
         self.timers: list[asyncio.TimerHandle] = []
-        self._inbox: list[Update] = []
+        self._most = max(1, MOST_TOGETHER // (1 + (call.logprobs or 0)))  # updates in a batch
+        self._inbox: deque[Update] = deque()
         self._news = asyncio.Event()
 
     def put(self, update: Update) -> None:
@@ -97,7 +99,7 @@ class Job:
         """
         while True:
             await self._news.wait()
-            batch, self._inbox = self._inbox[:MOST_TOGETHER], self._inbox[MOST_TOGETHER:]
+            batch = [self._inbox.popleft() for _ in range(min(self._most, len(self._inbox)))]
             if not self._inbox:
                 self._news.clear()
             yield batch

@@ -2,7 +2,6 @@
 the whole answer.
 """
 
-import json
 import secrets
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -13,6 +12,7 @@ from laneformer.infer.serve.engine import Job, Update
 from laneformer.infer.serve.item_requests import Asked
 from laneformer.infer.serve.responses import Answer
 from laneformer.infer.serve.worker import End, Token
+from laneformer.infer.serve.writing import Written, json_pieces
 from laneformer.infer.text.channels import Part
 from laneformer.infer.text.tool_calls import ToolCall
 
@@ -28,12 +28,11 @@ class ItemAnswer(Answer):
         self._output: list[dict[str, Any]] = []
         self._open: Part | None = None  # part of the last item while the item is growing
         self._id = f"resp_{secrets.token_hex(12)}"
+        self._last_response: dict[str, Any] = {}
 
-    def opening(self) -> bytes:
-        return b"".join(
-            self._sse(f"response.{state}", response=self._response("in_progress"))
-            for state in ("created", "in_progress")
-        )
+    def opening(self) -> Iterator[bytes]:
+        for state in ("created", "in_progress"):
+            yield from self._sse(f"response.{state}", response=self._response("in_progress"))
 
     def events(self, batch: Sequence[Update]) -> Iterator[bytes]:
         yield from self._comments(batch)
@@ -44,24 +43,27 @@ class ItemAnswer(Answer):
         if isinstance(batch[-1], ApiError):
             error = batch[-1].body["error"]
             failure = {"code": error["code"] or error["type"], "message": error["message"]}
-            yield self._sse("response.failed", response=self._response("failed", error=failure))
+            yield from self._sse("response.failed", response=self._response("failed", error=failure))
         elif isinstance(batch[-1], End):
             yield from self._ending(batch[-1])
 
-    def whole(self, updates: Sequence[Update]) -> dict[str, Any]:
-        last = b"".join(self.events(updates)).rsplit(b"\ndata: ", 1)[1]
-        return json.loads(last)["response"]
+    def take(self, batch: Sequence[Update]) -> None:
+        for _ in self.events(batch):  # which are not written without stream
+            pass
+
+    def whole(self) -> dict[str, Any]:
+        return self._last_response
 
     def _grow(self, part: Part, tokens: list[Token], calls: tuple[ToolCall, ...]) -> Iterator[bytes]:
         """The events of consecutive tokens of one part. calls: the calls that the last of them completed."""
         text = "".join(token.text for token in tokens)
         shown = part is Part.CONTENT and self._call.logprobs is not None
         if part in KINDS and (text or (shown and self._open is part)):
-            yield from self._add_text(part, text, self._logprobs(tokens)["content"] if shown else [])
+            yield from self._add_text(part, text, Written(self._logprobs(tokens)["content"] if shown else []))
         for call in calls:
             yield from self._add_call(call)
 
-    def _add_text(self, part: Part, text: str, logprobs: list[dict]) -> Iterator[bytes]:
+    def _add_text(self, part: Part, text: str, logprobs: Written) -> Iterator[bytes]:
         """Appends text to the growing item, or to a new item if the part has changed; yields the events."""
         kind, piece, prefix = KINDS[part]
         if self._open is not part:
@@ -70,18 +72,18 @@ class ItemAnswer(Answer):
             item |= {"role": "assistant"} if part is Part.CONTENT else {"summary": []}
             self._output.append(item)
             self._open = part
-            yield self._item_event("added")
+            yield from self._item_event("added")
             content = {"type": piece, "text": ""}
-            content |= {"annotations": [], "logprobs": []} if part is Part.CONTENT else {}
-            yield self._part_event("response.content_part.added", part=content)
+            content |= {"annotations": [], "logprobs": Written()} if part is Part.CONTENT else {}
+            yield from self._part_event("response.content_part.added", part=content)
             item["content"].append(content)
         [content] = self._output[-1]["content"]
         content["text"] += text
         more = {}
         if part is Part.CONTENT:
-            content["logprobs"] += logprobs
+            content["logprobs"].add(logprobs)
             more = {"logprobs": logprobs}
-        yield self._part_event(f"response.{piece}.delta", delta=text, **more)
+        yield from self._part_event(f"response.{piece}.delta", delta=text, **more)
 
     def _add_call(self, call: ToolCall) -> Iterator[bytes]:
         """Appends an item for a call; yields its events."""
@@ -89,13 +91,13 @@ class ItemAnswer(Answer):
         item = {"id": f"fc_{secrets.token_hex(12)}", "type": "function_call", "status": "in_progress"}
         item |= {"call_id": call.id, "name": call.name, "arguments": ""}
         self._output.append(item)
-        yield self._item_event("added")
+        yield from self._item_event("added")
         place = {"item_id": item["id"], "output_index": len(self._output) - 1}
         kind = "response.function_call_arguments"
-        yield self._sse(f"{kind}.delta", **place, delta=call.arguments)
-        yield self._sse(f"{kind}.done", **place, name=call.name, arguments=call.arguments)
+        yield from self._sse(f"{kind}.delta", **place, delta=call.arguments)
+        yield from self._sse(f"{kind}.done", **place, name=call.name, arguments=call.arguments)
         item |= {"arguments": call.arguments, "status": "completed"}
-        yield self._item_event("done")
+        yield from self._item_event("done")
 
     def _close(self, status: str = "completed") -> Iterator[bytes]:
         """Ends the growing item, if there is one; yields its events."""
@@ -104,15 +106,15 @@ class ItemAnswer(Answer):
         item, (_, piece, _) = self._output[-1], KINDS[self._open]
         [content] = item["content"]
         more = {"logprobs": content["logprobs"]} if self._open is Part.CONTENT else {}
-        yield self._part_event(f"response.{piece}.done", text=content["text"], **more)
-        yield self._part_event("response.content_part.done", part=content)
+        yield from self._part_event(f"response.{piece}.done", text=content["text"], **more)
+        yield from self._part_event("response.content_part.done", part=content)
         item["status"], self._open = status, None
-        yield self._item_event("done")
+        yield from self._item_event("done")
 
     def _ending(self, end: End) -> Iterator[bytes]:
         self._end = end
         if end.tail or not (self._output or end.calls):
-            yield from self._add_text(Part.CONTENT, end.tail, [])
+            yield from self._add_text(Part.CONTENT, end.tail, Written())
         for call in end.calls:
             yield from self._add_call(call)
         status = "incomplete" if end.reason == "length" else "completed"
@@ -128,7 +130,8 @@ class ItemAnswer(Answer):
                 "total_tokens": usage["total_tokens"],
             }
         }
-        yield self._sse(f"response.{status}", response=self._response(status, **why, **more, **self._measured(end)))
+        self._last_response = self._response(status, **why, **more, **self._measured(end))
+        yield from self._sse(f"response.{status}", response=self._last_response)
 
     def _response(self, status: str, **more: Any) -> dict[str, Any]:
         """The response object in its current state. more: fields to add or replace."""
@@ -150,15 +153,19 @@ class ItemAnswer(Answer):
             **more,
         }
 
-    def _item_event(self, what: str) -> bytes:
+    def _item_event(self, what: str) -> Iterator[bytes]:
         place = {"output_index": len(self._output) - 1, "item": self._output[-1]}
         return self._sse(f"response.output_item.{what}", **place)
 
-    def _part_event(self, kind: str, **more: Any) -> bytes:
+    def _part_event(self, kind: str, **more: Any) -> Iterator[bytes]:
         place = {"item_id": self._output[-1]["id"], "output_index": len(self._output) - 1, "content_index": 0}
         return self._sse(kind, **place, **more)
 
-    def _sse(self, kind: str, **fields: Any) -> bytes:
+    def _sse(self, kind: str, **fields: Any) -> Iterator[bytes]:
+        """Pieces of an event; none in an answer without stream."""
         event = {"type": kind, "sequence_number": self._sent, **fields}
         self._sent += 1
-        return f"event: {kind}\ndata: {json.dumps(event)}\n\n".encode()
+        if self._call.stream:
+            yield f"event: {kind}\ndata: ".encode()
+            yield from json_pieces(event)
+            yield b"\n\n"

@@ -9,10 +9,22 @@ from typing import Any
 from laneformer.infer.serve.body import ApiError
 from laneformer.infer.serve.engine import Alive, Job, Queued, Update
 from laneformer.infer.serve.worker import Drafting, End, Named, Token
+from laneformer.infer.serve.writing import Written, json_pieces
 from laneformer.infer.text.channels import Part
 from laneformer.infer.text.tool_calls import ToolCall
 
 DONE = b"data: [DONE]\n\n"
+
+
+class _Taken:
+    """What has arrived of an answer without stream. The objects of each batch are released at once."""
+
+    def __init__(self):
+        self.text: list[str] = []
+        self.thought: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+        self.logprobs: dict[str, Written] = {}
+        self.ids, self.timeline = Written(), Written()
 
 
 class Answer:
@@ -25,6 +37,7 @@ class Answer:
         self._end: End | None = None
         self._offset = 0  # characters of text so far
         self._called = 0  # function calls so far
+        self._taken = _Taken()
         kind = "chat.completion" if self._call.chat else "text_completion"
         if self._call.chat and self._call.stream:
             kind += ".chunk"
@@ -37,22 +50,22 @@ class Answer:
         }
         self._prefix = "data: " + json.dumps(self._head)[:-1] + f', "choices": [{{"index": {index}, '
 
-    def opening(self) -> bytes:
-        """The event before the first token: the role in a chat, and the ids of the prompt if requested; b"" without
-        either.
+    def opening(self) -> Iterator[bytes]:
+        """Pieces of the event before the first token: the role in a chat, and the ids of the prompt if requested; none
+        without either.
         """
         call = self._call
         if not call.chat and not call.return_token_ids:
-            return b""
+            return
         prompt = {"prompt_token_ids": [*self._job.ids]} if call.return_token_ids else {}
-        return self._event(self._choice("", {"role": "assistant", "content": ""}, logprobs=None), **prompt)
+        yield from self._event(self._choice("", {"role": "assistant", "content": ""}, logprobs=None), **prompt)
 
     def events(self, batch: Sequence[Update]) -> Iterator[bytes]:
-        """The events of a batch of updates: one for all its tokens, and those of calls and of the end."""
+        """Pieces of the events of a batch of updates: one for all its tokens, and those of calls and of the end."""
         yield from self._comments(batch)
         tokens = [update for update in batch if isinstance(update, Token)]
         if tokens:
-            yield self._tokens_event(tokens)
+            yield from self._tokens_event(tokens)
             yield from self._call_events([call for token in tokens for call in token.calls])
         if isinstance(batch[-1], ApiError):  # the status has been sent already; clients check each event for errors
             yield f"data: {json.dumps(batch[-1].body)}\n\n".encode()
@@ -67,52 +80,64 @@ class Answer:
             elif isinstance(update, Alive):
                 yield b": keepalive\n\n"
 
-    def whole(self, updates: Sequence[Update]) -> dict[str, Any]:
-        """The whole answer to a request without stream. updates: all updates of the job, the last of which is its
-        End.
-        """
-        tokens, end = [update for update in updates if isinstance(update, Token)], updates[-1]
-        text = _text(tokens) + end.tail
-        thought = _text(tokens, Part.REASONING)
+    def take(self, batch: Sequence[Update]) -> None:
+        """Adds updates to an answer without stream."""
+        taken, tokens = self._taken, [update for update in batch if isinstance(update, Token)]
+        self._count(tokens)
+        taken.text.append(_text(tokens))
+        taken.thought.append(_text(tokens, Part.REASONING))
+        for update in batch:
+            if isinstance(update, Token | End):
+                taken.calls += map(_call, update.calls)
+        for name, items in (self._logprobs(tokens) or {}).items():
+            taken.logprobs.setdefault(name, Written()).add(items)
+        if self._call.return_token_ids:
+            taken.ids.add([token.id for token in tokens])
+        if self._call.return_timeline:
+            taken.timeline.add(_timeline(tokens))
+        if isinstance(batch[-1], End):
+            self._end = batch[-1]
+            taken.text.append(self._end.tail)
+
+    def whole(self) -> dict[str, Any]:
+        """The whole answer, after its End was taken. Its long lists are `Written`."""
+        taken, end = self._taken, self._end
+        text, thought = "".join(taken.text), "".join(taken.thought)
         reasoning = {"reasoning_content": thought} if thought else {}
-        calls = [_call(call) for update in updates if isinstance(update, Token | End) for call in update.calls]
-        message = {"role": "assistant", **reasoning, "content": text or (None if calls else "")}
-        if calls:
-            message["tool_calls"] = calls
-        logprobs = self._logprobs(tokens)
+        message = {"role": "assistant", **reasoning, "content": text or (None if taken.calls else "")}
+        if taken.calls:
+            message["tool_calls"] = taken.calls
         choice = {
             "index": self._index,
             **({"message": message} if self._call.chat else {"text": text}),
-            "logprobs": logprobs,
+            "logprobs": None if self._call.logprobs is None else taken.logprobs,
             "finish_reason": end.reason,
             "stop_reason": end.stop_reason,
         }
         prompt = {}
         if self._call.return_token_ids:
-            choice["token_ids"], prompt = [token.id for token in tokens], {"prompt_token_ids": [*self._job.ids]}
+            choice["token_ids"], prompt = taken.ids, {"prompt_token_ids": [*self._job.ids]}
         if self._call.return_timeline:
-            choice["timeline"] = _timeline(tokens)
-        self._count(tokens)
-        self._end = end
+            choice["timeline"] = taken.timeline
         return {**self._head, "choices": [choice], "usage": self._usage(), **prompt, **self._measured(end)}
 
-    def _tokens_event(self, tokens: list[Token]) -> bytes:
+    def _tokens_event(self, tokens: list[Token]) -> Iterator[bytes]:
         self._count(tokens)
         text, thought = _text(tokens), _text(tokens, Part.REASONING)
         call = self._call
         if call.logprobs is None and not call.return_token_ids and not call.return_timeline:
             if not text and not thought:
-                return b""  # the text is held back: it is part of a character, or of a possible stop string
+                return  # the text is held back: it is part of a character, or of a possible stop string
             body = f'"delta": {json.dumps(_delta(text, thought))}' if call.chat else f'"text": {json.dumps(text)}'
-            return (
-                f'{self._prefix}{body}, "logprobs": null, "finish_reason": null}}]{self._usage_field()}}}\n\n'.encode()
-            )
+            rest = f'"logprobs": null, "finish_reason": null}}]{self._usage_field()}}}\n\n'
+            yield f"{self._prefix}{body}, {rest}".encode()
+            return
         choice = self._choice(text, _delta(text, thought), logprobs=self._logprobs(tokens))
         if call.return_token_ids:
             choice["token_ids"] = [token.id for token in tokens]
         if call.return_timeline:
             choice["timeline"] = _timeline(tokens)
-        return self._event(choice)
+        yield from self._event(choice)
 
     def _call_events(self, calls: Sequence[ToolCall]) -> Iterator[bytes]:
         """Two events for each call: one with its id and name, one with its arguments."""
@@ -122,14 +147,14 @@ class Answer:
             second = {"index": self._called, "function": {"arguments": call.arguments}}
             self._called += 1
             for delta in (first, second):
-                yield self._event(self._choice("", {"tool_calls": [delta]}, logprobs=None))
+                yield from self._event(self._choice("", {"tool_calls": [delta]}, logprobs=None))
 
     def _ending(self, end: End) -> Iterator[bytes]:
         call, self._end = self._call, end
         if call.chat and end.tail:
-            yield self._event(self._choice(end.tail, _delta(end.tail), logprobs=None))
+            yield from self._event(self._choice(end.tail, _delta(end.tail), logprobs=None))
         yield from self._call_events(end.calls)
-        yield self._event(self._last(end), **({} if call.include_usage else self._measured(end)))
+        yield from self._event(self._last(end), **({} if call.include_usage else self._measured(end)))
         yield from self._after(end)
 
     def _last(self, end: End) -> dict[str, Any]:
@@ -153,10 +178,13 @@ class Answer:
         content = {"delta": delta} if self._call.chat else {"text": text}
         return {"index": self._index, **content, "logprobs": logprobs, "finish_reason": None}
 
-    def _event(self, choice: dict[str, Any], **more: Any) -> bytes:
-        return (
-            f"data: {json.dumps({**self._head, 'choices': [choice], **more})[:-1]}{self._usage_field()}}}\n\n".encode()
-        )
+    def _event(self, choice: dict[str, Any], **more: Any) -> Iterator[bytes]:
+        usage: dict[str, Any] = {"usage": None} if self._call.include_usage else {}
+        if self._call.continuous_usage:
+            usage = {"usage": self._usage()}
+        yield b"data: "
+        yield from json_pieces({**self._head, "choices": [choice], **more, **usage})
+        yield b"\n\n"
 
     def _usage_field(self) -> str:
         if self._call.continuous_usage:

@@ -516,6 +516,7 @@ class _Worker:
                 int(token), read.text, token.time, named, self._top(token.top_logprobs), read.part, read.calls, *origin
             )
             self._send("token", number, made)
+            token.top_logprobs = ()  # released one by one: those of a long answer would take 0.1 s together
             if reader is not None and reader.finished:
                 generation.cancel()
         r = generation.result
