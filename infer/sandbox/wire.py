@@ -18,6 +18,7 @@ import os
 import re
 import struct
 import sys
+import time
 
 MOST_TEXT, MOST_BYTES = 256 << 20, 1 << 30  # bytes of a message's JSON, and of the data after it
 MOST_DEPTH = 100  # levels of nested containers
@@ -28,6 +29,9 @@ LONGEST_INT = 4096  # in bits; longer ones are written in base 16, which takes l
 # Limit on work that grows with the square of a message. A step, which takes less than 1 us, is the comparison of two
 # keys with equal hashes, or 2^STEP_BITS products of bits in a division.
 MOST_STEPS, STEP_BITS = 1 << 20, 18
+# Limit on the processor time to insert keys, because keys with different hashes may collide in a table, too: seconds,
+# and more for each key, which is ten times of what the slowest usual keys take. It is checked after a slice of keys.
+MOST_SECONDS, KEY_SECONDS, SLICE = 0.2, 5e-6, 64
 HEAD = struct.Struct("<IQ")
 SCALARS = frozenset({int, float, str, bool, type(None)})
 MAPPINGS = frozenset({dict, collections.Counter, collections.OrderedDict, collections.defaultdict})
@@ -36,7 +40,7 @@ TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind,
 DTYPE = re.compile(r"[<>|=]?[biufcUSmM]\d+(\[\w+\])?", re.ASCII)
 # Copies of functions that programs may replace.
 _text_of, _value_of = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode, json.JSONDecoder().decode
-_write, _read = os.write, os.read
+_write, _read, _thread_time = os.write, os.read, time.thread_time
 
 
 class WireError(Exception):
@@ -223,7 +227,7 @@ class Reader:
 
     def __init__(self, known, unusual, beside=b""):
         self.known, self.unusual, self.beside = [*known], unusual, beside
-        self.left, self.steps = len(beside), MOST_STEPS
+        self.left, self.steps, self.seconds = len(beside), MOST_STEPS, MOST_SECONDS
 
     def __call__(self, node):
         kind = type(node)
@@ -266,27 +270,40 @@ class Reader:
             self.spend(sum(count * (count - 1) // 2 for count in counts if count > 1))
         return values
 
-    def mapping(self, content):
-        """The pairs (key, value) of a mapping."""
-        keys, values = content
-        return zip(self.keys(self.items(keys)), self.items(values), strict=True)
+    def fill(self, made, add, keys, values=None):
+        """Adds keys to a set, or keys and values to a mapping, with its function `add`; see MOST_SECONDS."""
+        entries = self.keys(keys) if values is None else zip(self.keys(keys), values, strict=True)
+        if {str} >= {*map(type, keys)}:
+            add(made, entries)
+            return made
+        entries, self.seconds = iter(entries), self.seconds + KEY_SECONDS * len(keys)
+        began, left = _thread_time(), len(keys)
+        while left > 0:
+            add(made, itertools.islice(entries, SLICE))
+            left -= SLICE
+            if _thread_time() - began > self.seconds:
+                raise WireError("keys take too long to insert")
+        if values is not None:
+            add(made, entries)  # nothing, unless the lengths differ, which this raises
+        self.seconds -= _thread_time() - began
+        return made
 
     def update(self, made, content):
-        made.update(self.mapping(content))
-        return made
+        keys, values = content
+        return self.fill(made, _add_of(made), self.items(keys), self.items(values))
 
     def restore(self, value, content):
         """Replaces the content of a container by `content`, in the form of `contents`."""
         if type(value) in MAPPINGS:
             half = len(content) // 2
             value.clear()
-            dict.update(value, zip(self.keys(content[:half]), content[half:], strict=True))
+            self.fill(value, _add_of(value), content[:half], content[half:])
         elif type(value) in (list, bytearray):
             value[:] = content
         else:
             value.clear()
             if type(value) is set:
-                value.update(self.keys(content))
+                self.fill(value, set.update, content)
             else:
                 value.extend(content)
 
@@ -317,16 +334,13 @@ class Reader:
         return made[()] if is_number else made
 
 
-def _read_counter(reader, content):
-    made = reader.fresh(collections.Counter())
-    dict.update(made, reader.mapping(content))  # Counter.update adds
-    return made
+def _add_of(mapping):
+    """The function that replaces values of a mapping; Counter.update adds to them."""
+    return collections.OrderedDict.update if type(mapping) is collections.OrderedDict else dict.update
 
 
 def _read_set(reader, nodes):
-    made = reader.fresh(set())
-    made.update(reader.keys(reader.items(nodes)))
-    return made
+    return reader.fill(reader.fresh(set()), set.update, reader.items(nodes))
 
 
 def _read_deque(reader, content):
@@ -365,8 +379,7 @@ def _read_range(reader, content):
 
 def _read_items(reader, nodes):
     pairs = reader.items(nodes)
-    reader.keys([key for key, _ in pairs])
-    return dict(pairs).items()
+    return reader.fill({}, dict.update, [key for key, _ in pairs], [value for _, value in pairs]).items()
 
 
 def _read_reference(reader, number):
@@ -382,13 +395,13 @@ READERS = {
     "rows": lambda r, content: r.rows(content),
     "tuple": lambda r, nodes: tuple(r.items(nodes)),
     "set": _read_set,
-    "frozenset": lambda r, nodes: frozenset(r.keys(r.items(nodes))),
+    "frozenset": lambda r, nodes: frozenset(r.fill(set(), set.update, r.items(nodes))),
     "dict": lambda r, content: r.update(r.fresh({}), content),
-    "Counter": _read_counter,
+    "Counter": lambda r, content: r.update(r.fresh(collections.Counter()), content),
     "OrderedDict": lambda r, content: r.update(r.fresh(collections.OrderedDict()), content),
     "defaultdict": _read_default,
     "deque": _read_deque,
-    "keys": lambda r, nodes: dict.fromkeys(r.keys(r.items(nodes))).keys(),
+    "keys": lambda r, nodes: r.update({}, [nodes, [None] * len(nodes)]).keys(),
     "values": lambda r, nodes: dict(enumerate(r.items(nodes))).values(),
     "items": _read_items,
     "bytes": lambda r, content: r.data(content),

@@ -14,7 +14,7 @@ import pytest
 
 from laneformer.infer.sandbox.sandbox import Limits
 from laneformer.infer.sandbox.seccomp import MACHINES, REFUSED, SPECIAL
-from tests.support.hostile_programs import CHECK, FORGERIES, NAMES, REACHES, RIGHT
+from tests.support.hostile.programs import CHECK, FORGERIES, NAMES, REACHES, RIGHT
 from tests.support.paths import ROOT
 from tests.support.sandboxes import ISOLATING, LIMITS, open_sandbox
 
