@@ -6,8 +6,14 @@ import time
 import pytest
 
 from laneformer.infer.serve.body import LARGE, MOST_DIGITS, MOST_PARTS, ApiError, read_json
+from laneformer.infer.serve.item_requests import read_items
+from laneformer.infer.serve.protocol import read_call
+from tests.support.hostile.mutations import mutants, slowest
 
 LONG = "9" * (MOST_DIGITS + 1)
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a{1,3}$"}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "add", "description": "d", "parameters": SCHEMA, "strict": True}}
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": "aa"}'}}
 
 
 def refused(body):
@@ -122,3 +128,31 @@ def test_bad_values_are_found_between_the_pieces_of_a_large_body(bad):
 def test_numbers_of_a_large_body_are_read_exactly():
     values = [0, -1, 10**99, 1.5, -0.0, 1e-320, 0.1, 123456789012345678] * 2000
     assert repr(read_json(json.dumps({"a": values}).encode())["a"]) == repr(values)
+
+
+BODIES = {
+    "completion": {"prompt": [1, 2], "max_tokens": 5, "temperature": 0.5, "stop": ["a", "é"], "logit_bias": {"3": -1.5},
+                   "stream": True, "stream_options": {"include_usage": True}, "speculative.n_max": 2, "seed": 7},
+    "chat": {"messages": [{"role": "user", "content": [{"type": "text", "text": "hé"}]},
+                          {"role": "assistant", "content": None, "tool_calls": [CALL]},
+                          {"role": "tool", "tool_call_id": "c", "content": "5"}], "tools": [TOOL], "n": 2,
+             "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}},
+             "logprobs": True, "top_logprobs": 3, "prediction": {"type": "content", "content": "a"}},
+    "response": {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]},
+                           {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"},
+                           {"type": "function_call_output", "call_id": "c", "output": "5"}],
+                 "tools": [{"type": "function", **TOOL["function"]}], "reasoning": {"effort": "low"},
+                 "text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}, "metadata": {"a": "b"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(30_000, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", BODIES)
+def test_changed_requests_are_read_or_refused_quickly(kind, count):
+    def read(body):
+        fields = read_json(body)
+        read_call(read_items(fields).chat if kind == "response" else fields, chat=kind != "completion")
+
+    whole = json.dumps(BODIES[kind], ensure_ascii=False).encode()
+    read(whole)
+    assert slowest(read, mutants(whole, count), ApiError) < 1

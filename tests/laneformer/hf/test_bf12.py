@@ -16,6 +16,7 @@ from laneformer.hf.folder import HfFolder
 from laneformer.hf.safetensors import MappedFile, read_header
 from laneformer.weights import packing_order
 from tests.support import tiny
+from tests.support.hostile.mutations import mutants, slowest
 
 HEADS = {
     "head and table apart": {},
@@ -312,3 +313,17 @@ def test_file_that_shrinks_after_opening_is_refused(whole, tmp_path):
     for read in (checkpoint.packed, checkpoint.weights):
         with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
             list(read())
+
+
+@pytest.mark.usefixtures("many_exceptions")
+@pytest.mark.parametrize("count", [300, pytest.param(30_000, marks=pytest.mark.exhaustive)])
+def test_changed_metadata_are_read_or_refused_quickly(tmp_path, count):
+    file = save_hf(model_of(), tmp_path / "model", weights="bf12") / "model.safetensors"
+    header = read_header(file)
+    text = header.metadata[laneformer.hf.bf12.KEY]
+
+    def read(changed):
+        laneformer.hf.bf12.unpacked(header.tensors, {file: {laneformer.hf.bf12.KEY: changed.decode(errors="replace")}})
+
+    read(text.encode())
+    assert slowest(read, mutants(text.encode(), count), CheckpointError) < 1

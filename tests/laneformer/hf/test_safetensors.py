@@ -5,13 +5,15 @@ import shutil
 
 import numpy as np
 import pytest
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 import laneformer.hf.folder
 from laneformer import CheckpointError, load, save_hf
 from laneformer.checkpoint import open_checkpoint
-from laneformer.hf.safetensors import find_tensors
+from laneformer.hf.safetensors import find_tensors, read_header
 from tests.support import tiny
+from tests.support.hostile.mutations import mutants, slowest
 
 
 @pytest.fixture
@@ -279,3 +281,23 @@ def test_file_that_shrinks_after_opening_is_refused(folder):
     file.unlink()
     with pytest.raises(CheckpointError, match=r"model\.safetensors.*No such file"):
         checkpoint.model()
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(30_000, marks=pytest.mark.exhaustive)])
+def test_changed_headers_are_read_or_refused_quickly(tmp_path, count):
+    """The length before the header is that of the changed one for two of three files."""
+    file = tmp_path / "model.safetensors"
+    tensors = {"a": np.ones((3, 4), np.float32), "b.c": np.ones(5, np.int8), "d": np.zeros((0, 2), np.float16)}
+    save_file(tensors, file, metadata={"format": "pt", "x": "{}"})
+    whole = file.read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+
+    def read(changed):
+        length = whole[:8] if len(changed) % 3 == 0 else len(changed).to_bytes(8, "little")
+        file.write_bytes(length + changed + whole[begin:])
+        for tensor in read_header(file).tensors.values():
+            assert tensor.shape is not None and 0 <= tensor.size <= len(whole)
+
+    read(whole[8:begin])
+    refusals = (CheckpointError, SafetensorError)
+    assert slowest(read, mutants(whole[8:begin], count), refusals) < 1
