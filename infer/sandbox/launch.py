@@ -83,15 +83,16 @@ def _tree(spec, pivot_number, setattr_number):
     root = spec["root"]
     _mount("none", "/", "", MS_REC | MS_PRIVATE)
     _mount("tmpfs", root, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    for name in ("proc", "dev", "tmp"):
+        os.mkdir(f"{root}/{name}")
+    # Before the folders, because Python's may be below /tmp.
+    _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={spec['tmp_bytes']},mode=1777")
     for name, target in spec["links"].items():
         os.symlink(target, root + name)
     for source, name in spec["folders"]:
         _bind(source, root + name, setattr_number)
-    for name in ("proc", "dev", "tmp"):
-        os.mkdir(f"{root}/{name}")
     _mount("proc", f"{root}/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     _devices(root, spec["shm_bytes"])
-    _mount("tmpfs", f"{root}/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={spec['tmp_bytes']},mode=1777")
     os.chdir(root)
     _call(pivot_number, "pivot_root", ctypes.c_char_p(b"."), ctypes.c_char_p(b"."))
     _checked(_libc.umount2(b".", MNT_DETACH), "umount2")

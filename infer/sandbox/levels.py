@@ -136,11 +136,11 @@ def bwrap(stage: Path, run: int) -> list[str]:
         command += ["--ro-bind", name, name]
     for name, target in links.items():
         command += ["--symlink", target, name]
+    command += ["--size", str(TMP_BYTES), "--tmpfs", "/tmp"]  # before the next mounts: Python may be below /tmp
     for place, inside in mounts():
         command += ["--ro-bind", str(stage / place if is_root() else needed()[place]), inside]
     command += ["--proc", "/proc", "--dev", "/dev"]
-    for name, size in (("/tmp", TMP_BYTES), ("/dev/shm", SHM_BYTES)):
-        command += ["--size", str(size), "--tmpfs", name]
+    command += ["--size", str(SHM_BYTES), "--tmpfs", "/dev/shm"]
     command += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/tmp", "--", str(interpreter())]
     if not is_root():
         return ["/bin/sh", "-ec", EXEC, "sh", str(stage / "filter"), *command]
