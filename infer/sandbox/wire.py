@@ -14,6 +14,7 @@ import builtins
 import collections
 import itertools
 import json
+import operator
 import os
 import re
 import struct
@@ -266,8 +267,10 @@ class Reader:
         numbers are no secret, so a message may have many of them.
         """
         if not {str} >= {*map(type, values)}:
-            counts = collections.Counter(map(hash, values)).values()
-            self.spend(sum(count * (count - 1) // 2 for count in counts if count > 1))
+            hashes = sorted(map(hash, values))  # a table of hashes would be as slow as that of the keys
+            if any(map(operator.eq, hashes, itertools.islice(hashes, 1, None))):
+                counts = (len([*same]) for _, same in itertools.groupby(hashes))
+                self.spend(sum(count * (count - 1) // 2 for count in counts))
         return values
 
     def fill(self, made, add, keys, values=None):
