@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError, one_line
-from laneformer.files import parse_json, read_file, refuse_link_loops
+from laneformer.files import check_folder, parse_json, read_file, refuse_link_loops
 from laneformer.formats import KERNEL_FORMATS, Bf12Product
 from laneformer.hf import config_from_hf, find_family, language_model, read_hf_config
 from laneformer.hf.folder import HfFolder
@@ -214,6 +214,7 @@ def restore_params(step: Path, config: ModelConfig, dtype: str, mesh: Mesh | Non
         )
         for path, p in table.items()
     }
+    check_folder(step / PARAMS)
     try:
         with ocp.StandardCheckpointer() as reader:
             weights: dict[str, jax.Array] = reader.restore((step / PARAMS).absolute(), wanted)

@@ -85,6 +85,15 @@ def files_inside(folder: Path, names: Iterable[str]) -> list[Path]:
     return files
 
 
+def check_folder(folder: Path) -> None:
+    """Raises CheckpointError if a folder that a library will read has a symbolic link out of it or to a folder, or a
+    pipe, on which the library would wait. A folder that does not exist is left to the library.
+    """
+    for place, folders, names in os.walk(folder):
+        links = [name for name in folders if os.path.islink(os.path.join(place, name))]
+        files_inside(folder, [os.path.relpath(os.path.join(place, name), folder) for name in (*links, *names)])
+
+
 def refuse_link_loops(folder: Path) -> None:
     """Raises CheckpointError, naming the link, if the folder, a parent or a file in it is a link back to itself."""
     for path in (*reversed(folder.parents), folder):

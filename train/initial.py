@@ -10,6 +10,7 @@ import orbax.checkpoint as ocp
 from laneformer.checkpoint import SavedStep, checkpoint_files, fingerprint, open_plain, read_config, read_meta
 from laneformer.config import ModelConfig
 from laneformer.errors import CheckpointError, ConfigError, one_line
+from laneformer.files import check_folder
 from laneformer.mesh import sharding
 from laneformer.train.checkpoint import OPTIMIZER
 from laneformer.train.config import FIRST, TrainConfig
@@ -83,6 +84,7 @@ def read_state(config: TrainConfig, trainer: Trainer) -> State:
     if step is None or before != kind:
         return state
     wanted = trainer.abstract_state()
+    check_folder(step / OPTIMIZER)
     try:
         with ocp.StandardCheckpointer() as reader:
             found = reader.restore((step / OPTIMIZER).absolute(), {"state": wanted.optimizer, "step": wanted.step})

@@ -1,6 +1,7 @@
 """laneformer.load on training runs and their steps, and on folders that are neither."""
 
 import json
+import os
 import shutil
 
 import jax
@@ -146,6 +147,25 @@ def test_damaged_step_names_the_newest_other_one_in_one_line(tmp_path, saved_run
     assert "\n" not in text and "tensorstore_spec" not in text and len(text) < 800
     with pytest.raises(CheckpointError, match="; restore a copy"):  # a step that was copied out of its run
         load(shutil.copytree(step, tmp_path / "alone"))
+
+
+@pytest.mark.parametrize("trick", ["link to a file", "link to a folder", "pipe"])
+def test_steps_with_links_or_pipes_are_refused(tmp_path, saved_run, trick):
+    """The library would read files outside of the run, or wait for the pipe without end."""
+    step = shutil.copytree(saved_run / "checkpoints" / "5", tmp_path / "step")
+    outside = shutil.copytree(step / "params", tmp_path / "outside")
+    if trick == "link to a folder":
+        shutil.rmtree(step / "params" / "d")
+        (step / "params" / "d").symlink_to(outside / "d")
+    else:
+        file = step / "params" / "manifest.ocdbt"
+        file.unlink()
+        if trick == "pipe":
+            os.mkfifo(file)
+        else:
+            file.symlink_to(outside / "manifest.ocdbt")
+    with pytest.raises(CheckpointError, match="not a regular file" if trick == "pipe" else "outside of its folder"):
+        load(step)
 
 
 def test_hf_folder_is_loaded(tmp_path, saved_run):
