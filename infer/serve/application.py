@@ -351,11 +351,11 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-async def _api_error(request: Request, error: Exception) -> Response:
+async def _api_error(request: Request, error: Any) -> Response:
     return error_response(error, _Refusal if error.status == 413 else Response)
 
 
-async def _http_error(request: Request, error: Exception) -> Response:
+async def _http_error(request: Request, error: Any) -> Response:
     """Starlette's errors for unknown paths and methods, in OpenAI's form."""
     what = {404: f"unknown path {request.url.path}", 405: f"{request.url.path} does not accept {request.method}"}
     return error_response(ApiError(error.status_code, what.get(error.status_code, error.detail), headers=error.headers))

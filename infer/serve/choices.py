@@ -92,7 +92,7 @@ class Choice(Answer):
 
     def measured(self) -> dict[str, Any]:
         """The seed and the measurements of this choice, which has ended."""
-        measured = Answer._measured(self, self._end)
+        measured = Answer._measured(self, self._ended)
         measured.pop("warnings", None)
         return measured
 

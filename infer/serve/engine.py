@@ -80,6 +80,11 @@ class Job:
         self._inbox: deque[Update] = deque()
         self._news = asyncio.Event()
 
+    @property
+    def waited(self) -> float:
+        """Seconds in the queue; 0 before the job has started."""
+        return 0.0 if self.started is None else self.started - self.arrived
+
     def put(self, update: Update) -> None:
         """Adds an update. An End or ApiError ends the job; later updates are dropped."""
         if self.ended.is_set():
@@ -184,7 +189,7 @@ class EngineProcess:
         return jobs
 
     def _require_ready(self) -> None:
-        if self.state != "ready" or self._run.unsent > MOST_UNSENT:
+        if self.state != "ready" or self._run is None or self._run.unsent > MOST_UNSENT:
             state = self.state if self.state != "ready" else "silent"
             message = f"the engine is {state}: try again soon"
             raise ApiError(503, message, code=f"engine_{state}", headers={"Retry-After": "5"})
@@ -285,7 +290,7 @@ class EngineProcess:
             self._waiting.remove(job)
             self._running[job.number], self._round = job, job.round
             job.started = time.perf_counter()
-            self._metrics.queue_time.observe(job.started - job.arrived)
+            self._metrics.queue_time.observe(job.waited)
             self._send("generate", job.number, job.order)
         self._metrics.running.set(len(self._running))
         self._metrics.waiting.set(len(self._waiting))
@@ -400,7 +405,7 @@ class EngineProcess:
                 shared = ", shared passes" if end.shared_passes else ""
                 log.info(
                     "%d%s + %d tokens (%s)%s%s, waited %.3f s",
-                    *(len(job.ids), cached, end.tokens, end.reason, rate, shared, job.started - job.arrived),
+                    *(len(job.ids), cached, end.tokens, end.reason, rate, shared, job.waited),
                 )
             else:
                 self._fail(job, ApiError(500, end, code="engine_error"), "error")
@@ -412,7 +417,7 @@ class EngineProcess:
         while True:
             await asyncio.sleep(PING_SECONDS)
             now = time.perf_counter()
-            if self.state not in ("ready", "silent"):
+            if self._run is None or self.state not in ("ready", "silent"):
                 continue
             if printed:
                 say(printed.rstrip())
@@ -433,14 +438,14 @@ class EngineProcess:
         """Handles the unexpected end of the process. While the model loads for the first time, it gives up, because a
         restart would fail the same way. Later it restarts the process, and only the running requests are lost.
         """
-        if self.state == "stopped":
+        if (run := self._run) is None or self.state == "stopped":
             return
         first, ran = self.state == "loading", time.perf_counter() - self._ready
         self.state = "restarting"
         for job in self._running.values():
             for timer in job.timers:
                 timer.cancel()  # the reason is known soon
-        run, self._run = self._run, None
+        self._run = None
         how, printed = await run.end(PATIENCE_SECONDS)
         message = f"the engine process ended unexpectedly ({how})"
         reason, crash = self._reason, self._crash

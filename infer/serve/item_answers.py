@@ -59,7 +59,8 @@ class ItemAnswer(Answer):
         text = "".join(token.text for token in tokens)
         shown = part is Part.CONTENT and self._call.logprobs is not None
         if part in KINDS and (text or (shown and self._open is part)):
-            yield from self._add_text(part, text, Written(self._logprobs(tokens)["content"] if shown else []))
+            logprobs = self._logprobs(tokens) if shown else None
+            yield from self._add_text(part, text, Written(logprobs["content"] if logprobs else []))
         for call in calls:
             yield from self._add_call(call)
 
@@ -68,12 +69,13 @@ class ItemAnswer(Answer):
         kind, piece, prefix = KINDS[part]
         if self._open is not part:
             yield from self._close()
-            item = {"id": prefix + secrets.token_hex(12), "type": kind, "status": "in_progress", "content": []}
-            item |= {"role": "assistant"} if part is Part.CONTENT else {"summary": []}
+            rest: dict[str, Any] = {"role": "assistant"} if part is Part.CONTENT else {"summary": []}
+            number = prefix + secrets.token_hex(12)
+            item = {"id": number, "type": kind, "status": "in_progress", "content": [], **rest}
             self._output.append(item)
             self._open = part
             yield from self._item_event("added")
-            content = {"type": piece, "text": ""}
+            content: dict[str, Any] = {"type": piece, "text": ""}
             content |= {"annotations": [], "logprobs": Written()} if part is Part.CONTENT else {}
             yield from self._part_event("response.content_part.added", part=content)
             item["content"].append(content)

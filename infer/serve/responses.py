@@ -99,15 +99,22 @@ class Answer:
             self._end = batch[-1]
             taken.text.append(self._end.tail)
 
+    @property
+    def _ended(self) -> End:
+        """The End of the answer, after it was taken."""
+        if self._end is None:
+            raise RuntimeError("the answer has not ended")
+        return self._end
+
     def whole(self) -> dict[str, Any]:
         """The whole answer, after its End was taken. Its long lists are `Written`."""
-        taken, end = self._taken, self._end
+        taken, end = self._taken, self._ended
         text, thought = "".join(taken.text), "".join(taken.thought)
         reasoning = {"reasoning_content": thought} if thought else {}
-        message = {"role": "assistant", **reasoning, "content": text or (None if taken.calls else "")}
+        message: dict[str, Any] = {"role": "assistant", **reasoning, "content": text or (None if taken.calls else "")}
         if taken.calls:
             message["tool_calls"] = taken.calls
-        choice = {
+        choice: dict[str, Any] = {
             "index": self._index,
             **({"message": message} if self._call.chat else {"text": text}),
             "logprobs": None if self._call.logprobs is None else taken.logprobs,
@@ -219,7 +226,7 @@ class Answer:
         if self._call.chat:
             return {
                 "content": [
-                    {**_named(token.named), "top_logprobs": [_named(Named(*each)) for each in token.top]}
+                    {**_named(_name_of(token)), "top_logprobs": [_named(Named(*each)) for each in token.top]}
                     for token in tokens
                     if token.part is Part.CONTENT
                 ]
@@ -228,9 +235,10 @@ class Answer:
         for token in tokens:
             offsets.append(self._offset)
             self._offset += len(token.text)
+        names = [_name_of(token) for token in tokens]
         return {
-            "tokens": [_spelled(token.named.text) for token in tokens],
-            "token_logprobs": [token.named.logprob for token in tokens],
+            "tokens": [_spelled(name.text) for name in names],
+            "token_logprobs": [name.logprob for name in names],
             "top_logprobs": [{_spelled(text): logprob for text, logprob in token.top} for token in tokens],
             "text_offset": offsets,
         }
@@ -262,7 +270,7 @@ class Answer:
             "metrics": {
                 "time_to_first_token_ms": _ms(first),
                 "generation_time_ms": _ms(decoding),
-                "queue_time_ms": _ms(self._job.started - self._job.arrived),
+                "queue_time_ms": _ms(self._job.waited),
                 "mean_itl_ms": _ms(end.time_per_token),
                 "tokens_per_second": rate,
                 "shared_passes": end.shared_passes,
@@ -303,6 +311,13 @@ def _timeline(tokens: Sequence[Token]) -> list[list[str | float | int]]:
 
 def _ms(seconds: float | None) -> float | None:
     return None if seconds is None else 1000 * seconds
+
+
+def _name_of(token: Token) -> Named:
+    """The token's name and log-probability, in an answer with log-probabilities."""
+    if token.named is None:
+        raise ValueError(f"token {token.id} has no log-probability")
+    return token.named
 
 
 def _named(named: Named) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from laneformer.errors import ConfigError, InputError, LaneformerError, one_line, say_errors_once
 from laneformer.infer.engine.options import JobEngineOptions
@@ -252,10 +252,11 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
 
     checkpoint = model.engine.checkpoint
     folder = None if is_recipe(checkpoint) else checkpoint_files(checkpoint)
-    chat, no_chat, encode = None, f"model {engine.name} has no tokenizer", None
+    no_chat: str | None = f"model {engine.name} has no tokenizer"
+    chat = encode = encoders = None
     tokenizer, context = engine.tokenizer, engine.config.max_position_embeddings
     eos = tuple(engine.config.eos_token_id)
-    if tokenizer is not None:
+    if tokenizer is not None and folder is not None:
         begin = tokenizer.before[0] if tokenizer.before else None
         encoders = Encoders()
         encoders.read(Folder(folder, begin, model.chat_template, eos, context))
@@ -265,15 +266,12 @@ def _serve(connection: Connection, engine: "Engine", model: ServedModel, began: 
     if sampling:
         log.info("sampling by default: %s (%s)", named(sampling), GENERATION)
     engine.warmup(min(WARM_PROMPT, context - 1), WARM_ANSWER)
-    if tokenizer is not None:
+    if encoders is not None and folder is not None:
         read = encoders.facts()
         no_chat, eos = read.no_chat, read.ends or eos
         if no_chat is None:  # completions work without a template
             chat = ChatTemplate.load(folder, model.chat_template, code=Elsewhere(read.names))
-
-        def encode() -> Encoder:
-            return Encoder(encoders)
-
+        encode = partial(Encoder, encoders)
     conditions = {**engine.conditions, "random_weights": folder is None, "on_cpu": engine.backend == "cpu" or on_host()}
     alone, drafts = not model.engine.distributed, bool(conditions.get("speculation"))
     worker = _Worker(connection, engine, chat, no_chat, alone, drafts, ends=eos, encode=encode)
@@ -412,6 +410,7 @@ class _Worker:
         """Answers questions; only short ones if `small`, so that they never wait for long ones."""
         while True:
             number, question = self._questions.take(small, getattr(encoder, "stop", None))
+            message: tuple[Any, ...]
             try:
                 message = ("checked", number, self._checked(question, encoder))
             except (NoChat, TooLong) as error:
@@ -441,8 +440,9 @@ class _Worker:
         """
         from laneformer.infer.sampling import Sampling
 
-        engine, prompt = self._engine, question.prompt
-        tools, grammar, notes = None, question.grammar, ()
+        engine, tools, grammar = self._engine, None, question.grammar
+        notes: tuple[str, ...] = ()
+        prompt = cast("str | list[int]", question.prompt)  # in a chat, messages
         engine.check_sampling(Sampling(**question.sampling))
         if question.stop_strings and engine.tokenizer is None:
             raise InputError("stop has strings, which need a tokenizer, but the model has none: give stop_token_ids")
@@ -454,8 +454,10 @@ class _Worker:
             if self._chat is None:
                 raise NoChat(f"this model cannot chat: {self._no_chat}")
 
+            messages = cast("list[dict[str, Any]]", question.prompt)
+
             def encoded(tools: ToolRequest | None) -> list[int]:
-                return encoder.chat(prompt, tools, question.template_values)
+                return encoder.chat(messages, tools, question.template_values)
 
             prompt, tools, grammar, notes = prompt_of(engine, self._chat, encoded, question.tools, grammar)
         else:
@@ -489,7 +491,7 @@ class _Worker:
             tokens_per_dispatch=order.tokens_per_dispatch,
             top_logprobs=order.logprobs or 0,
             channels=None if chat is None else chat.channels(ids, calls=reader is not None),
-            spelled=() if reader is None else chat.reader_tokens,
+            spelled=() if chat is None or reader is None else chat.reader_tokens,
             cache_prompt=order.cache_prompt,
             cache_salt=order.cache_salt,
             cache_key=order.cache_key,

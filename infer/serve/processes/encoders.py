@@ -77,9 +77,17 @@ class Encoding(Protocol):
 class Local:
     """An `Encoding` in this process, without limits on time and memory."""
 
-    def __init__(self, tokenizer: "Tokenizer", chat: "ChatTemplate | None", context: int, most_bytes: int | None):
+    def __init__(
+        self, tokenizer: "Tokenizer | None", chat: "ChatTemplate | None", context: int, most_bytes: int | None
+    ):
         """most_bytes: see infer/text/token_bounds.py."""
-        self._tokenizer, self._chat, self._context, self._most = tokenizer, chat, context, most_bytes
+        self._given, self._chat, self._context, self._most = tokenizer, chat, context, most_bytes
+
+    @property
+    def _tokenizer(self) -> "Tokenizer":
+        if self._given is None:
+            raise InputError("this model has no tokenizer: give token ids")
+        return self._given
 
     def check(self, text: str) -> None:
         """Raises InputError for a text that is too long to be encoded."""
