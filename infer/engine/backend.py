@@ -211,7 +211,7 @@ class Chunks(Protocol):
 
 
 class Starter(Protocol):
-    """What starts the answers to requests: a backend, or one with another answer's end."""
+    """Starts the answers to requests: a backend, or a HealedBackend (infer/engine/healing.py)."""
 
     def start(self, request: Request) -> Chunks:
         """Starts the prefill and returns an iterator over the chunks: at most `limit` tokens, none after a stop token,
