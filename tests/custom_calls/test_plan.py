@@ -409,12 +409,12 @@ def test_library_decodes_every_plan(name):
 
 def test_words_of_a_request():
     """The number of words, then the fields: two words for an integer, the bits of a float, a list with its count."""
-    sampling = SamplingOptions(temperature=1.5, top_k=-1, seed=2**63 + 5, logit_bias=((7, -0.5),))
+    sampling = SamplingOptions(temperature=1.5, top_k=-1, seed=2**63 + 5, logit_bias=((7, -0.5),), top_n_sigma=1.5)
     source = Source(slot=1, call=2**32, positions=3)
     request = Request(prompt=(4, 5), start=6, limit=2, sampling=sampling, masked=True, given=(-1,), source=source)
     one, half = (int(np.float32(value).view(np.int32)) for value in (1.5, -0.5))
     unit = int(np.float32(1).view(np.int32))
-    fields = [2, 4, 5, 6, 0, 2, 0, 0, one, -1, -1, unit, 0, unit, 5, -(2**31), 0, 0, 1, 7, 0, half]
+    fields = [2, 4, 5, 6, 0, 2, 0, 0, one, -1, -1, unit, 0, unit, 5, -(2**31), 0, 0, 1, 7, 0, half, one]
     fields += [1, 0, 0, 0, 0, 0, 0, 1, -1, 0, 1, 1, 0, 0, 1, 3, 0]
     words = request_words(request)
     assert words[0] == 1 + len(fields) and words[1 : words[0]].tolist() == fields and not words[words[0] :].any()
