@@ -33,10 +33,10 @@ struct Model {
     add({1, kHeadDim / 2, (int)floats.size(), kHeadDim / 2});  // one rotation; its factor follows the frequencies
     for (int i = 0; i < kHeadDim / 2; i++) floats.push_back(std::pow(100.0f, -2.0f * (float)i / kHeadDim));
     floats.push_back(1);
-    add({lanes, kHidden, vocab, capacity, 0, kLayers});
+    add({lanes, kHidden, vocab, capacity, 0, number(1.5f), kLayers});
     for (int layer = 0; layer < kLayers; layer++) ops(layer);
     add({head_type, kOfLayer * kLayers + 1, number(1e-5f), layout == Layout::early && head_type == 0,
-         kOfLayer * kLayers + 2, 0});
+         kOfLayer * kLayers + 2, 0, 1, number(3)});
     schedule(layout);
     add({(int32_t)weight, (int32_t)cache, rounded});
     words[1] = (int32_t)words.size(), words[2] = (int32_t)floats.size();
@@ -85,9 +85,10 @@ struct Model {
     add({3});
     op(0, {0, 3, first + kWq, 0, first + kWk, 0, first + kWv, 0, 0, 1, 1, first + kNorm, eps, 0, 0, 0, zero, 0, 0});
     if (layer == 1) {
-      op(1, {0, kHeads, kKvHeads, kHeadDim, scale, 1, 9, 1, 0, 0, 0, 0});  // a window of 9 keys
+      op(1,
+         {0, 1, number(2), kHeads, kKvHeads, kHeadDim, scale, 1, 9, 1, 0, 0, 0, 0});  // a softcap, a window of 9 keys
     } else {
-      op(1, {0, kHeads, kKvHeads, kHeadDim, scale, 0, 1, 0, 0, 0, 0});
+      op(1, {0, 0, kHeads, kKvHeads, kHeadDim, scale, 0, 1, 0, 0, 0, 0});
     }
     op(0, {1, 1, first + kWo, 0, 2, 4, 0, 0, 0, 0, zero, 0, 0});
     if (layer == 1) {
